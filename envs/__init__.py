@@ -1,0 +1,166 @@
+"""Text environments: what the training scripts share, and all that they share.
+
+An environment hands out tasks and scores replies. It knows nothing of tokens, models or command lines:
+
+    env = envs.make("countdown", max_operands=4)
+    task = env.task("train", 0)                  # messages for the model, data for the verifier
+    episode = env.start(task, seed=1)
+    step = episode.step("18 + 14 = 32; 32 + 6 = 38")
+    step.reward, step.info["correct"], step.terminated
+
+To add one: subclass `Env` in a file of its own and name it in `ENVS`, or pass `--env path/to/file.py:Class`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import typing
+from pathlib import Path
+
+Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
+
+ENVS = {"countdown": "envs.countdown:Countdown"}
+
+
+class BadInput(ValueError):
+    """A flag, file, row or option that cannot be used. Its message is the one line that a person reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem. JSON-serialisable; `data` is for the verifier and never reaches a prompt."""
+
+    id: str  # unique within the environment
+    source: str  # names the metric: val/<source>/pass@1
+    messages: list[Message]
+    data: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The environment's answer to one reply."""
+
+    messages: list[Message]  # what the model reads next; empty when the episode is over
+    reward: float
+    terminated: bool  # the task is over: solved, failed or given up
+    truncated: bool  # a limit of the environment ended it (turns, time)
+    info: dict  # named parts (numbers); `correct` (0 or 1) at least once the episode is over
+
+
+class Episode:
+    """One attempt at one task."""
+
+    def step(self, reply: str) -> Step:
+        """Score a reply. Total: any text returns in bounded time, and none raises or is executed here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the episode holds (processes, folders, connections)."""
+
+
+class Env:
+    """A family of tasks with a verifier."""
+
+    Config: type  # a dataclass: the options that `make` takes
+    splits = ("train", "test")  # disjoint by construction
+
+    def __init__(self, config):
+        self.config = config
+
+    def num_tasks(self, split: str) -> int:
+        raise NotImplementedError
+
+    def task(self, split: str, index: int) -> Task:
+        """The same index gives the same task, on every machine and in any order."""
+        raise NotImplementedError
+
+    def start(self, task: Task, seed: int) -> Episode:
+        """A new attempt. Its randomness comes from (seed, task.id): a reply scored twice scores the same."""
+        raise NotImplementedError
+
+    def solution(self, task: Task) -> str | None:
+        """A reference reply that scores full marks (None: there is none at hand)."""
+        return None
+
+
+def make(name: str, **options) -> Env:
+    """Build an environment. Option values may be strings, as flags give them; the field's type decides.
+
+    Raises BadInput for an unknown name, an unknown option or a value of the wrong type, naming what is known.
+    """
+    if ":" in name:
+        cls = load_object(name, "--env")
+    elif name in ENVS:
+        cls = load_object(ENVS[name], "--env")
+    else:
+        raise BadInput(f"unknown environment {name!r}{_hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
+                       "or path/to/file.py:Class")
+    hints = typing.get_type_hints(cls.Config)
+    for key in options:
+        if key not in hints:
+            raise BadInput(f"environment {name}: unknown option {key!r}{_hint(key, hints)}; "
+                           f"known: {', '.join(hints)}")
+        options[key] = _convert(options[key], hints[key], f"environment {name}: option {key}")
+    return cls(cls.Config(**options))
+
+
+def parse_options(pairs: typing.Iterable[str]) -> dict[str, str]:
+    """("key=value", ...) -> {"key": "value"}."""
+    options = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise BadInput(f"environment option {pair!r}: expected key=value")
+        options[key] = value
+    return options
+
+
+def load_object(spec: str, flag: str):
+    """The object that `path/to/file.py:name` or `package.module:name` names; `flag` is named in errors."""
+    place, _, name = spec.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module_spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        return getattr(module, name)
+    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BadInput(f"{flag} {spec}: expected path/to/file.py:name ({reason})") from error
+
+
+def source_of(obj) -> str:
+    """Qualified name and source text of a function or class, for hashing."""
+    return f"{obj.__module__}.{obj.__qualname__}\n{inspect.getsource(obj)}"
+
+
+def _hint(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _convert(value, hint, where: str):
+    """`value`, or the text of one, as the type `hint`: int, float, bool, str or a Literal of strings."""
+    if typing.get_origin(hint) is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+        known = ", ".join(map(str, typing.get_args(hint)))
+        raise BadInput(f"{where}: expected one of {known}, got {value!r}")
+    if hint is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
+        return value.lower() in ("true", "1")
+    if hint in (int, float) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        try:
+            number = hint(value)
+            if not isinstance(value, float) or number == value:
+                return number
+        except (ValueError, OverflowError):
+            pass
+    elif hint in (bool, str) and isinstance(value, hint):
+        return value
+    raise BadInput(f"{where}: expected {hint.__name__}, got {value!r}")
