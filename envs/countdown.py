@@ -1,0 +1,762 @@
+"""Countdown: combine the given integers, each exactly once, into the target with + - * /.
+
+    nums [6, 18, 14], target 38:   18 + 14 = 32; 32 + 6 = 38      or      18 + 14 + 6
+
+A problem is made by playing a random legal game on random numbers and taking its result as the target, so it
+has a solution. Three styles of prompt and reply:
+
+    compact   `6 18 14 -> 38`, answered by the steps with their results; for small word-level models
+    r1        a chat that asks to think, then to give the expression in <answer> </answer>
+    plain     the same as plain text, for base models without a chat template
+
+Whether a problem belongs to train or test is a hash of the problem itself, so no options, seeds or machines
+bring a test problem into training. A reply is read by a strict grammar and computed exactly; no text is ever
+executed. docs/countdown.md has the options, the rules of the verifier and figures.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import random
+import re
+import zlib
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from envs import BadInput, Env, Episode, Step, Task
+
+MAX_OPERANDS = 6  # the exact solver's time grows about tenfold with each further number
+MAX_VALUE = 1_000_000  # of a number or target
+MAX_ANSWER = 1_000  # characters of an answer that are read at all: bounds parsing and the size of integers
+MAX_DEPTH = 100  # nesting of an answer's expression; six numbers need five levels and some minus signs
+TEST_SHARE = 10  # one problem in so many belongs to the test split
+DRAWS = 20_000  # random problems drawn in search of one that fits the options
+DATA_TEST_ROWS = 1_024  # the first rows of a data file are the test split
+
+SYSTEM = "You are a careful puzzle solver. You reason before you answer, and you check your arithmetic."
+PUZZLE = """Numbers: {numbers}
+Target: {target}
+
+Write an arithmetic expression whose value is exactly the target. Use every number above exactly once. \
+Allowed: {operators} and parentheses.
+"""
+R1_PROMPT = PUZZLE + """
+Think inside <think> </think>. Then write the expression, and nothing else, inside <answer> </answer>: \
+the answer to the numbers 3 4 5 with the target 35 would be <answer>(3 + 4) * 5</answer>."""
+PLAIN_PROMPT = """A puzzle, and a careful solution. The solver first thinks inside <think> </think>, then \
+writes the expression, and nothing else, inside <answer> </answer>: the answer to the numbers 3 4 5 with the \
+target 35 would be <answer>(3 + 4) * 5</answer>.
+
+Puzzle
+""" + PUZZLE + """
+Solution
+<think>"""
+OPERATOR_NAMES = {"+": "addition +", "-": "subtraction -", "*": "multiplication *", "/": "division /"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The options; docs/countdown.md has a table of them."""
+
+    min_operands: int = 3
+    max_operands: int = 3
+    max_number: int = 20
+    max_target: int = 60
+    max_intermediate: int = 99  # compact only: results of steps are integers 0..max_intermediate
+    operators: str = "+-"
+    style: Literal["compact", "r1", "plain"] = "compact"
+    trace: Literal["solution", "search"] = "solution"  # what `solution` writes before the answer
+    max_trace_steps: int = 64  # steps in dead ends that a search trace may hold
+    skill: Literal["solver", "mixed"] = "solver"  # mixed: novices' games and random solutions, for SFT
+    novice_share: float = 0.7
+    difficulty: bool = False  # sources countdown/3, countdown/4, ... by operand count
+    data: str = ""  # .parquet, .jsonl or hub data set id, in place of generated problems
+    seed: int = 0
+    train_tasks: int = 1_000_000
+    test_tasks: int = 512
+
+    def __post_init__(self):
+        def check(fine, option, expected):
+            if not fine:
+                raise BadInput(f"environment countdown: option {option}: expected {expected}, "
+                               f"got {getattr(self, option)!r}")
+
+        check(2 <= self.min_operands <= MAX_OPERANDS, "min_operands", f"2 to {MAX_OPERANDS}")
+        check(self.min_operands <= self.max_operands <= MAX_OPERANDS, "max_operands",
+              f"min_operands ({self.min_operands}) to {MAX_OPERANDS}")
+        top, why = MAX_VALUE, ""
+        if self.style == "compact":
+            check(1 <= self.max_intermediate <= 9_999, "max_intermediate", "1 to 9999 (a word for each)")
+            top, why = self.max_intermediate, " (max_intermediate, in style=compact)"
+        check(1 <= self.max_number <= top, "max_number", f"1 to {top}{why}")
+        check(1 <= self.max_target <= top, "max_target", f"1 to {top}{why}")
+        check(self.operators and set(self.operators) <= set("+-*/")
+              and len(set(self.operators)) == len(self.operators), "operators", "distinct ones of + - * /")
+        check(self.max_trace_steps >= 0, "max_trace_steps", "0 or more")
+        check(0 <= self.novice_share <= 1, "novice_share", "0 to 1")
+        check(self.skill == "solver" or self.trace == "solution", "skill",
+              "solver together with trace=search (a novice does not search)")
+        check(self.train_tasks >= 1, "train_tasks", "1 or more")
+        check(self.test_tasks >= 1, "test_tasks", "1 or more")
+
+
+def vocabulary(max_intermediate: int) -> list[str]:
+    """The words of compact prompts and replies, `=` and `;` aside: a tokenizer can leave these two out, since
+    ` = ` belongs between `op INT` and INT, and `; ` between any other two adjacent integers."""
+    return [str(n) for n in range(max_intermediate + 1)] + "+ - * / -> : | x".split()  # x: a dead end
+
+
+VOCABULARY: list[str] = vocabulary(Config.max_intermediate)
+
+
+class Countdown(Env):
+    """One reply per task; reward 1 if it is correct, else 0."""
+
+    Config = Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        compact = config.style == "compact"
+        limit = config.max_intermediate if compact else math.inf
+        # Games and search traces stay within whole numbers in every style; the solver only in compact.
+        self._game_rules = Rules(config.operators, limit, True)
+        self._rules = Rules(config.operators, limit, compact)
+        self._test = None  # the test problems, drawn when first asked for
+        self._rows = load_rows(config) if config.data else None
+
+    @property
+    def vocabulary(self) -> list[str] | None:
+        """Words for a word-level tokenizer (None unless style is compact)."""
+        return vocabulary(self.config.max_intermediate) if self.config.style == "compact" else None
+
+    def num_tasks(self, split: str) -> int:
+        """Tasks in the split; fewer than test_tasks where there are not so many distinct problems."""
+        self._check_split(split)
+        if self._rows:
+            return len(self._rows[split])
+        return self.config.train_tasks if split == "train" else len(self._test_problems())
+
+    def task(self, split: str, index: int) -> Task:
+        self._check_split(split)
+        if not 0 <= index < self.num_tasks(split):
+            raise IndexError(f"countdown: {split} task {index} of {self.num_tasks(split)}")
+        if self._rows:
+            nums, target = self._rows[split][index]
+        elif split == "test":
+            nums, target = self._test_problems()[index]
+        else:
+            nums, target = self._draw(random.Random(f"{self.config.seed} train {index}").random, False)
+        source = f"countdown/{len(nums)}" if self.config.difficulty else "countdown"
+        return Task(f"countdown-{split}-{index}", source, self._prompt(nums, target),
+                    {"nums": list(nums), "target": target})
+
+    def start(self, task: Task, seed: int) -> Episode:
+        return Attempt(self.config, task.data["nums"], task.data["target"])
+
+    def solution(self, task: Task) -> str | None:
+        """A reply in the style's form (None: the problem has no solution within the options).
+
+        Full marks, except for the novices' rows of skill=mixed. The same task gives the same text.
+        """
+        nums, target = task.data["nums"], task.data["target"]
+        if self.config.skill == "mixed":
+            rng = random.Random(f"{self.config.seed} mixed {task.id}").random
+            if rng() < self.config.novice_share:
+                steps = self._novice(nums, rng)
+            else:
+                steps = random_solution(nums, target, self._game_rules, rng)
+                steps = steps or solve(nums, target, self._rules)
+            return None if steps is None else self._reply(nums, steps)
+        steps = solve(nums, target, self._rules)
+        if steps is None or self.config.trace == "solution":
+            return None if steps is None else self._reply(nums, steps)
+        rng = random.Random(f"{self.config.seed} trace {task.id}").random
+        stream, steps = search_stream(nums, target, steps, self._game_rules, self.config.max_trace_steps, rng)
+        return self._reply(nums, steps, stream)
+
+    def _check_split(self, split):
+        if split not in self.splits:
+            raise BadInput(f"environment countdown: split: expected one of {', '.join(self.splits)}, "
+                           f"got {split!r}")
+
+    def _draw(self, rng, test: bool) -> tuple[list[int], int]:
+        """A random problem of the split: a random game on random numbers, whose result is the target."""
+        config = self.config
+        for _ in range(DRAWS):
+            count = config.min_operands + int(rng() * (config.max_operands - config.min_operands + 1))
+            nums = [1 + int(rng() * config.max_number) for _ in range(count)]
+            steps = random_game(nums, self._game_rules, rng)
+            if steps and 1 <= steps[-1][3] <= config.max_target and is_test(nums, steps[-1][3]) == test:
+                return nums, steps[-1][3]
+        raise BadInput(f"environment countdown: options min_operands={config.min_operands} "
+                       f"max_operands={config.max_operands} max_number={config.max_number} "
+                       f"max_target={config.max_target} operators={config.operators}: expected some "
+                       f"{'test' if test else 'train'} problem among {DRAWS} random games, found none")
+
+    def _test_problems(self) -> list[tuple[list[int], int]]:
+        if self._test is None:
+            rng = random.Random(f"{self.config.seed} test").random
+            found = {}  # problem -> numbers as drawn, target
+            for _ in range(20 * self.config.test_tasks):  # few distinct problems: ends with those found
+                nums, target = self._draw(rng, True)
+                found.setdefault((*sorted(nums), target), (nums, target))
+                if len(found) == self.config.test_tasks:
+                    break
+            self._test = list(found.values())
+        return self._test
+
+    def _prompt(self, nums, target):
+        numbers = " ".join(map(str, nums))
+        if self.config.style == "compact":
+            return [{"role": "user", "content": f"{numbers} -> {target}"}]
+        operators = ", ".join(OPERATOR_NAMES[op] for op in self.config.operators)
+        if self.config.style == "plain":
+            text = PLAIN_PROMPT.format(numbers=numbers, target=target, operators=operators)
+            return [{"role": "user", "content": text}]
+        text = R1_PROMPT.format(numbers=numbers, target=target, operators=operators)
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+    def _novice(self, nums, rng):
+        for _ in range(100):  # without subtraction a game can get stuck over the limit
+            if steps := random_game(nums, self._game_rules, rng):
+                return steps
+        return None
+
+    def _reply(self, nums, steps, stream=None) -> str:
+        """The steps, after the search that found them if there is one, in the style's form."""
+        if self.config.style == "compact":
+            return (compact_stream(stream) + " | " if stream else "") + compact_steps(steps)
+        opening = "" if self.config.style == "plain" else "<think>"  # a plain prompt ends in it
+        thoughts = chat_stream(stream, steps[-1][3]) if stream else compact_steps(steps)
+        return f"{opening}\n{thoughts}\n</think>\n<answer>{expression(nums, steps)}</answer>"
+
+
+# ---- Splits
+
+def is_test(nums, target) -> bool:
+    """Whether the problem belongs to the test split: a property of the problem, the numbers in any order."""
+    return zlib.crc32(f"{','.join(map(str, sorted(nums)))}->{target}".encode()) % TEST_SHARE == 0
+
+
+# ---- Games: a step is (a, operator, b, result); a game is n - 1 steps
+
+class Rules(NamedTuple):
+    operators: str
+    limit: float  # results are 0..limit
+    whole: bool  # results are integers: only exact divisions
+
+
+def results(a, b, rules) -> list[tuple]:
+    """The legal steps on two numbers, the larger first where that makes no difference.
+
+    Numbers are never negative: where + and - are both allowed and the target is not negative, that loses no
+    solution.
+    """
+    if a < b:
+        a, b = b, a
+    operators, limit, whole = rules
+    found = []
+    if "+" in operators and a + b <= limit:
+        found.append((a, "+", b, a + b))
+    if "-" in operators:
+        found.append((a, "-", b, a - b))
+    if "*" in operators and a * b <= limit:
+        found.append((a, "*", b, a * b))
+    if "/" in operators:
+        for x, y in ((a, b), (b, a)) if a != b else ((a, b),):
+            if y and x % y == 0:
+                found.append((x, "/", y, x // y))
+            elif y and not whole:
+                found.append((x, "/", y, Fraction(x) / y))
+    return found
+
+
+def swapped(step, rng):
+    """The step with its operands in random order where that makes no difference."""
+    a, op, b, result = step
+    return (b, op, a, result) if op in "+*" and rng() < 0.5 else step
+
+
+def random_game(nums, rules, rng) -> list[tuple] | None:
+    """Random pairs, random legal steps on them, until one number is left (None: no legal step)."""
+    pool, steps = list(nums), []
+    while len(pool) > 1:
+        a = pool.pop(int(rng() * len(pool)))
+        b = pool.pop(int(rng() * len(pool)))
+        legal = results(a, b, rules)
+        if not legal:
+            return None
+        step = swapped(legal[int(rng() * len(legal))], rng)
+        steps.append(step)
+        pool.append(step[3])
+    return steps
+
+
+def moves(pool, rules) -> list[tuple]:
+    """All (step, pool after it)."""
+    found = []
+    for i, j in pairs(len(pool)):
+        rest = [n for k, n in enumerate(pool) if k != i and k != j]
+        found += [(step, rest + [step[3]]) for step in results(pool[i], pool[j], rules)]
+    return found
+
+
+@functools.cache
+def pairs(n) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(n), 2))
+
+
+def in_random_order(items, rng):
+    """Yields the items in random order, at a cost only for those that are asked for."""
+    while items:
+        k = int(rng() * len(items))
+        items[k], items[-1] = items[-1], items[k]
+        yield items.pop()
+
+
+def random_solution(nums, target, rules, rng, room=20_000) -> list[tuple] | None:
+    """The first solution that a depth-first search in random order meets (None: not within `room` states)."""
+    def search(pool):
+        nonlocal room
+        if len(pool) == 2:
+            reached = [step for step in results(*pool, rules) if step[3] == target]
+            return [swapped(reached[int(rng() * len(reached))], rng)] if reached else None
+        for step, after in in_random_order(moves(pool, rules), rng):
+            room -= 1
+            if room < 0:
+                return None
+            if rest := search(after):
+                return [swapped(step, rng), *rest]
+        return None
+
+    return search(list(nums))
+
+
+# ---- The exact solver
+
+ATOM, PRODUCT, SUM = range(3)  # how tightly an expression binds
+
+
+class Node(NamedTuple):
+    """A way to a value: the shortest known of its kind."""
+
+    cost: int  # characters
+    kind: int
+    value: int | Fraction
+    op: str = ""
+    left: Node | None = None
+    right: Node | None = None
+
+
+def brackets(op, left_kind, right_kind) -> tuple[bool, bool]:
+    """Which sides of `left op right` need parentheses. a * (b / c) does not: a * b / c is the same number."""
+    if op in "+-":
+        return False, op == "-" and right_kind == SUM
+    return left_kind == SUM, right_kind == SUM or (op == "/" and right_kind == PRODUCT)
+
+
+def solve(nums, target, rules) -> list[tuple] | None:
+    """The steps of a shortest solution (None: there is none). Deterministic.
+
+    Dynamic programming over subsets of the numbers: value -> shortest way to it, for each kind of expression,
+    so that parentheses are counted as they are needed. The last one or two levels are not tabulated but
+    searched backwards from the target, which keeps six numbers well under a second.
+    """
+    solver = Solver(nums, rules)
+    best = min(solver.lookup((1 << len(nums)) - 1, target), default=None, key=lambda node: node.cost)
+    if best is None:
+        return None
+    steps = []
+
+    def walk(node):
+        if node.op:
+            walk(node.left)
+            walk(node.right)
+            steps.append((node.left.value, node.op, node.right.value, node.value))
+
+    walk(best)
+    return steps
+
+
+class Solver:
+    def __init__(self, nums, rules):
+        self.rules = rules
+        self.compact = rules.whole  # replies are steps: the shortest has the fewest digits in its results
+        self.tables = {}  # subset as a bit mask -> value -> nodes, one per kind
+        self.found = {}  # (subset, value) -> nodes, of subsets without a table
+        for k, n in enumerate(nums):
+            self.tables[1 << k] = {n: [Node(0 if self.compact else len(str(n)), ATOM, n)]}
+        for mask, halves in splits(len(nums)):
+            if mask.bit_count() <= min(len(nums) - 1, 4):
+                self.tables[mask] = self.tabulate(halves)
+        self.halves = dict(splits(len(nums)))
+
+    def tabulate(self, halves):
+        table = {}
+        for one, two in halves:
+            for x, lefts in self.tables[one].items():
+                for y, rights in self.tables[two].items():
+                    for a, op, _, value in results(x, y, self.rules):
+                        sides = (lefts, rights) if a == x else (rights, lefts)
+                        self.keep(table.setdefault(value, []), value, op, *sides)
+        return table
+
+    def keep(self, nodes, value, op, lefts, rights):
+        """Add `lefts op rights` to the nodes of the value where it is shorter than what is there."""
+        for left in lefts:
+            for right in rights:
+                node = self.join(value, op, left, right)
+                for k, known in enumerate(nodes):
+                    if known.kind == node.kind:
+                        if node.cost < known.cost:
+                            nodes[k] = node
+                        break
+                else:
+                    nodes.append(node)
+
+    def join(self, value, op, left, right):
+        if self.compact:
+            return Node(left.cost + right.cost + len(str(value)), ATOM, value, op, left, right)
+        cost = left.cost + right.cost + 3 + 2 * sum(brackets(op, left.kind, right.kind))
+        return Node(cost, SUM if op in "+-" else PRODUCT, value, op, left, right)
+
+    def lookup(self, mask, value) -> list[Node]:
+        if mask in self.tables:
+            return self.tables[mask].get(value, [])
+        if (mask, value) not in self.found:
+            self.found[mask, value] = self.backwards(mask, value)
+        return self.found[mask, value]
+
+    def backwards(self, mask, goal) -> list[Node]:
+        """For each split and each value of the smaller half, look up what the other half would have to be."""
+        nodes = []
+        for one, two in self.halves[mask]:
+            if one.bit_count() > two.bit_count():
+                one, two = two, one
+            for y, ys in self.tables[one].items():
+                for x, op, first in self.wanted(goal, y, two):
+                    if xs := self.lookup(two, x):
+                        self.keep(nodes, goal, op, *((xs, ys) if first else (ys, xs)))
+        return nodes
+
+    def wanted(self, goal, y, two) -> list[tuple]:
+        """(x, operator, whether x stands first) such that x and y give the goal."""
+        operators, _, whole = self.rules
+        found = []
+        if "+" in operators and goal >= y:
+            found.append((goal - y, "+", True))
+        if "-" in operators:
+            found.append((goal + y, "-", True))
+            if y >= goal:
+                found.append((y - goal, "-", False))
+        if "*" in operators and y and not (whole and goal % y):
+            found.append((divide(goal, y), "*", True))
+        if "/" in operators:
+            if y:
+                found.append((goal * y, "/", True))
+            if goal and y and not (whole and y % goal):
+                found.append((divide(y, goal), "/", False))
+        if goal == y == 0:  # whatever the other half is; a half without a table is never paired with a zero
+            found += [(x, op, False) for x in self.tables.get(two, ()) for op in "*/" if op in operators
+                      if x or op == "*"]
+        return found
+
+
+def divide(a, b):
+    """a / b exactly, as an int where it is one."""
+    return a // b if a % b == 0 else Fraction(a) / b
+
+
+@functools.cache
+def splits(n) -> list[tuple[int, list]]:
+    """(subset, [its splits into two halves]) of two or more of n numbers as bit masks, small ones first."""
+    found = []
+    for mask in sorted(range(1, 1 << n), key=lambda mask: (mask.bit_count(), mask)):
+        halves = [(one, mask ^ one) for one in range(1, mask) if one & mask == one and one < mask ^ one]
+        if halves:
+            found.append((mask, halves))
+    return found
+
+
+# ---- Search traces
+
+def search_stream(nums, target, steps, rules, room, rng) -> tuple[list, list]:
+    """A depth-first search that reaches the target: (stream, the steps of the solution it found).
+
+    The stream holds (step, pool after it), and None where the last open step is given up. The search knows a
+    solution (`steps`): it enters other branches, in random order, only where they can be searched to their
+    end within what is left of `room` steps. So the trace is bounded, and each dead end in it is a real one.
+    """
+    stream, pool, path = [], list(nums), []
+    for known in steps:
+        for step, after in in_random_order(moves(pool, rules), rng):
+            if {step[0], step[2]} == {known[0], known[2]} and step[1] == known[1]:
+                break
+            branch = exhaust(step, after, target, rules, room, rng)
+            if branch is None:
+                continue
+            part, found = branch
+            if found:
+                return stream + part, path + found
+            room -= sum(item is not None for item in part)
+            stream += part
+        pool.remove(known[0])
+        pool.remove(known[2])
+        pool.append(known[3])
+        path.append(known)
+        stream.append((known, list(pool)))
+    return stream, path
+
+
+def exhaust(step, pool, target, rules, room, rng) -> tuple[list, list] | None:
+    """The stream of a whole branch and its solution, [] if it has none (None: it takes over `room` steps)."""
+    if room < 1:
+        return None
+    stream = [(step, pool)]
+    if pool == [target]:
+        return stream, [step]
+    for next_step, after in in_random_order(moves(pool, rules), rng):
+        tried = sum(item is not None for item in stream)
+        branch = exhaust(next_step, after, target, rules, room - tried, rng)
+        if branch is None:
+            return None
+        stream += branch[0]
+        if branch[1]:
+            return stream, [step, *branch[1]]
+    return stream + [None], []
+
+
+# ---- Steps as text
+
+def compact_step(step) -> str:
+    a, op, b, result = step
+    return f"{a} {op} {b} = {result}"
+
+
+def compact_steps(steps) -> str:
+    return "; ".join(map(compact_step, steps))
+
+
+def compact_stream(stream) -> str:
+    """Steps tried; an x closes the last open step, so two in a row give up the step before it as well."""
+    words = []
+    for before, item in zip([None, *stream], stream, strict=False):
+        words.append("x" if item is None else ("; " if before else "") + compact_step(item[0]))
+    return " ".join(words).replace(" ; ", "; ")
+
+
+def chat_stream(stream, target) -> str:
+    """The same in words, a line for each step and each branch given up."""
+    lines, open_pools = [], []
+    for item in stream:
+        if item:
+            step, pool = item
+            open_pools.append(pool)
+            if len(pool) > 1:
+                ending = f"leaves {' '.join(map(str, pool))}"
+            else:
+                ending = "the target" if pool == [target] else f"not {target}"
+            lines.append(f"{compact_step(step)}, {ending}")
+        elif len(open_pools.pop()) > 1:
+            lines.append("Dead end, back.")
+    return "\n".join(lines)
+
+
+def expression(nums, steps) -> str:
+    """The steps as one expression with no more parentheses than needed."""
+    pool = [(n, str(n), ATOM) for n in nums]
+
+    def take(value):
+        return pool.pop(next(k for k, item in enumerate(pool) if item[0] == value))
+
+    for a, op, b, result in steps:
+        (_, left, left_kind), (_, right, right_kind) = take(a), take(b)
+        on_left, on_right = brackets(op, left_kind, right_kind)
+        left, right = f"({left})" if on_left else left, f"({right})" if on_right else right
+        pool.append((result, f"{left} {op} {right}", SUM if op in "+-" else PRODUCT))
+    return pool[0][1]
+
+
+# ---- The verifier
+
+class Attempt(Episode):
+    def __init__(self, config, nums, target):
+        self.config, self.nums, self.target = config, nums, target
+
+    def step(self, reply: str) -> Step:
+        judge = judge_steps if self.config.style == "compact" else judge_expression
+        well_formed, correct = judge(reply, self.nums, self.target, self.config)
+        info = {"correct": float(correct), "format": float(well_formed),
+                "score": 1.0 if correct else 0.1 if well_formed else 0.0}
+        return Step([], float(correct), True, False, info)
+
+
+INTEGER = "(0|[1-9][0-9]*)"
+STEP = re.compile(rf"[ \t\r\n]*{INTEGER}[ \t]*([-+*/])[ \t]*{INTEGER}[ \t]*=[ \t]*{INTEGER}[ \t\r\n]*")
+
+
+def judge_steps(reply, nums, target, config) -> tuple[bool, bool]:
+    """(format, correct) of `a op b = c; ...`, after the last | if there is one."""
+    start = reply.rfind("|") + 1
+    if len(reply) - start > MAX_ANSWER:
+        return False, False
+    found = [STEP.fullmatch(part) for part in reply[start:].split(";")]
+    if not all(found):
+        return False, False
+    steps = [(int(a), op, int(b), int(result)) for a, op, b, result in (match.groups() for match in found)]
+    if any(op == "/" and b == 0 for _, op, b, _ in steps):
+        return False, False
+    pool = list(nums)
+    for a, op, b, result in steps:
+        for n in (a, b):
+            if n not in pool:
+                return True, False
+            pool.remove(n)
+        right = {"+": a + b == result, "-": a - b == result, "*": a * b == result, "/": a == result * b}[op]
+        if not right or op not in config.operators or result > config.max_intermediate:
+            return True, False
+        pool.append(result)
+    return True, pool == [target]
+
+
+# What else these characters can spell (`//`, `**`, `()`, `1 2`, `3(4)`) falls to the parser or to the node
+# types that `evaluate` knows. Two linear patterns: one for both would try every way to cut a long number.
+CHARACTERS = re.compile(r"[-0-9+*/() ]+")
+LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
+
+
+class Unreadable(Exception):
+    """Not an expression of the task's grammar, or one without a value."""
+
+
+def judge_expression(reply, nums, target, config) -> tuple[bool, bool]:
+    """(format, correct) of the expression in the last complete <answer> </answer>."""
+    end = reply.rfind("</answer>")
+    start = reply.rfind("<answer>", 0, max(end, 0)) + len("<answer>")
+    if end < 0 or start < len("<answer>") or end - start > MAX_ANSWER:
+        return False, False
+    text = re.sub(r"[ \t\r\n]+", " ", reply[start:end]).strip(" ")
+    if not CHARACTERS.fullmatch(text) or LEADING_ZERO.search(text):
+        return False, False
+    used, operators = [], set()
+    try:
+        value = evaluate(ast.parse(text, mode="eval").body, used, operators, MAX_DEPTH)
+    except (Unreadable, SyntaxError, ValueError, MemoryError, RecursionError):  # the parser has many
+        return False, False
+    return True, sorted(used) == sorted(nums) and operators <= set(config.operators) and value == target
+
+
+OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+def evaluate(node, used, operators, depth) -> Fraction:
+    """The exact value. Adds the numbers to `used` and the signs to `operators` (a unary minus is a -)."""
+    if depth == 0:
+        raise Unreadable
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operators.add("-")
+        return -evaluate(node.operand, used, operators, depth - 1)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise Unreadable
+    op = OPERATORS[type(node.op)]
+    operators.add(op)
+    a = evaluate(node.left, used, operators, depth - 1)
+    b = evaluate(node.right, used, operators, depth - 1)
+    if op == "/":
+        if b == 0:
+            raise Unreadable
+        return a / b
+    return a + b if op == "+" else a - b if op == "-" else a * b
+
+
+# ---- Data files
+
+def load_rows(config) -> dict[str, list]:
+    """{split: [(nums, target), ...]} of the file or data set.
+
+    The first 1,024 rows are the test split (of a file of fewer than 2,048 rows, its first half); the others
+    are train, less those whose problem is in test too.
+    """
+    where = f"environment countdown: option data={config.data}"
+    top = config.max_intermediate if config.style == "compact" else MAX_VALUE
+    rows = [check_row(row, f"{where}: row {k}", top) for k, row in read_rows(config.data, where)]
+    if len(rows) < 2:
+        raise BadInput(f"{where}: expected at least 2 rows, one for each split, got {len(rows)}")
+    cut = min(DATA_TEST_ROWS, len(rows) // 2)
+    held_out = {(*sorted(nums), target) for nums, target in rows[:cut]}
+    train = [row for row in rows[cut:] if (*sorted(row[0]), row[1]) not in held_out]
+    if not train:
+        raise BadInput(f"{where}: every problem after the test split's {cut} rows is in the test split too; "
+                       "expected some that is not, for training")
+    return {"test": rows[:cut], "train": train}
+
+
+def read_rows(data, where):
+    """Yields (row number from 1, row); blank lines count and are left out."""
+    if data.endswith(".jsonl"):
+        yield from read_jsonl(data, where)
+        return
+    try:
+        if data.endswith(".parquet"):
+            import pyarrow.parquet  # with `datasets`
+            rows = pyarrow.parquet.ParquetFile(data).read().to_pylist()
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists():
+            import datasets  # slow to import, and only a hub id needs it
+            rows = datasets.load_dataset(data, split="train")
+        else:
+            raise BadInput(f"{where}: expected a .jsonl or .parquet file, or a hub id (owner/name)")
+    except FileNotFoundError as error:
+        raise BadInput(f"{where}: no such file or data set") from error
+    except BadInput:
+        raise
+    except Exception as error:  # the readers raise what they like: connection, permission, format
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise BadInput(f"{where}: cannot be read ({reason})") from error
+    yield from enumerate(rows, 1)
+
+
+def read_jsonl(data, where):
+    try:
+        with open(data, encoding="utf-8") as file:
+            for k, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield k, json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        message = f"{where}: row {k}: expected a JSON object, got {shown(line)}"
+                        raise BadInput(message) from error
+    except FileNotFoundError as error:
+        raise BadInput(f"{where}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{where}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_row(row, where, top) -> tuple[list[int], int]:
+    def check(fine, expected, got):
+        if not fine:
+            raise BadInput(f"{where}: {expected}, got {shown(got)}")
+
+    check(isinstance(row, dict), "expected an object with the fields nums and target", row)
+    for field in ("nums", "target"):
+        check(field in row, f"field {field} is missing: expected the fields nums and target", list(row))
+    nums, target = row["nums"], row["target"]
+    integers = f"expected a list of 2 to {MAX_OPERANDS} integers from 1 to {top}"
+    check(isinstance(nums, list) and 2 <= len(nums) <= MAX_OPERANDS, f"field nums: {integers}", nums)
+    check(all(type(n) is int and 1 <= n <= top for n in nums), f"field nums: {integers}", nums)
+    expected = f"field target: expected an integer from 0 to {top}"
+    check(type(target) is int and 0 <= target <= top, expected, target)
+    return nums, target
+
+
+def shown(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
