@@ -36,7 +36,7 @@ MAX_VALUE = 1_000_000  # of a number or target
 MAX_ANSWER = 1_000  # characters of an answer that are read at all: bounds parsing and the size of integers
 MAX_DEPTH = 100  # nesting of an answer's expression; six numbers need five levels and some minus signs
 TEST_SHARE = 10  # one problem in so many belongs to the test split
-DRAWS = 20_000  # random problems drawn in search of one that fits the options
+GAMES = 20_000  # random games played in search of a problem that fits the options
 DATA_TEST_ROWS = 1_024  # the first rows of a data file are the test split
 
 SYSTEM = "You are a careful puzzle solver. You reason before you answer, and you check your arithmetic."
@@ -98,7 +98,7 @@ class Config:
         check(1 <= self.max_target <= top, "max_target", f"1 to {top}{why}")
         check(self.operators and set(self.operators) <= set("+-*/")
               and len(set(self.operators)) == len(self.operators), "operators", "distinct ones of + - * /")
-        check(self.max_trace_steps >= 0, "max_trace_steps", "0 or more")
+        check(0 <= self.max_trace_steps <= 10_000, "max_trace_steps", "0 to 10000")
         check(0 <= self.novice_share <= 1, "novice_share", "0 to 1")
         check(self.skill == "solver" or self.trace == "solution", "skill",
               "solver together with trace=search (a novice does not search)")
@@ -129,6 +129,7 @@ class Countdown(Env):
         self._rules = Rules(config.operators, limit, compact)
         self._test = None  # the test problems, drawn when first asked for
         self._rows = load_rows(config) if config.data else None
+        self.task("train", 0)  # options that admit no problem fail here
 
     @property
     def vocabulary(self) -> list[str] | None:
@@ -151,7 +152,7 @@ class Countdown(Env):
         elif split == "test":
             nums, target = self._test_problems()[index]
         else:
-            nums, target = self._draw(random.Random(f"{self.config.seed} train {index}").random, False)
+            nums, target = self._train_problem(index)
         source = f"countdown/{len(nums)}" if self.config.difficulty else "countdown"
         return Task(f"countdown-{split}-{index}", source, self._prompt(nums, target),
                     {"nums": list(nums), "target": target})
@@ -168,48 +169,61 @@ class Countdown(Env):
         if self.config.skill == "mixed":
             rng = random.Random(f"{self.config.seed} mixed {task.id}").random
             if rng() < self.config.novice_share:
-                steps = self._novice(nums, rng)
+                steps = random_game(nums, self._game_rules, rng)
             else:
                 steps = random_solution(nums, target, self._game_rules, rng)
-                steps = steps or solve(nums, target, self._rules)
-            return None if steps is None else self._reply(nums, steps)
-        steps = solve(nums, target, self._rules)
-        if steps is None or self.config.trace == "solution":
-            return None if steps is None else self._reply(nums, steps)
-        rng = random.Random(f"{self.config.seed} trace {task.id}").random
-        stream, steps = search_stream(nums, target, steps, self._game_rules, self.config.max_trace_steps, rng)
-        return self._reply(nums, steps, stream)
+            if steps:  # else the game got stuck or the search took too long
+                return self._reply(nums, steps)
+        best = solve(nums, target, self._rules)
+        if best is None or self.config.trace == "solution":
+            return best and self._reply(nums, steps_of(best), best)
+        rng, room = random.Random(f"{self.config.seed} trace {task.id}").random, self.config.max_trace_steps
+        stream, steps = search_stream(nums, target, steps_of(best), self._game_rules, room, rng)
+        return self._reply(nums, steps, stream=stream)
 
     def _check_split(self, split):
         if split not in self.splits:
             raise BadInput(f"environment countdown: split: expected one of {', '.join(self.splits)}, "
                            f"got {split!r}")
 
-    def _draw(self, rng, test: bool) -> tuple[list[int], int]:
-        """A random problem of the split: a random game on random numbers, whose result is the target."""
+    def _random_problem(self, rng) -> tuple[list[int], int] | None:
+        """A random game on random numbers, whose result is the target (None: not admitted by the options)."""
         config = self.config
-        for _ in range(DRAWS):
-            count = config.min_operands + int(rng() * (config.max_operands - config.min_operands + 1))
-            nums = [1 + int(rng() * config.max_number) for _ in range(count)]
-            steps = random_game(nums, self._game_rules, rng)
-            if steps and 1 <= steps[-1][3] <= config.max_target and is_test(nums, steps[-1][3]) == test:
-                return nums, steps[-1][3]
-        raise BadInput(f"environment countdown: options min_operands={config.min_operands} "
-                       f"max_operands={config.max_operands} max_number={config.max_number} "
-                       f"max_target={config.max_target} operators={config.operators}: expected some "
-                       f"{'test' if test else 'train'} problem among {DRAWS} random games, found none")
+        count = config.min_operands + int(rng() * (config.max_operands - config.min_operands + 1))
+        nums = [1 + int(rng() * config.max_number) for _ in range(count)]
+        steps = random_game(nums, self._game_rules, rng)
+        return (nums, steps[-1][3]) if steps and 1 <= steps[-1][3] <= config.max_target else None
+
+    def _train_problem(self, index) -> tuple[list[int], int]:
+        rng = random.Random(f"{self.config.seed} train {index}").random
+        for _ in range(GAMES):
+            problem = self._random_problem(rng)
+            if problem and not is_test(*problem):
+                return problem
+        raise self._no_problem("train", GAMES)
 
     def _test_problems(self) -> list[tuple[list[int], int]]:
+        """Distinct problems of the test split, as many as asked for or as there are."""
         if self._test is None:
             rng = random.Random(f"{self.config.seed} test").random
-            found = {}  # problem -> numbers as drawn, target
-            for _ in range(20 * self.config.test_tasks):  # few distinct problems: ends with those found
-                nums, target = self._draw(rng, True)
-                found.setdefault((*sorted(nums), target), (nums, target))
-                if len(found) == self.config.test_tasks:
-                    break
+            games = GAMES + 20 * TEST_SHARE * self.config.test_tasks
+            found = {}  # (*sorted numbers, target) -> problem
+            for _ in range(games):
+                problem = self._random_problem(rng)
+                if problem and is_test(*problem):
+                    found.setdefault((*sorted(problem[0]), problem[1]), problem)
+                    if len(found) == self.config.test_tasks:
+                        break
+            if not found:
+                raise self._no_problem("test", games)
             self._test = list(found.values())
         return self._test
+
+    def _no_problem(self, split, games):
+        names = ("min_operands", "max_operands", "max_number", "max_target", "operators", "style")
+        options = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
+        return BadInput(f"environment countdown: options {options}: expected a {split} problem among {games} "
+                        "random games, found none")
 
     def _prompt(self, nums, target):
         numbers = " ".join(map(str, nums))
@@ -222,19 +236,13 @@ class Countdown(Env):
         text = R1_PROMPT.format(numbers=numbers, target=target, operators=operators)
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
-    def _novice(self, nums, rng):
-        for _ in range(100):  # without subtraction a game can get stuck over the limit
-            if steps := random_game(nums, self._game_rules, rng):
-                return steps
-        return None
-
-    def _reply(self, nums, steps, stream=None) -> str:
+    def _reply(self, nums, steps, node=None, stream=None) -> str:
         """The steps, after the search that found them if there is one, in the style's form."""
         if self.config.style == "compact":
             return (compact_stream(stream) + " | " if stream else "") + compact_steps(steps)
         opening = "" if self.config.style == "plain" else "<think>"  # a plain prompt ends in it
         thoughts = chat_stream(stream, steps[-1][3]) if stream else compact_steps(steps)
-        return f"{opening}\n{thoughts}\n</think>\n<answer>{expression(nums, steps)}</answer>"
+        return f"{opening}\n{thoughts}\n</think>\n<answer>{expression(node or tree(nums, steps))}</answer>"
 
 
 # ---- Splits
@@ -361,37 +369,49 @@ def brackets(op, left_kind, right_kind) -> tuple[bool, bool]:
     return left_kind == SUM, right_kind == SUM or (op == "/" and right_kind == PRODUCT)
 
 
-def solve(nums, target, rules) -> list[tuple] | None:
-    """The steps of a shortest solution (None: there is none). Deterministic.
+def leaf(n) -> Node:
+    return Node(len(str(n)), ATOM, n)
+
+
+def join(value, op, left, right) -> Node:
+    """`left op right` as an expression."""
+    cost = left.cost + right.cost + 3 + 2 * sum(brackets(op, left.kind, right.kind))
+    return Node(cost, SUM if op in "+-" else PRODUCT, value, op, left, right)
+
+
+def join_step(value, op, left, right) -> Node:
+    """`left op right` as a step: only the digits of its result make a difference, and all are of one kind."""
+    return Node(left.cost + right.cost + len(str(value)), ATOM, value, op, left, right)
+
+
+def solve(nums, target, rules) -> Node | None:
+    """A shortest solution (None: there is none). Deterministic.
 
     Dynamic programming over subsets of the numbers: value -> shortest way to it, for each kind of expression,
     so that parentheses are counted as they are needed. The last one or two levels are not tabulated but
     searched backwards from the target, which keeps six numbers well under a second.
     """
-    solver = Solver(nums, rules)
-    best = min(solver.lookup((1 << len(nums)) - 1, target), default=None, key=lambda node: node.cost)
-    if best is None:
+    if not (2 <= len(nums) <= MAX_OPERANDS and 0 <= target <= rules.limit):
         return None
-    steps = []
+    solver = Solver(nums, rules)
+    return min(solver.lookup((1 << len(nums)) - 1, target), default=None, key=lambda node: node.cost)
 
-    def walk(node):
-        if node.op:
-            walk(node.left)
-            walk(node.right)
-            steps.append((node.left.value, node.op, node.right.value, node.value))
 
-    walk(best)
-    return steps
+def steps_of(node) -> list[tuple]:
+    if not node.op:
+        return []
+    step = (node.left.value, node.op, node.right.value, node.value)
+    return [*steps_of(node.left), *steps_of(node.right), step]
 
 
 class Solver:
     def __init__(self, nums, rules):
         self.rules = rules
-        self.compact = rules.whole  # replies are steps: the shortest has the fewest digits in its results
+        self.join = join_step if rules.whole else join
         self.tables = {}  # subset as a bit mask -> value -> nodes, one per kind
         self.found = {}  # (subset, value) -> nodes, of subsets without a table
         for k, n in enumerate(nums):
-            self.tables[1 << k] = {n: [Node(0 if self.compact else len(str(n)), ATOM, n)]}
+            self.tables[1 << k] = {n: [leaf(n)]}
         for mask, halves in splits(len(nums)):
             if mask.bit_count() <= min(len(nums) - 1, 4):
                 self.tables[mask] = self.tabulate(halves)
@@ -420,15 +440,11 @@ class Solver:
                 else:
                     nodes.append(node)
 
-    def join(self, value, op, left, right):
-        if self.compact:
-            return Node(left.cost + right.cost + len(str(value)), ATOM, value, op, left, right)
-        cost = left.cost + right.cost + 3 + 2 * sum(brackets(op, left.kind, right.kind))
-        return Node(cost, SUM if op in "+-" else PRODUCT, value, op, left, right)
-
     def lookup(self, mask, value) -> list[Node]:
         if mask in self.tables:
             return self.tables[mask].get(value, [])
+        if value > self.rules.limit:
+            return []
         if (mask, value) not in self.found:
             self.found[mask, value] = self.backwards(mask, value)
         return self.found[mask, value]
@@ -504,7 +520,7 @@ def search_stream(nums, target, steps, rules, room, rng) -> tuple[list, list]:
             part, found = branch
             if found:
                 return stream + part, path + found
-            room -= sum(item is not None for item in part)
+            room -= tried(part)
             stream += part
         pool.remove(known[0])
         pool.remove(known[2])
@@ -522,14 +538,17 @@ def exhaust(step, pool, target, rules, room, rng) -> tuple[list, list] | None:
     if pool == [target]:
         return stream, [step]
     for next_step, after in in_random_order(moves(pool, rules), rng):
-        tried = sum(item is not None for item in stream)
-        branch = exhaust(next_step, after, target, rules, room - tried, rng)
+        branch = exhaust(next_step, after, target, rules, room - tried(stream), rng)
         if branch is None:
             return None
         stream += branch[0]
         if branch[1]:
             return stream, [step, *branch[1]]
     return stream + [None], []
+
+
+def tried(stream) -> int:
+    return sum(item is not None for item in stream)
 
 
 # ---- Steps as text
@@ -545,10 +564,10 @@ def compact_steps(steps) -> str:
 
 def compact_stream(stream) -> str:
     """Steps tried; an x closes the last open step, so two in a row give up the step before it as well."""
-    words = []
+    text = ""
     for before, item in zip([None, *stream], stream, strict=False):
-        words.append("x" if item is None else ("; " if before else "") + compact_step(item[0]))
-    return " ".join(words).replace(" ; ", "; ")
+        text += ("; " if before and item else " ") + (compact_step(item[0]) if item else "x")
+    return text.lstrip()
 
 
 def chat_stream(stream, target) -> str:
@@ -568,19 +587,25 @@ def chat_stream(stream, target) -> str:
     return "\n".join(lines)
 
 
-def expression(nums, steps) -> str:
-    """The steps as one expression with no more parentheses than needed."""
-    pool = [(n, str(n), ATOM) for n in nums]
+def expression(node) -> str:
+    """The expression with no more parentheses than needed."""
+    if not node.op:
+        return str(node.value)
+    left, right = expression(node.left), expression(node.right)
+    on_left, on_right = brackets(node.op, node.left.kind, node.right.kind)
+    return f"{f'({left})' if on_left else left} {node.op} {f'({right})' if on_right else right}"
+
+
+def tree(nums, steps) -> Node:
+    """The steps as one node."""
+    pool = [leaf(n) for n in nums]
 
     def take(value):
-        return pool.pop(next(k for k, item in enumerate(pool) if item[0] == value))
+        return pool.pop(next(k for k, node in enumerate(pool) if node.value == value))
 
     for a, op, b, result in steps:
-        (_, left, left_kind), (_, right, right_kind) = take(a), take(b)
-        on_left, on_right = brackets(op, left_kind, right_kind)
-        left, right = f"({left})" if on_left else left, f"({right})" if on_right else right
-        pool.append((result, f"{left} {op} {right}", SUM if op in "+-" else PRODUCT))
-    return pool[0][1]
+        pool.append(join(result, op, take(a), take(b)))
+    return pool[0]
 
 
 # ---- The verifier
@@ -637,9 +662,10 @@ class Unreadable(Exception):
 
 def judge_expression(reply, nums, target, config) -> tuple[bool, bool]:
     """(format, correct) of the expression in the last complete <answer> </answer>."""
-    end = reply.rfind("</answer>")
-    start = reply.rfind("<answer>", 0, max(end, 0)) + len("<answer>")
-    if end < 0 or start < len("<answer>") or end - start > MAX_ANSWER:
+    start = reply.rfind("<answer>", 0, max(reply.rfind("</answer>"), 0))
+    end = reply.find("</answer>", start)
+    start += len("<answer>")
+    if start < len("<answer>") or end - start > MAX_ANSWER:
         return False, False
     text = re.sub(r"[ \t\r\n]+", " ", reply[start:end]).strip(" ")
     if not CHARACTERS.fullmatch(text) or LEADING_ZERO.search(text):
@@ -711,7 +737,7 @@ def read_rows(data, where):
             rows = pyarrow.parquet.ParquetFile(data).read().to_pylist()
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists():
             import datasets  # slow to import, and only a hub id needs it
-            rows = datasets.load_dataset(data, split="train")
+            rows = datasets.load_dataset(data, split="train").to_list()
         else:
             raise BadInput(f"{where}: expected a .jsonl or .parquet file, or a hub id (owner/name)")
     except FileNotFoundError as error:

@@ -1,0 +1,823 @@
+"""Countdown: tasks, splits, verifier, solver, traces and data files, against evaluators written apart."""
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import types
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+import envs
+from envs import countdown
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAT = {"style": "r1", "operators": "+-*/"}
+
+
+def score(env, reply, nums, target):
+    """(correct, format, score) of a reply to a problem."""
+    step = env.start(envs.Task("t", "countdown", [], {"nums": list(nums), "target": target}), 0).step(reply)
+    assert step.terminated and not step.truncated and step.messages == []
+    assert step.reward == step.info["correct"]
+    return step.info["correct"], step.info["format"], step.info["score"]
+
+
+def value_of(text):
+    """An expression's value by Python itself, with integers made exact (None: division by zero)."""
+    try:
+        return eval(re.sub(r"\d+", r"F(\g<0>)", f"({text})"), {"F": Fraction})
+    except ZeroDivisionError:
+        return None
+
+
+def holds(style, reply, nums, target, limit=99):
+    """Whether a well-formed reply is right, worked out apart from the verifier."""
+    if style != "compact":
+        text = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", reply, re.DOTALL)[-1]
+        return (collections.Counter(map(int, re.findall(r"\d+", text))) == collections.Counter(nums)
+                and value_of(text) == target)
+    pool = collections.Counter(nums)
+    for step in reply.split("|")[-1].split(";"):
+        left, result = step.split("=")
+        operands = collections.Counter(map(int, re.findall(r"\d+", left)))
+        if operands - pool or value_of(left) != int(result) or not 0 <= int(result) <= limit:
+            return False
+        pool = pool - operands + collections.Counter([int(result)])
+    return pool == collections.Counter([target])
+
+
+# ---- Tasks and solutions
+
+@pytest.mark.parametrize("count, options", [
+    (4000, {}),
+    (1500, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
+    (1000, {"trace": "search"}),
+    (300, {"max_operands": 4, "operators": "+-*", "trace": "search", "max_trace_steps": 20}),
+    (500, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
+    (1500, {**CHAT, "min_operands": 2}),
+    (700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99}),
+    (200, {**CHAT, "max_operands": 4, "trace": "search"}),
+    (250, {"style": "plain", "max_operands": 4, "trace": "search"}),
+    (40, {"style": "plain", "min_operands": 5, "max_operands": 5, "operators": "+-*/"}),
+    (10, {"min_operands": 6, "max_operands": 6, "operators": "+-*/", "trace": "search"}),
+], ids=str)
+def test_solutions_score_full_marks(count, options):
+    env = envs.make("countdown", **options)
+    style = env.config.style
+    for k in range(count):
+        task = env.task("train", k)
+        nums, target = task.data["nums"], task.data["target"]
+        assert env.config.min_operands <= len(nums) <= env.config.max_operands
+        assert all(1 <= n <= env.config.max_number for n in nums) and 1 <= target <= env.config.max_target
+        reply = env.solution(task)
+        assert env.start(task, 0).step(reply).info == {"correct": 1.0, "format": 1.0, "score": 1.0}, reply
+        assert holds(style, reply, nums, target), reply
+
+
+@pytest.mark.slow
+def test_six_numbers_are_solved_in_bounded_time():
+    for options in ({"style": "r1", "max_target": 999, "max_number": 100}, {"style": "compact"}):
+        env = envs.make("countdown", min_operands=6, max_operands=6, operators="+-*/", **options)
+        for k in range(40):
+            task = env.task("train", k)
+            began = time.process_time()
+            reply = env.solution(task)
+            assert time.process_time() - began < 3
+            assert env.start(task, 0).step(reply).reward == 1
+
+
+def test_default_task_is_the_documented_one():
+    task = envs.make("countdown").task("train", 17)
+    assert task.id == "countdown-train-17" and task.source == "countdown"
+    nums, target = task.data["nums"], task.data["target"]
+    assert task.messages == [{"role": "user", "content": f"{nums[0]} {nums[1]} {nums[2]} -> {target}"}]
+    assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
+
+
+def test_sources_by_operand_count():
+    env = envs.make("countdown", max_operands=4, difficulty=True)
+    tasks = [env.task("train", k) for k in range(50)]
+    found = {(task.source, len(task.data["nums"])) for task in tasks}
+    assert found == {("countdown/3", 3), ("countdown/4", 4)}
+
+
+def test_prompts_hold_the_problem_and_lead_into_the_solution():
+    for style, roles in (("r1", ["system", "user"]), ("plain", ["user"])):
+        env = envs.make("countdown", style=style, operators="+-*")
+        task = env.task("test", 3)
+        assert [message["role"] for message in task.messages] == roles
+        text = task.messages[-1]["content"]
+        assert f"Numbers: {' '.join(map(str, task.data['nums']))}\n" in text
+        assert f"Target: {task.data['target']}\n" in text
+        assert "multiplication" in text and "division" not in text
+        assert text.endswith("<think>") == (style == "plain")
+        whole = (text if style == "plain" else "") + env.solution(task)
+        assert re.search(r"<think>\n[^<]+\n</think>\n<answer>[^<]+</answer>$", whole)
+
+
+def test_prompts_of_the_other_styles_do_not_score():
+    """A prompt shows the tags and an example; a model that repeats it gets nothing for the numbers given."""
+    for style in ("r1", "plain"):
+        env = envs.make("countdown", style=style)
+        task = env.task("train", 0)
+        assert env.start(task, 0).step(task.messages[-1]["content"]).info["correct"] == 0
+
+
+# ---- Splits and determinism
+
+def problem(task):
+    return (*sorted(task.data["nums"]), task.data["target"])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"min_operands": 2, "max_operands": 2, "max_number": 8, "max_target": 16}, {**CHAT,
+    "max_operands": 4}],
+    ids=str)
+def test_no_problem_is_in_both_splits(options):
+    train, test = set(), set()
+    for seed in (0, 1):  # nor through another seed
+        env = envs.make("countdown", seed=seed, **options)
+        train |= {problem(env.task("train", k)) for k in range(3000)}
+        here = [problem(env.task("test", k)) for k in range(env.num_tasks("test"))]
+        assert len(set(here)) == len(here)
+        test |= set(here)
+    assert train and test and not train & test
+
+
+def test_a_tenth_of_the_problems_is_held_out_whatever_the_order():
+    share = sum(countdown.is_test([a, b, c], t) for a, b, c in itertools.combinations(range(1, 21), 3)
+                for t in range(1, 11)) / 11400
+    assert 0.09 < share < 0.11
+    assert len({countdown.is_test(nums, 17) for nums in itertools.permutations([3, 5, 9])}) == 1
+
+
+def test_the_test_split_is_as_large_as_there_are_problems():
+    env = envs.make("countdown", test_tasks=40)
+    assert env.num_tasks("test") == 40
+    small = envs.make("countdown", min_operands=2, max_operands=2, max_number=8, max_target=16)
+    universe = {(a, b, t) for a in range(1, 9) for b in range(a, 9) for t in (a + b, b - a) if 1 <= t <= 16}
+    expected = {p for p in universe if countdown.is_test(p[:2], p[2])}
+    assert {problem(small.task("test", k)) for k in range(small.num_tasks("test"))} == expected
+    assert 0 < len(expected) < 512
+    with pytest.raises(IndexError):
+        small.task("test", len(expected))
+    with pytest.raises(IndexError):
+        small.task("train", -1)
+    with pytest.raises(envs.BadInput, match="'val'"):
+        small.task("val", 0)
+
+
+PRINT_DIGEST = """
+import hashlib, envs
+rows = []
+chat = {"style": "r1", "operators": "+-*/", "max_operands": 4}
+for options in ({}, {"skill": "mixed"}, {"trace": "search"}, chat):
+    env = envs.make("countdown", seed=5, **options)
+    for split in ("test", "train"):
+        tasks = [env.task(split, k) for k in range(40)]
+        rows += [(task, env.solution(task)) for task in tasks]
+print(hashlib.sha256(repr(rows).encode()).hexdigest())
+"""
+
+
+def test_tasks_and_solutions_are_the_same_in_every_process():
+    digests = set()
+    for hash_seed in ("1", "2"):
+        found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], cwd=ROOT, capture_output=True, text=True,
+                               env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True)
+        digests.add(found.stdout.strip())
+    assert len(digests) == 1 and len(digests.pop()) == 64
+
+
+def test_tasks_do_not_depend_on_the_order_of_calls():
+    one, two = envs.make("countdown", skill="mixed"), envs.make("countdown", skill="mixed")
+    indices = list(range(200))
+    forward = {k: (one.task("train", k), one.solution(one.task("train", k))) for k in indices}
+    random.Random(1).shuffle(indices)
+    two.task("test", 3)
+    assert {k: (two.task("train", k), two.solution(two.task("train", k))) for k in indices} == forward
+    other = envs.make("countdown", seed=1)
+    assert sum(problem(other.task("train", k)) == problem(forward[k][0]) for k in indices) < 10
+
+
+def test_tasks_are_pinned():
+    """A published run names its tasks by index: a change here changes what old results were measured on."""
+    env = envs.make("countdown")
+    tasks = [env.task(split, k) for split in env.splits for k in range(100)]
+    rows = [(task.data, env.solution(task)) for task in tasks]
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    assert digest[:16] == "b07835c217c3435a"
+
+
+# ---- The verifier
+
+R1_WRONG = [  # nums 3 5 9 target 17 is 3 + 5 + 9
+    ("3 + 5 + 9", 1, 1), ("9 - (-5 - 3)", 1, 1), ("(9+(5))+3", 1, 1), ("\n3 +\r\n5\t+ 9 \n", 1, 1),
+    ("-(-3 - 5) + 9", 1, 1), ("3+5+9 ", 1, 1), ("3 - -5 + 9", 1, 1),
+    ("3 + 9 + 5 + 0", 0, 1), ("5 + 9 + 9 - 6", 0, 1), ("8 + 9", 0, 1), ("17", 0, 1), ("3 + 5", 0, 1),
+    ("3 + 5 + 9 + 3 - 3", 0, 1), ("3 * 5 + 9 - 7", 0, 1), ("3 + 5 - 9", 0, 1), ("3 * 5 + 9", 0, 1),
+    ("39 + 5", 0, 1),
+    ("3 + 5 + 9 = 17", 0, 0), ("3 + 5 +", 0, 0), ("3 5 9", 0, 0), ("", 0, 0), ("()", 0, 0), ("(3, 5)", 0, 0),
+    ("3(5) + 9", 0, 0), ("+3 + 5 + 9", 0, 0), ("3 + 5 + 9 # 1", 0, 0), ("3 ++ 5 + 9", 0, 0),
+    ("3 + 5 + 9;", 0, 0),
+    ("~3 + 5 + 9", 0, 0), ("True + 5 + 9", 0, 0), ("3 + 5 + 9.0", 0, 0), ("3 + 5 + 9j", 0, 0),
+    ("0x3 + 5 + 9", 0, 0),
+    ("3 + 5\\\n + 9", 0, 0), ("3 % 5 + 9", 0, 0), ("3 if 5 else 9", 0, 0), ("[3][0] + 5 + 9", 0, 0),
+    ("3 / (5 - 5) + 9", 0, 0), ("3 / (9 - 5 - 4)", 0, 0), ("3 × 5 + 9", 0, 0), ("3 − 5 + 9", 0, 0),
+]
+
+
+@pytest.mark.parametrize("text, correct, well_formed", R1_WRONG)
+@pytest.mark.parametrize("style", ["r1", "plain"])
+def test_expressions(style, text, correct, well_formed):
+    env = envs.make("countdown", style=style, operators="+-*/")
+    expected = (correct, well_formed, 1.0 if correct else 0.1 * well_formed)
+    assert score(env, f"<think>...</think> <answer>{text}</answer>", [3, 5, 9], 17) == expected
+
+
+def test_fractions_on_the_way_are_exact():
+    env = envs.make("countdown", **CHAT)
+    assert score(env, "<answer>8 / (3 - 8 / 3)</answer>", [3, 3, 8, 8], 24)[0] == 1
+    assert score(env, "<answer>1 / 3 * 3 * 49</answer>", [1, 3, 3, 49], 49)[0] == 1
+    assert score(env, "<answer>1 / 49 * 49</answer>", [1, 49, 49], 1)[0] == 1  # less than 1 in floats
+    assert score(env, "<answer>10 / 3</answer>", [10, 3], 3)[0] == 0
+    big = "9007199254740993 - 9007199254740992"  # the same float
+    assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 1)[0] == 1
+    assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 0)[0] == 0
+
+
+def test_operators_that_the_task_does_not_allow():
+    env = envs.make("countdown", style="r1", operators="+*")
+    assert score(env, "<answer>3 * 4 + 5</answer>", [3, 4, 5], 17) == (1, 1, 1.0)
+    assert score(env, "<answer>3 * 5 - 4</answer>", [3, 4, 5], 11) == (0, 1, 0.1)
+    assert score(env, "<answer>-3 * -5 + 4</answer>", [3, 4, 5], 19) == (0, 1, 0.1)  # a sign is a subtraction
+    env = envs.make("countdown", operators="+")
+    assert score(env, "3 + 4 = 7", [3, 4], 7) == (1, 1, 1.0)
+    assert score(env, "4 - 3 = 1", [3, 4], 1) == (0, 1, 0.1)
+
+
+def test_the_last_complete_answer_counts():
+    env = envs.make("countdown", style="r1")
+    right, wrong = "<answer>3 + 4</answer>", "<answer>4 - 3</answer>"
+    for reply, expected in [
+        (wrong + right, (1, 1, 1.0)), (right + wrong, (0, 1, 0.1)),
+        (wrong + " then " + right + " yes", (1, 1, 1.0)),
+        (right + "<answer>4 - 3", (1, 1, 1.0)), (right + "</answer>", (1, 1, 1.0)),
+        ("<answer>" + right, (1, 1, 1.0)), ("<answer>3 + 4", (0, 0, 0.0)), ("3 + 4</answer>", (0, 0, 0.0)),
+        ("</answer>3 + 4<answer>", (0, 0, 0.0)), ("<ANSWER>3 + 4</ANSWER>", (0, 0, 0.0)),
+        ("3 + 4", (0, 0, 0.0)),
+        ("<answer>3 + 4< /answer>", (0, 0, 0.0)), ("", (0, 0, 0.0)),
+        ("<answer>3 + 4" + " " * 990 + "</answer>", (1, 1, 1.0)),
+        ("<answer>3 + 4" + " " * 996 + "</answer>", (0, 0, 0.0)),
+    ]:
+        assert score(env, reply, [3, 4], 7) == expected, reply[:80]
+
+
+@pytest.mark.parametrize("reply, correct, well_formed", [  # nums 6 18 14 target 38
+    ("18 + 14 = 32; 32 + 6 = 38", 1, 1), ("14+18=32;6+32=38", 1, 1),
+    (" 18 + 14 = 32 ;\n 32 + 6 = 38\n", 1, 1),
+    ("14 - 6 = 8; 18 + 8 = 26 x | 18 + 14 = 32; 32 + 6 = 38", 1, 1), ("|18 + 14 = 32; 32 + 6 = 38", 1, 1),
+    ("any \0 text | 18 + 14 = 32; 32 + 6 = 38", 1, 1),
+    ("18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32", 0, 1), ("18 + 14 = 32; 32 + 6 = 38 |", 0, 0),
+    ("18 + 14 = 32", 0, 1), ("18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38", 0, 1),
+    ("18 + 14 = 32; 32 + 6 = 39", 0, 1), ("18 + 14 = 31; 31 + 6 = 37", 0, 1), ("18 + 20 = 38", 0, 1),
+    ("18 + 18 = 36; 36 + 2 = 38", 0, 1), ("18 + 6 = 24; 18 + 14 = 32", 0, 1),
+    ("32 + 6 = 38; 18 + 14 = 32", 0, 1),
+    ("18 + 14 = 32; 18 + 14 = 32", 0, 1), ("18 * 14 = 252; 252 + 6 = 258", 0, 1), ("38", 0, 0),
+    ("18 + 14 = 32; 32 + 6 = 38;", 0, 0), ("18 + 14 = 32;; 32 + 6 = 38", 0, 0),
+    ("18 + 14 = 32, 32 + 6 = 38", 0, 0),
+    ("18 + 14 = 32; 32 + 6 = 38 x", 0, 0), ("18 + 14 = 32; 32 + 6", 0, 0), ("18 + 14 + 6 = 38", 0, 0),
+    ("6 - 14 = -8; -8 + 18 = 10", 0, 0), ("018 + 14 = 32; 32 + 6 = 38", 0, 0),
+    ("18 + 14 = 32; 32 + 6 = 038", 0, 0),
+    ("18 + 14 = 3_2; 32 + 6 = 38", 0, 0), ("18 + 14 == 32; 32 + 6 = 38", 0, 0),
+    ("1 8 + 14 = 32; 32 + 6 = 38", 0, 0),
+    ("1８ + 14 = 32; 32 + 6 = 38", 0, 0), ("18 + 14 = 32; 32 + 6 = 3٨", 0, 0), ("", 0, 0), (";", 0, 0),
+    ("|", 0, 0),
+    ("18 / 0 = 0; 32 + 6 = 38", 0, 0), ("18 + 14\n= 32; 32 + 6 = 38", 0, 0),
+    ("x 18 + 14 = 32; 32 + 6 = 38", 0, 0),
+])
+def test_steps(reply, correct, well_formed):
+    env = envs.make("countdown")
+    assert score(env, reply, [6, 18, 14], 38) == (correct, well_formed, 1.0 if correct else 0.1 * well_formed)
+
+
+def test_steps_stay_within_the_intermediate_limit_and_whole_numbers():
+    env = envs.make("countdown", operators="+-*/", max_intermediate=99)
+    assert score(env, "60 + 39 = 99; 99 - 60 = 39", [60, 39, 60], 39) == (1, 1, 1.0)
+    assert score(env, "60 + 40 = 100; 100 - 60 = 40", [60, 40, 60], 40) == (0, 1, 0.1)
+    assert score(env, "60 - 60 = 0; 0 + 40 = 40", [60, 40, 60], 40) == (1, 1, 1.0)
+    assert score(env, "12 / 4 = 3", [4, 12], 3) == (1, 1, 1.0)
+    assert score(env, "4 / 12 = 0", [4, 12], 0) == (0, 1, 0.1)
+    assert score(env, "13 / 4 = 3", [4, 13], 3) == (0, 1, 0.1)
+
+
+NESTED = "(" * 100_000 + "1" + ")" * 100_000
+HOSTILE = [  # (numbers, target, text) of the specification first; each would be right for a looser reader
+    ([1, 5, 2], 3, "1.5*2"), ([7, 2], 3, "7//2"), ([2, 5], 32, "2**5"), ([95, 87, 92], 1, "95**87**92"),
+    ([95, 87, 92], 1, "9**9**9**9**9"), ([7, 3], 10, "07 + 3"), ([7, 3], 10, "7 + 03"), ([0, 7], 7, "00 + 7"),
+    ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "٧ + 3"), ([7, 3], 10, "7 + ³"),
+    ([2, 1], 3, "² + 1"),
+    ([1], 1, NESTED), ([1], 1, "(" * 400 + "1" + ")" * 400),
+    ([1], 1, "-" * 998 + "1"), ([7, 3], 10, "7 +\0 3"), ([7, 3], 10, "\0" * 5000), ([7, 3], 1, "7 / 0 + 3"),
+    ([7, 3], 0, "0 / 0"), ([7, 7, 3], 1, "3 / (7 - 7)"), ([7, 3], 10, "7 + 3" + " " * 10_000_000),
+    ([7, 3], 10, "1" * 10_000_000), ([7, 3], 10, "1 + " * 2_500_000),
+    ([7, 3], 10, "\U0001d7d5 + 3" * 2_000_000),
+    ([7, 3], 10, "7 + 3\u00a0"), ([7, 3], 10, "7\u2003+ 3"), ([7, 3], 10, "\ud800"),
+    ([7, 3], 10, "7 + 3\x0c"),
+    ([7, 3], 10, "__import__('os').getpid() * 0 + 10"), ([7, 3], 10, "(lambda: 10)()"), ([7, 3], 10, "1e1"),
+    ([7, 3], 10, "exec('raise SystemExit')"), ([7, 3], 10, "{7 + 3}"), ([7, 3], 10, "7 + 3 if 1 else 0"),
+    ([7, 3], 10, "(1)(" * 249), ([7, 3], 10, "9" * 990 + "x"), ([7, 3], 10, "9" * 5000),
+    ([7, 3], 10, "<answer>" * 1_250_000),
+    ([7, 3], 10, "</answer" * 1_250_000), ([7, 3], 10, "answer></answer>" * 600_000),
+    ([7, 3], 10, "|" * 10_000_000),
+    ([7, 3], 10, "7 + 3 = 10;" * 900_000), ([7, 3], 10, ";" * 999), ([7, 3], 10, " \t" * 490 + "7 +"),
+]
+
+
+@pytest.mark.parametrize("style", ["compact", "r1", "plain"])
+def test_hostile_replies_score_nothing_at_once(style):
+    env = envs.make("countdown", style=style, operators="+-*/")
+    for nums, target, text in HOSTILE:
+        forms = [text, f"| {text} = {target}"] if style == "compact" else [text, f"<answer>{text}</answer>"]
+        for reply in forms:
+            seconds = []
+            for _ in range(3):  # the fastest of three: other programs share this machine
+                began = time.perf_counter()
+                result = score(env, reply, nums, target)
+                seconds.append(time.perf_counter() - began)
+                assert result == (0, 0, 0.0), (style, reply[:60])
+                if seconds[-1] < 0.05:
+                    break
+            assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
+
+
+def test_long_numbers_and_long_sums_are_bounded():
+    """Readable, wrong, and as heavy as the length limit admits."""
+    env = envs.make("countdown", **CHAT)
+    ones = "/".join(["7"] * 90)
+    tower = f"({'9' * 200} / {'7' * 200}) * ({'3' * 200} / {'8' * 201}) + 1"
+    for text in (ones, tower, f"{'9' * 498} * {'9' * 498}"):
+        began = time.perf_counter()
+        assert score(env, f"<answer>{text}</answer>", [7, 3], 10) == (0, 1, 0.1)
+        assert time.perf_counter() - began < 0.05
+
+
+ALPHABET = ["<answer>", "</answer>", "<think>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "\0",
+".", "_",
+            "0", "1", "3", "7", "10", "007", "**", "//", "x", "é", "７", "\ud800", "\u2028", "e5", "'", "\\",
+            "#", "{"]
+
+
+@pytest.mark.parametrize("style, count", [("compact", 50_000), ("r1", 50_000)])
+def test_random_and_mutated_replies_never_raise_and_score_right(style, count):
+    env = envs.make("countdown", style=style, operators="+-*/")
+    rng = random.Random(7)
+    tasks = [env.task("train", k) for k in range(100)]
+    replies = [env.solution(task) for task in tasks]
+    seen = collections.Counter()
+    for k in range(count):
+        task, reply = tasks[k % 100], replies[k % 100]
+        if k % 3 == 0:
+            reply = "".join(rng.choices(ALPHABET, k=rng.randrange(30)))
+            if style == "r1" and k % 2:
+                reply = f"<answer>{reply}</answer>"
+        else:
+            for _ in range(rng.randrange(1, 4)):
+                place = rng.randrange(len(reply) + 1)
+                reply = reply[:place] + rng.choice(ALPHABET + [""]) + reply[place + rng.randrange(3):]
+        step = env.start(task, k).step(reply)
+        key = step.info["correct"], step.info["format"], step.info["score"]
+        assert key in {(0, 0, 0), (0, 1, 0.1), (1, 1, 1)} and step.reward == key[0]
+        if key[1]:  # readable: then the independent reading must agree on whether it is right
+            assert holds(style, reply, task.data["nums"], task.data["target"]) == key[0], reply
+        seen[key] += 1
+    assert len(seen) == 3 and min(seen.values()) > count // 200, seen  # all verdicts are reached
+
+
+def test_random_expressions_score_as_python_values_them():
+    env = envs.make("countdown", **CHAT)
+    rng = random.Random(3)
+    verdicts = collections.Counter()
+    for _ in range(4000):
+        nums = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
+        parts = list(map(str, rng.sample(nums, len(nums))))
+        while len(parts) > 1:
+            left, right = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
+            text = f"{left}{rng.choice(['+', '-', ' * ', ' / '])}{right}"
+            parts.append(rng.choice([text, f"({text})", f"-({text})"]))
+        value = value_of(parts[0])
+        target = rng.randint(0, 9)
+        if value is not None and value.denominator == 1 and rng.random() < 0.5:
+            target = int(value)
+        used = sorted(map(int, re.findall(r"\d+", parts[0]))) == sorted(nums)
+        expected = (0, 0, 0.0) if value is None else (1, 1, 1.0) if value == target and used else (0, 1, 0.1)
+        assert score(env, f"<answer>{parts[0]}</answer>", nums, target) == expected, parts[0]
+        verdicts[expected] += 1
+    assert len(verdicts) == 3 and min(verdicts.values()) > 5, verdicts
+
+
+# ---- The solver, against enumeration
+
+def shortest_expressions(nums):
+    """value -> fewest characters, over all trees, orders and signs of results; brackets are tried."""
+    shortest = {}
+
+    def go(items):
+        if len(items) == 1:
+            value, text = items[0]
+            shortest[value] = min(shortest.get(value, math.inf), len(text))
+            return
+        for i, j in itertools.permutations(range(len(items)), 2):
+            rest = [item for k, item in enumerate(items) if k not in (i, j)]
+            (a, left), (b, right) = items[i], items[j]
+            for op in "+-*/":
+                value = combine(a, op, b)
+                if value is None:
+                    continue
+                texts = [f"{x} {op} {y}" for x in (left, f"({left})") for y in (right, f"({right})")]
+                go([*rest, (value, min((t for t in texts if value_of(t) == value), key=len))])
+
+    go([(Fraction(n), str(n)) for n in nums])
+    return shortest
+
+
+def combine(a, op, b):
+    if op == "/":
+        return a / b if b else None
+    return a + b if op == "+" else a - b if op == "-" else a * b
+
+
+def games(nums, operators, limit):
+    """value -> fewest digits in the results of a whole-number game, by playing all games."""
+    fewest = {}
+
+    def go(pool, digits):
+        if len(pool) == 1:
+            fewest[pool[0]] = min(fewest.get(pool[0], math.inf), digits)
+            return
+        for i, j in itertools.permutations(range(len(pool)), 2):
+            rest = [n for k, n in enumerate(pool) if k not in (i, j)]
+            for op in operators:
+                value = combine(Fraction(pool[i]), op, pool[j])
+                if value is not None and value.denominator == 1 and 0 <= value <= limit:
+                    go([*rest, int(value)], digits + len(str(value)))
+
+    go(list(nums), 0)
+    return fewest
+
+
+@pytest.mark.parametrize("nums", [
+    (3, 5), (4, 4), (1, 7, 7), (2, 3, 10), (6, 18, 14), (1, 1, 1), (3, 3, 8, 8)], ids=str)
+def test_solver_finds_all_and_the_shortest_expressions(nums):
+    rules = countdown.Rules("+-*/", math.inf, False)
+    shortest = shortest_expressions(nums)
+    for target in range(61):
+        node = countdown.solve(nums, target, rules)
+        assert (node is not None) == (target in shortest), target
+        if node:
+            text = countdown.expression(node)
+            assert value_of(text) == target and len(text) == shortest[target], (target, text)
+
+
+@pytest.mark.parametrize("nums, operators, limit", [
+    ((6, 18, 14), "+-", 99), ((6, 18, 14), "+-", 25), ((2, 3, 10, 7), "+-*/", 99), ((12, 4, 3), "/", 99),
+    ((9, 9, 1, 2), "+*", 40), ((2, 4, 6, 8), "-*/", 30)], ids=str)
+def test_solver_in_whole_numbers(nums, operators, limit):
+    reachable = games(nums, operators, limit)
+    rules = countdown.Rules(operators, limit, True)
+    for target in range(-3, limit + 20):
+        node = countdown.solve(nums, target, rules)
+        assert (node is not None) == (target in reachable), target
+        if node:
+            steps = countdown.steps_of(node)
+            assert all(0 <= step[3] <= limit and type(step[3]) is int for step in steps)
+            assert sum(len(str(step[3])) for step in steps) == reachable[target]
+
+
+def test_solver_searches_six_numbers_as_it_searches_five():
+    """Six numbers take two levels of backward search; a neutral sixth number must not hide a solution."""
+    rng = random.Random(2)
+    for rules in (countdown.Rules("+-*/", math.inf, False), countdown.Rules("+-*/", 99, True)):
+        for _ in range(4):
+            nums = [rng.randint(1, 12) for _ in range(5)]
+            target = countdown.random_game(nums, rules._replace(whole=True, limit=99), rng.random)[-1][3]
+            assert countdown.solve(nums, target, rules)
+            steps = countdown.steps_of(countdown.solve([*nums, 1], target, rules))
+            assert steps[-1][3] == target and all(step[3] <= rules.limit for step in steps)
+
+
+def test_unsolvable_problems_have_no_solution():
+    def solution(nums, target, **options):
+        task = envs.Task("t", "s", [], {"nums": nums, "target": target})
+        return envs.make("countdown", **options).solution(task)
+
+    assert solution([1, 1, 1], 50) is None
+    assert holds("compact", solution([50, 49, 48], 51), [50, 49, 48], 51)
+    assert holds("compact", solution([60, 59, 50], 51, skill="mixed", novice_share=0), [60, 59, 50], 51)
+    assert solution([60, 59, 50], 5, skill="mixed", novice_share=0) is None
+    assert solution([3, 3, 8, 8], 24, operators="+-*/") is None  # needs a fraction on the way
+    assert solution([3, 3, 8, 8], 24, **CHAT).endswith("<answer>8 / (3 - 8 / 3)</answer>")
+    assert solution([3, 3, 8, 8], 24, trace="search", **CHAT).endswith("<answer>8 / (3 - 8 / 3)</answer>")
+    assert solution([60, 60], 120) is None  # over the intermediate limit
+    assert solution(list(range(1, 9)), 36, **CHAT) is None  # eight numbers: more than the solver takes on
+
+
+# ---- Mixed skill
+
+def test_mixed_skill_is_novices_and_random_solutions():
+    def rate(**options):
+        env = envs.make("countdown", skill="mixed", **options)
+        tasks = [env.task("train", k) for k in range(1500)]
+        steps = [env.start(task, 0).step(env.solution(task)) for task in tasks]
+        assert all(step.info["format"] == 1 for step in steps)
+        return sum(step.reward for step in steps) / len(steps)
+
+    novice = rate(novice_share=1)
+    assert 0.22 < novice < 0.32  # a random legal game hits the target that often
+    assert rate(novice_share=0) == 1
+    assert abs(rate() - (0.3 + 0.7 * novice)) < 0.05
+    assert rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
+
+
+def test_random_solutions_are_not_canonical_and_novices_play_legally():
+    env = envs.make("countdown", skill="mixed", novice_share=0)
+    data = {"nums": [2, 5, 9], "target": 16}
+    replies = {env.solution(envs.Task(f"t{k}", "s", [], data)) for k in range(200)}
+    firsts = {tuple(sorted(reply.split(" = ")[0].split()[::2])) for reply in replies}
+    assert len(replies) >= 12 and len(firsts) == 3  # each pair starts some solution
+    novice = envs.make("countdown", skill="mixed", novice_share=1)
+    results = collections.Counter()
+    for k in range(300):
+        reply = novice.solution(envs.Task(f"t{k}", "s", [], data))
+        result = int(reply.split()[-1])
+        assert holds("compact", reply, [2, 5, 9], result)
+        results[result] += 1
+    assert set(results) == set(games([2, 5, 9], "+-", 99))
+
+
+# ---- Search traces
+
+def insert_signs(words):
+    """What a tokenizer without `=` and `;` does on decoding."""
+    text = re.sub(r"([-+*/] \d+) (?=\d)", r"\1 = ", words)
+    return re.sub(r"(\d+) (?=\d)", r"\1; ", text)
+
+
+def dead_ends(trace, nums, target, operators, limit):
+    """Replays a compact trace: each step from the pool at hand, each x where the target is out of reach."""
+    pools, path, count = [list(nums)], [], 0
+    for token in re.findall(r"x|\d+ [-+*/] \d+ = \d+", trace):
+        if token == "x":
+            assert target not in games(pools.pop(), operators, limit)
+            path.pop()
+            count += 1
+            continue
+        a, op, b, _, result = token.split()
+        pool = list(pools[-1])
+        pool.remove(int(a))
+        pool.remove(int(b))
+        assert value_of(f"{a} {op} {b}") == int(result)
+        pools.append([*pool, int(result)])
+        path.append(token)
+    assert pools[-1] == [target]
+    return "; ".join(path), count
+
+
+@pytest.mark.parametrize("options", [{}, {"max_operands": 4, "operators": "+-*/", "max_trace_steps": 30},
+                                     {"max_trace_steps": 0}], ids=str)
+def test_compact_traces_are_searches_in_the_vocabulary(options):
+    env = envs.make("countdown", trace="search", **options)
+    words, total, longest = set(env.vocabulary), 0, 0
+    for k in range(150):
+        task = env.task("train", k)
+        nums, target = task.data["nums"], task.data["target"]
+        reply = env.solution(task)
+        elided = reply.replace(" =", "").replace(";", "")
+        assert set(elided.split()) <= words
+        assert insert_signs(elided) == reply
+        trace, _, answer = reply.partition(" | ")
+        path, count = dead_ends(trace, nums, target, env.config.operators, 99)
+        assert path == answer
+        tried = len(re.findall("=", trace))
+        assert tried <= env.config.max_trace_steps + len(nums) - 1
+        total, longest = total + count, max(longest, tried)
+    assert (total == 0) == (env.config.max_trace_steps == 0)
+    assert longest >= 12 or env.config.max_trace_steps == 0
+
+
+def test_trace_of_the_documentation():
+    assert insert_signs("14 - 6 8 18 + 8 26 x 18 - 8 10 x x 18 + 14 32 32 + 6 38 | 18 + 14 32 32 + 6 38") == (
+        "14 - 6 = 8; 18 + 8 = 26 x 18 - 8 = 10 x x 18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32; 32 + 6 = 38")
+
+
+def test_chat_traces_say_what_was_tried():
+    env = envs.make("countdown", style="r1", trace="search")
+    tried = given_up = 0
+    for k in range(100):
+        task = env.task("train", k)
+        reply = env.solution(task)
+        lines = reply.split("<think>\n")[1].split("\n</think>")[0].split("\n")
+        steps = [line for line in lines if "=" in line]
+        assert steps[-1].endswith(f"= {task.data['target']}, the target")
+        for line in steps[:-1]:
+            left, result, ending = re.fullmatch(r"(.+) = (\d+), (leaves .*|not \d+)", line).groups()
+            assert value_of(left) == int(result)
+            assert ending in (f"not {task.data['target']}", ending) and result != ending
+        tried += len(steps)
+        given_up += sum(line == "Dead end, back." for line in lines)
+    assert tried > 400 and given_up > 50
+
+
+def test_vocabulary_covers_prompts_and_replies():
+    assert countdown.VOCABULARY == envs.make("countdown").vocabulary
+    assert len(set(countdown.VOCABULARY)) == len(countdown.VOCABULARY) == 100 + 8
+    assert envs.make("countdown", **CHAT).vocabulary is None
+    env = envs.make("countdown", max_intermediate=30, max_target=30)
+    assert "30" in env.vocabulary and "31" not in env.vocabulary
+    for k in range(300):
+        task = env.task("train", k)
+        text = f"{task.messages[0]['content']} : {env.solution(task)}"
+        assert set(text.replace("=", "").replace(";", "").split()) <= set(env.vocabulary)
+
+
+# ---- Data files
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS = [{"nums": [n % 90 + 1, n // 90 + 1, 2], "target": 7, "extra": "kept out"} for n in range(2500)]
+
+
+def test_data_files_split_by_position(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    parquet = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
+    for path in (jsonl, parquet):
+        env = envs.make("countdown", data=path, difficulty=True)
+        test = [env.task("test", k) for k in range(env.num_tasks("test"))]
+        assert [task.data["nums"] for task in test] == [row["nums"] for row in ROWS[:1024]]
+        held_out = {problem(task) for task in test}
+        kept = [row for row in ROWS[1024:] if (*sorted(row["nums"]), 7) not in held_out]
+        assert 0 < len(kept) < len(ROWS) - 1024  # [1, 2, 2] and [2, 1, 2] are one problem
+        assert [env.task("train", k).data for k in range(env.num_tasks("train"))] == [
+            {"nums": row["nums"], "target": 7} for row in kept]
+        assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
+
+
+def test_small_data_files_give_half_to_test_and_no_problem_twice(tmp_path):
+    rows = [{"nums": [a, 5], "target": a + 5} for a in range(1, 8)]
+    rows[6] = {"nums": [5, 2], "target": 7}  # in the first half already, in another order
+    env = envs.make("countdown", data=write_jsonl(tmp_path / "few.jsonl", rows), **CHAT)
+    assert env.num_tasks("test") == 3 and env.num_tasks("train") == 3
+    assert [env.task("train", k).data["nums"][0] for k in range(3)] == [4, 5, 6]
+    for split in env.splits:
+        for k in range(3):
+            task = env.task(split, k)
+            assert env.start(task, 0).step(env.solution(task)).reward == 1
+
+
+def test_hub_data_set(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if name == "some/missing":
+            raise ConnectionError("no network\nsecond line")
+        return types.SimpleNamespace(to_list=lambda: ROWS)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    env = envs.make("countdown", data="some/numbers")
+    assert asked == [("some/numbers", "train")] and env.num_tasks("test") == 1024
+    with pytest.raises(envs.BadInput, match="some/missing: cannot be read .ConnectionError: no network.$"):
+        envs.make("countdown", data="some/missing")
+
+
+@pytest.mark.parametrize("row, field, expected", [
+    ({"nums": [3, 4]}, "target", "missing"), ({"target": 4}, "nums", "missing"),
+    ({"nums": [], "target": 4}, "nums", "2 to 6 integers"),
+    ({"nums": [3], "target": 3}, "nums", "2 to 6 integers"),
+    ({"nums": [1] * 7, "target": 4}, "nums", "2 to 6 integers"),
+    ({"nums": "3 4", "target": 7}, "nums", "'3 4'"),
+    ({"nums": [3, True], "target": 4}, "nums", "True"), ({"nums": [3, 4.0], "target": 7}, "nums", "4.0"),
+    ({"nums": [3, "4"], "target": 7}, "nums", "'4'"), ({"nums": [3, None], "target": 7}, "nums", "None"),
+    ({"nums": [3, 0], "target": 3}, "nums", "from 1"),
+    ({"nums": [3, 10**7], "target": 3}, "nums", "to 1000000"),
+    ({"nums": [3, 4], "target": True}, "target", "an integer"),
+    ({"nums": [3, 4], "target": "7"}, "target", "'7'"),
+    ({"nums": [3, 4], "target": 7.5}, "target", "7.5"), ({"nums": [3, 4], "target": -1}, "target", "-1"),
+    ({"nums": [3, 4], "target": None}, "target", "None"), ({"nums": None, "target": 4}, "nums", "None"),
+    ([3, 4, 7], "nums and target", "an object"), ("text", "nums and target", "'text'"),
+    (7, "nums and target", "got 7"),
+])
+def test_malformed_rows_are_named(tmp_path, row, field, expected):
+    path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:5], row, *ROWS[5:10]])
+    with pytest.raises(envs.BadInput) as error:
+        envs.make("countdown", data=path, **CHAT)
+    message = str(error.value)
+    assert f"{path}: row 6: " in message and field in message and expected in message and "\n" not in message
+
+
+def test_rows_beyond_the_vocabulary_are_named(tmp_path):
+    path = write_jsonl(tmp_path / "big.jsonl", [*ROWS[:3], {"nums": [50, 60], "target": 110}])
+    with pytest.raises(envs.BadInput, match="row 4: field target: expected an integer from 0 to 99, got 110"):
+        envs.make("countdown", data=path)
+    assert envs.make("countdown", data=path, style="r1").num_tasks("train") == 2
+
+
+@pytest.mark.parametrize("content, expected", [
+    (b'{"nums": [3, 4], "target": 7}\n{"nums": [3,\n', "row 2: expected a JSON object"),
+    (b'{"nums": [3, 4], "target": 7}\n\n' + b"[" * 100_000, "row 3: expected a JSON object"),
+    (b'{"nums": [3, 4], "target": ' + b"9" * 5000 + b"}", "row 1: expected a JSON object"),
+    (b"\xff\xfe", "cannot be read"), (b"", "expected at least 2 rows"),
+    (b'{"nums": [3, 4], "target": 7}\n', "expected at least 2 rows"),
+    (b'{"nums": [3, 4], "target": 7}\n{"nums": [4, 3], "target": 7}\n', "in the test split too"),
+])
+def test_unusable_files_are_one_line(tmp_path, content, expected):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(envs.BadInput) as error:
+        envs.make("countdown", data=str(path))
+    assert str(path) in str(error.value) and expected in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("missing.jsonl", "no such file"), ("missing.parquet", "no such file"),
+    ("missing.csv", "expected a .jsonl"),
+    ("folder.jsonl", "cannot be read"), ("folder", "expected a .jsonl"), ("text.parquet", "cannot be read")])
+def test_missing_files(tmp_path, name, expected):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.parquet").write_text("nums, target")
+    with pytest.raises(envs.BadInput) as error:
+        envs.make("countdown", data=str(tmp_path / name))
+    assert name in str(error.value) and expected in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- Options
+
+@pytest.mark.parametrize("options, expected", [
+    ({"min_operand": 3}, "unknown option 'min_operand'"), ({"min_operands": "three"}, "expected int"),
+    ({"min_operands": 1}, "min_operands: expected 2 to 6, got 1"), ({"max_operands": 7}, "max_operands"),
+    ({"min_operands": 4}, "max_operands: expected min_operands .4. to 6, got 3"),
+    ({"max_number": 0}, "max_number"),
+    ({"max_number": 100}, "max_number: expected 1 to 99 .max_intermediate"),
+    ({"max_target": 100}, "max_target"),
+    ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"max_intermediate": 0}, "max_intermediate"),
+    ({"operators": ""}, "operators"), ({"operators": "+%"}, "operators"), ({"operators": "++"}, "operators"),
+    ({"style": "chat"}, "expected one of compact, r1, plain"),
+    ({"trace": "dfs"}, "expected one of solution, search"),
+    ({"skill": "expert"}, "expected one of solver, mixed"), ({"novice_share": "1.5"}, "novice_share"),
+    ({"novice_share": "nan"}, "novice_share"), ({"difficulty": "maybe"}, "expected bool"),
+    ({"skill": "mixed", "trace": "search"}, "skill: expected solver"),
+    ({"max_trace_steps": -1}, "max_trace_steps"),
+    ({"train_tasks": 0}, "train_tasks"), ({"test_tasks": 0}, "test_tasks"), ({"seed": 1.5}, "expected int"),
+    ({"operators": "+", "max_number": 20, "max_target": 2}, "expected a train problem"),
+])
+def test_bad_options_are_named(options, expected):
+    with pytest.raises(envs.BadInput, match=expected) as error:
+        envs.make("countdown", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_options_given_as_text():
+    env = envs.make("countdown", **envs.parse_options(["max_operands=4", "operators=+-*/", "difficulty=true",
+                                                       "novice_share=0.5", "style=r1", "seed=3"]))
+    assert env.config == countdown.Config(max_operands=4, operators="+-*/", difficulty=True, novice_share=0.5,
+                                          style="r1", seed=3)
+
+
+def test_a_split_without_problems_says_so():
+    """Sums of ones are one problem for each count of operands; which split it belongs to is fixed."""
+    options = {"max_number": 1, "operators": "+"}
+    assert not countdown.is_test([1, 1, 1], 3)
+    env = envs.make("countdown", **options)
+    assert {env.task("train", k).data["target"] for k in range(5)} == {3}
+    with pytest.raises(envs.BadInput, match="expected a test problem"):
+        env.num_tasks("test")
+
+
+@pytest.mark.slow
+def test_speed_of_the_default_task():
+    """Supervised data is drawn on the fly: 150,000 tasks with their solutions should take seconds."""
+    for options in ({}, {"skill": "mixed"}):
+        env = envs.make("countdown", **options)
+        began = time.process_time()
+        for k in range(20_000):
+            env.solution(env.task("train", k))
+        assert time.process_time() - began < 20_000 * 200e-6  # a fifth of that on a desktop core
