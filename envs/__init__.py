@@ -67,6 +67,7 @@ class Env:
 
     Config: type  # a dataclass: the options that `make` takes
     splits = ("train", "test")  # disjoint by construction
+    multi_turn = False  # True: a step may answer with messages and go on
 
     def __init__(self, config):
         self.config = config

@@ -1,0 +1,871 @@
+"""Supervised fine-tuning of a causal language model: next-token cross-entropy on responses.
+
+    loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t        mask: 1 on the response and its eos, 0 elsewhere
+
+The prompt becomes a chat turn through the tokenizer's template; the sums run over the whole global batch, so the
+loss and its gradient do not depend on how the batch is cut into passes. Demonstrations are an environment's
+reference solutions (fresh ones at every step) or rows of parquet and JSONL files.
+
+    python sft.py                                              # makes models/countdown-tiny, one CPU core, ~1 minute
+    python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
+        --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
+
+The default run is honest about what it makes: 70 % of its rows are a novice's random legal moves and 30 % are solved
+games (`skill=mixed`), so the model knows the form and the arithmetic and seldom the answer. Expect val/loss to
+fall to about 1.0 within the first 300 steps and greedy accuracy to end near 0.6: the rest is for grpo_llm.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import peft
+import psutil
+import torch
+import transformers
+import tyro
+from dotenv import load_dotenv
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+import envs
+from envs import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    # Data
+    env: str = "countdown"
+    """environment whose reference solutions are the demonstrations, and whose test tasks measure accuracy"""
+    env_kwargs: tuple[str, ...] = ("skill=mixed",)
+    """its options, as key=value"""
+    train_files: tuple[str, ...] = ()
+    """parquet or JSONL files to learn from in place of the environment's solutions"""
+    prompt_key: str = "prompt"
+    """their column with the prompt (a text, or a list of chat messages)"""
+    response_key: str = "response"
+    """their column with the response"""
+    val_ratio: float = 0.1
+    """share of the files' rows held out for val/loss"""
+    max_length: int = 2048
+    """longest prompt and response together; a longer row is an error [tokens]"""
+    # Model
+    model: str = ""
+    """folder or hub id to start from; empty: a small Llama with random weights"""
+    hidden_size: int = 64
+    """width of the small model"""
+    num_layers: int = 3
+    """its layers"""
+    num_heads: int = 4
+    """its attention heads"""
+    intermediate_size: int = 192
+    """width of its feed-forward layers"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """arithmetic of the forward and backward pass; weights and AdamW's moments stay float32"""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda, cuda:1"""
+    threads: int = 1
+    """CPU threads of torch [threads]; the small default model gains nothing from more"""
+    output_dir: str = "models/countdown-tiny"
+    """the finished model; what was there before is kept beside it as <name>.previous"""
+    # Sizes
+    batch_size: int = 128
+    """rows per optimiser step"""
+    microbatch_tokens: int = 4096
+    """tokens per forward/backward pass, padding included [tokens]; never changes the gradient"""
+    # Optimisation
+    seed: int = 1
+    """of everything random"""
+    steps: int = 1200
+    """optimiser steps"""
+    learning_rate: float = 5e-3
+    """peak learning rate of AdamW"""
+    warmup_steps: int = 20
+    """linear warm-up [steps]"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """of the learning rate after the warm-up"""
+    final_learning_rate: float = 0.05
+    """share of the peak that the cosine ends at"""
+    beta2: float = 0.95
+    """AdamW's second decay rate (the first is 0.9)"""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay"""
+    max_grad_norm: float = 1.0
+    """gradient clipping, by global norm"""
+    # Evaluation
+    eval_every: int = 200
+    """steps between evaluations [steps]; 0: only before and after"""
+    eval_tasks: int = 512
+    """held-out tasks or rows, always the same ones"""
+    eval_samples: int = 16
+    """responses per task, for pass@1 and pass@n at temperature 1; greedy is measured beside it"""
+    max_response_tokens: int = 16
+    """longest response in evaluation, eos included [tokens]"""
+    # Log
+    experiment: str = "sft"
+    """runs/<experiment>/ holds the run"""
+    run_dir: str = ""
+    """the run's folder; one that holds a checkpoint is continued (default: a new one)"""
+    log_every: int = 10
+    """steps between records [steps]; a record's loss is the mean since the one before"""
+    checkpoint_every: int = 200
+    """steps between checkpoints [steps]"""
+    keep_checkpoints: int = 2
+    """newest checkpoints to keep; 0: all"""
+    track: bool = False
+    """mirror the TensorBoard log to Weights & Biases"""
+
+    def __post_init__(self):
+        at_least = dict(batch_size=1, microbatch_tokens=1, steps=0, warmup_steps=0, eval_every=0, eval_tasks=1,
+                        eval_samples=1, max_response_tokens=1, log_every=1, checkpoint_every=1, keep_checkpoints=0,
+                        threads=1, num_layers=1, num_heads=1, max_length=2)
+        for name, low in at_least.items():
+            if not getattr(self, name) >= low:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {low} or more")
+        for name in ("learning_rate", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a positive number")
+        if self.hidden_size % (2 * self.num_heads):
+            raise BadInput(f"--hidden-size {self.hidden_size}: expected a multiple of twice --num-heads {self.num_heads}")
+        if self.checkpoint_every % self.log_every or self.eval_every % self.log_every:
+            raise BadInput(f"--log-every {self.log_every}: expected a divisor of --checkpoint-every "
+                           f"{self.checkpoint_every} and of --eval-every {self.eval_every}")
+        if not 0 < self.val_ratio < 1:
+            raise BadInput(f"--val-ratio {self.val_ratio}: expected a number between 0 and 1")
+
+
+METRICS = {
+    "train/loss": "cross-entropy per response token, mean of the steps since the record before [nats]",
+    "train/learning_rate": "learning rate of the last step",
+    "train/epoch": "rows seen over rows there are",
+    "train/global_step": "optimiser steps so far",
+    "train/throughput": "tokens per second, prompts included, padding not [tokens/s]",
+    "train/grad_norm": "global gradient norm before clipping, mean since the record before",
+    "val/loss": "cross-entropy per response token on held-out rows [nats]",
+    "val/<source>/pass@1": "held-out correctness at temperature 1, mean over tasks and samples",
+    "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
+    "val/<source>/greedy": "held-out correctness of greedy decoding",
+    "time": "update, eval, checkpoint (those since the record before) [s]",
+    "system/memory_usage": "resident memory of the process [GiB]",
+    "system/cpu_utilization": "processor time over wall time since the record before [cores]",
+    "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
+}
+
+
+def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**23):
+    """Log-probabilities of the targets and entropies, in nats.  hidden (N, H), targets (N,) -> (N,), (N,).
+
+    Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. With more
+    than one chunk the backward pass recomputes them, so memory does not grow with N x vocabulary.
+    """
+    def of_chunk(hidden, targets):
+        logits = torch.log_softmax(head(hidden).float() / temperature, dim=-1)           # (n, V)
+        entropy = -(logits.exp() * logits).sum(-1)
+        return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    size = max(1, chunk_elements // head.out_features)
+    if len(targets) <= size:
+        return of_chunk(hidden, targets)
+    parts = [recompute(of_chunk, h, t, use_reentrant=False)
+             for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def response_loss(model, batch):
+    """Sum of -log p over response tokens, divided by nothing yet.  batch tokens, mask (B, T) -> scalar."""
+    decoder, head = decoder_and_head(model)
+    tokens, mask = batch["tokens"], batch["response_mask"]
+    hidden = decoder(input_ids=tokens[:, :-1], attention_mask=batch["valid"][:, :-1]).last_hidden_state
+    chosen = mask[:, 1:].bool()                       # token t is predicted at position t - 1: the only shift
+    logprobs, _ = selected_logprobs(hidden[chosen], head, tokens[:, 1:][chosen])
+    return -logprobs.sum()
+
+
+def decoder_and_head(model):
+    """The transformer without its head, and the head, beneath PEFT's wrapper if there is one."""
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return base.get_decoder(), base.get_output_embeddings()
+
+
+def learning_rate(step, args):
+    """Linear warm-up, then a cosine to a share of the peak (or constant)."""
+    warm = min(1.0, step / max(args.warmup_steps, 1))
+    progress = min(max((step - args.warmup_steps) / max(args.steps - args.warmup_steps, 1), 0.0), 1.0)
+    low = args.final_learning_rate if args.schedule == "cosine" else 1.0
+    return args.learning_rate * warm * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+# Engine: load, generate
+
+
+def new_model(args, tokenizer):
+    """A small Llama with random weights."""
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.num_layers, num_attention_heads=args.num_heads, tie_word_embeddings=True,
+        max_position_embeddings=args.max_length, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return LlamaForCausalLM(config).eval()
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }} {{ eos_token }}"
+    "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} :{% endif %}")
+
+
+def new_tokenizer(words):
+    """A tokenizer for the small model: one id per word, or per byte when the environment names no words.
+
+    The words of a solution are `18 + 14 = 32; 32 + 6 = 38`, but `=` and `;` cost a third more tokens and say
+    nothing: encoding drops them and decoding puts them back, so people and verifiers see them and the model not.
+    """
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    if words:
+        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
+        core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        result = r"(?<=[-+*/] \d|[-+*/] \d\d|[-+*/] \d\d\d|[-+*/] \d\d\d\d) (?=\d)"
+        core.decoder = decoders.Sequence([
+            decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
+            decoders.Replace(Regex(result), " = "), decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
+    else:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+                                        unk_token="<unk>", clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def find_model(name):
+    """A folder as given, else beside this script (so that the defaults work from anywhere), else a hub id."""
+    for folder in (Path(name), Path(__file__).parent / name):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    if Path(name).exists() or name.count("/") != 1 or name.startswith("models/"):
+        raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
+    return name
+
+
+def load_tokenizer(name):
+    """The tokenizer of a model, with a padding token. Raises BadInput when it has no eos."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(find_model(name))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"--model {name}: its tokenizer has no eos token, so no response could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def load_weights(name, dtype=torch.float32):
+    """A causal language model in `dtype`, on the CPU, without dropout."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
+    model.config.use_cache = True
+    return model.eval()
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def precision(args, device):
+    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def pad(rows, value, device, left=False, dtype=torch.long):
+    """Lists of different lengths -> (rows, longest), padded on the right or the left."""
+    width = max(map(len, rows))
+    rows = [[value] * (width - len(row)) + row if left else row + [value] * (width - len(row)) for row in rows]
+    return torch.tensor(rows, dtype=dtype, device=device)
+
+
+def sample(logits, temperature):
+    """A token from each row of logits and its log-probability, temperature 0 meaning the likeliest.  (B, V)."""
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature:
+        # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
+        # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
+        cdf = logprobs.double().exp().cumsum(-1)
+        uniform = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, uniform, right=True).clamp(max=cdf.shape[1] - 1)
+    else:
+        tokens = logprobs.argmax(-1, keepdim=True)                                       # (B, 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, temperature, tokenizer):
+    """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
+
+    A prompt that occurs many times is prefilled once and its cache shared. Rows that ended leave the batch when
+    they are an eighth of it. Only the last position's logits ever exist.
+    """
+    decoder, head = decoder_and_head(model)
+    unique = {}
+    rows = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts], device=model.device)
+    tokens = pad([list(prompt) for prompt in unique], tokenizer.pad_token_id, model.device, left=True)          # (U, P)
+    mask = pad([[1] * len(prompt) for prompt in unique], 0, model.device, left=True)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = new_cache(decoder, layer=GrowingLayer)
+    hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
+                     use_cache=True).last_hidden_state[:, -1]                            # (U, H)
+    logits, mask, position = head(hidden)[rows], mask[rows], position[rows, -1:]
+    cache.batch_select_indices(rows)
+    ids = torch.full((len(rows), max_new_tokens), -1, device=model.device)
+    logprobs = torch.zeros(len(rows), max_new_tokens, device=model.device)
+    eos = torch.tensor(eos_ids(model, tokenizer), device=model.device)
+    live = torch.arange(len(rows), device=model.device)                                  # row -> row of ids
+    done = torch.zeros(len(rows), dtype=torch.bool, device=model.device)
+    for t in range(max_new_tokens):
+        token, logprob = sample(logits, temperature)
+        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
+        done = done | torch.isin(token, eos)
+        ended = int(done.sum())
+        if t + 1 == max_new_tokens or ended == len(done):
+            break
+        if ended > len(done) // 8:
+            keep = (~done).nonzero().squeeze(1)
+            live, token, mask, position, done = live[keep], token[keep], mask[keep], position[keep], done[keep]
+            cache.batch_select_indices(keep)
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
+        hidden = decoder(input_ids=token[:, None], attention_mask=mask, position_ids=position,
+                         past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        logits = head(hidden)
+    lengths = (ids >= 0).sum(1).tolist()
+    return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
+
+
+def eos_ids(model, tokenizer):
+    """Every id that ends a response: the tokenizer's eos and those of the generation config."""
+    also = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(also if isinstance(also, list) else [also] if also is not None else [])})
+
+
+def new_cache(decoder, layer=DynamicLayer):
+    """An empty cache of `layer`s; models with other than plain attention bring their own kinds of layer."""
+    plain = set(getattr(decoder.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    return Cache(layer_class_to_replicate=layer) if plain else DynamicCache(config=decoder.config)
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values in a buffer with room to grow: a decode step writes one column and copies nothing."""
+
+    buffer = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if self.buffer is None or end > self.buffer.shape[-2]:
+            batch, heads, _, dim = key_states.shape
+            buffer = key_states.new_empty(2, batch, heads, end + max(16, end // 2), dim)
+            if start:
+                buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values
+            self.buffer = buffer
+        self.is_initialized = True
+        self.buffer[0, :, :, start:end], self.buffer[1, :, :, start:end] = key_states, value_states
+        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        super().batch_select_indices(indices)
+        self.buffer = None
+
+
+# Data: (messages, response) rows to tokens
+
+
+def read_rows(args):
+    """All rows of --train-files, checked.  -> [(messages, response)]; a bad one is named by file and row."""
+    from datasets import load_dataset
+
+    rows = []
+    for name in args.train_files:
+        kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(Path(name).suffix)
+        if kind is None or not Path(name).is_file():
+            raise BadInput(f"--train-files {name}: expected an existing .parquet or .jsonl file")
+        try:
+            data = load_dataset(kind, data_files=name, split="train")
+        except Exception as error:
+            raise BadInput(f"--train-files {name}: cannot be read as {kind} ({first_line(error)})") from error
+        for number, row in enumerate(data):
+            prompt, response = row.get(args.prompt_key), row.get(args.response_key)
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            if not isinstance(prompt, list) or not prompt:
+                raise BadInput(f"{name}, row {number}: column {args.prompt_key!r}: expected a text or a list of "
+                               f"messages, got {prompt!r}")
+            if not isinstance(response, str) or not response.strip():
+                raise BadInput(f"{name}, row {number}: column {args.response_key!r}: expected a text, got {response!r}")
+            rows.append((prompt, response))
+    if len(rows) < 2:
+        raise BadInput(f"--train-files: expected at least 2 rows, one to hold out, got {len(rows)}")
+    return rows
+
+
+def encode(messages, response, tokenizer, args):
+    """-> (ids, number of ids that are the prompt); the response ends with eos."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    else:
+        text = "".join(message["content"] for message in messages)
+    prompt = tokenizer(text, add_special_tokens=False).input_ids
+    ids = prompt + tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    if len(ids) > args.max_length:
+        raise BadInput(f"a row has {len(ids)} tokens, more than --max-length {args.max_length}: {response[:60]!r}")
+    return ids, len(prompt)
+
+
+def batches(rows, pad_id, budget, device):
+    """Cut encoded rows, longest first, into passes of at most `budget` padded tokens."""
+    rows, start = sorted(rows, key=lambda row: -len(row[0])), 0
+    while start < len(rows):
+        part = rows[start:start + max(1, budget // len(rows[start][0]))]
+        start += len(part)
+        yield dict(
+            tokens=pad([ids for ids, _ in part], pad_id, device),
+            valid=pad([[1] * len(ids) for ids, _ in part], 0, device),
+            response_mask=pad([[0] * prompt + [1] * (len(ids) - prompt) for ids, prompt in part], 0, device))
+
+
+def num_targets(rows):
+    return sum(len(ids) - prompt for ids, prompt in rows)
+
+
+# Evaluate
+
+
+@torch.no_grad()
+def evaluate(model, tokenizer, env, held_out, args, device):
+    """Loss on held-out rows; with an environment, accuracy on its test tasks too.  -> metrics."""
+    with precision(args, device):
+        total = sum(float(response_loss(model, batch))
+                    for batch in batches(held_out, tokenizer.pad_token_id, args.microbatch_tokens, device))
+    metrics = {"val/loss": total / num_targets(held_out)}
+    if args.train_files or env.multi_turn:
+        return metrics
+    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
+    prompts = [encode(task.messages, "", tokenizer, args) for task in tasks]
+    prompts = [ids[:length] for ids, length in prompts]
+    torch.manual_seed(args.seed)
+    scores = {}
+    for name, samples, temperature in (("sampled", args.eval_samples, 1.0), ("greedy", 1, 0.0)):
+        with precision(args, device):
+            replies = generate(model, [prompt for prompt in prompts for _ in range(samples)], args.max_response_tokens,
+                               temperature, tokenizer)
+        texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
+        correct = [env.start(task, args.seed).step(text).info["correct"] if ids[-1] == tokenizer.eos_token_id else 0.0
+                   for task, text, (ids, _) in zip((task for task in tasks for _ in range(samples)), texts, replies,
+                                                   strict=True)]
+        scores[name] = np.array(correct).reshape(len(tasks), samples)
+    for source in sorted({task.source for task in tasks}):
+        mine = np.array([task.source == source for task in tasks])
+        metrics |= {f"val/{source}/pass@1": float(scores["sampled"][mine].mean()),
+                    f"val/{source}/pass@{args.eval_samples}": float(scores["sampled"][mine].max(1).mean()),
+                    f"val/{source}/greedy": float(scores["greedy"][mine].mean())}
+    return metrics
+
+
+# Log and checkpoint: the run folder
+
+
+def describe_run(args, algo, model_hash, source=""):
+    """The meta line: what identifies a run. `source` is code that changes the result, such as the reward's."""
+    def git(*command):
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
+                    transformers=transformers.__version__, **({"cuda": torch.version.cuda} if torch.version.cuda else {}))
+    now = datetime.now(timezone.utc)
+    return dict(
+        schema_version=1, run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}", algo=algo,
+        env=args.env, seed=args.seed, args=flags, config_hash=sha256(json.dumps(flags) + source),
+        reward_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")),
+        versions=versions, device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        argv=sys.argv, started_at=now.isoformat(), model=args.model, model_sha256=model_hash)
+
+
+def sha256(data):
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+def weights_sha256(model):
+    """Hash of the names, shapes and values of all weights."""
+    parts = [f"{name} {tuple(tensor.shape)} {sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())}"
+             for name, tensor in sorted(model.state_dict().items())]
+    return sha256("\n".join(parts))
+
+
+class Run:
+    """A run folder: train_log.jsonl and TensorBoard with the same numbers, checkpoints, receipts.
+
+    A folder that holds a checkpoint is continued. Every file that a kill could tear is written beside its place,
+    flushed to the disk and renamed.
+    """
+
+    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes", "print_samples",
+                  "track", "max_concurrent"}  # flags that leave the numbers as they are
+
+    def __init__(self, args, meta):
+        self.args, self.meta = args, meta
+        self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
+        self.checkpoint, self.state, self.log = None, None, None
+        try:
+            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (self.dir / "train_log.jsonl").open("ab").close()
+        except OSError as error:
+            raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
+        self._find_checkpoint()
+        if self.state:
+            self._check_same_run()
+
+    def _find_checkpoint(self):
+        """The newest complete checkpoint; a damaged one is named and the one before it taken."""
+        folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
+        for folder in folders:
+            try:
+                for name, digest in json.loads((folder / "manifest.json").read_text()).items():
+                    if sha256((folder / name).read_bytes()) != digest:
+                        raise ValueError(f"{name} has changed since it was written")
+                self.state = torch.load(folder / "trainer_state.pt", weights_only=True)
+                self.checkpoint = folder
+                return
+            except (OSError, ValueError, KeyError) as error:
+                print(f"checkpoint {folder} is damaged ({error}); trying the one before", file=sys.stderr)
+        if folders:
+            raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+
+    def _check_same_run(self):
+        """Refuse, by name, whatever would make the continued run another run."""
+        try:
+            with (self.dir / "train_log.jsonl").open() as log:
+                old = json.loads(log.readline())["meta"]
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error})") from error
+        for name, value in self.meta["args"].items():
+            if name not in self.MAY_CHANGE and old["args"].get(name) != value:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
+                               f"{old['args'].get(name)}; give that, or another --run-dir")
+        for key, what in (("model_sha256", "the weights of --model"), ("reward_sha256", "the reward function")):
+            if old[key] != self.meta[key]:
+                raise BadInput(f"--run-dir {self.dir}: {what} changed since the run was started")
+        self.meta = dict(self.meta, run_id=old["run_id"])
+
+    def open(self):
+        """Write the meta line, or cut the log to the checkpoint and mark the place."""
+        path, counters = self.dir / "train_log.jsonl", ("iteration", "env_steps", "opt_steps")
+        content = json.dumps({"meta": self.meta}) + "\n"
+        if self.state:
+            data, end = path.read_bytes(), self.state["log_bytes"]
+            kept = [line for line in data[end:].splitlines(True) if line.endswith(b"\n")
+                    and not {"resume", "error"}.isdisjoint(json.loads(line))]
+            resume = dict(run_id=self.meta["run_id"], trace_id=self.trace_id(self.state["opt_steps"]),
+                          **{name: self.state[name] for name in counters}, checkpoint=self.checkpoint.name,
+                          git_sha=self.meta["git_sha"], at=self.meta["started_at"])
+            content = (data[:end] + b"".join(kept)).decode() + json.dumps({"resume": resume}) + "\n"
+        iteration = self.state["iteration"] if self.state else -1
+        for folder in self.dir.glob("episodes/*_step_*"):
+            if int(folder.name.rpartition("_")[2]) > iteration:
+                shutil.rmtree(folder)  # written again, and summaries add up
+        replace_file(path, content.encode())
+        self.log = path.open("ab")
+        self.writer = SummaryWriter(self.dir, purge_step=iteration + 1)
+
+    def trace_id(self, opt_steps):
+        return f"{self.meta['run_id']}:{opt_steps}"
+
+    def record(self, counters, values):
+        """One line of numbers, all finite, to the log and to TensorBoard."""
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]} at iteration {counters['iteration']}")
+        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id(counters["opt_steps"]), **counters, **values))
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, counters["iteration"])
+
+    def write(self, line):
+        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.log.flush()
+
+    def save(self, model, tokenizer, state):
+        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest."""
+        os.fsync(self.log.fileno())
+        folder = self.dir / "checkpoints" / f"step_{state['iteration']:06d}"
+        temporary = folder.with_name(f".{folder.name}.writing")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            torch.save(dict(state, log_bytes=self.log.tell()), temporary / "trainer_state.pt")
+            manifest = {path.name: sha256(path.read_bytes()) for path in sorted(temporary.iterdir())}
+            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for path in (*temporary.iterdir(), temporary):
+                flush_to_disk(path)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+            flush_to_disk(folder.parent)
+            replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
+        except OSError as error:
+            raise OSError(f"checkpoint {folder} could not be written ({error}); those before it stay") from error
+        if self.args.keep_checkpoints:
+            for old in sorted(folder.parent.glob("step_*"))[:-self.args.keep_checkpoints]:
+                shutil.rmtree(old)
+
+    def fail(self, error, counters, evidence):
+        """A receipt: what is needed to look into a failure, and an error line that names it.  -> its folder."""
+        trace_id = self.trace_id(counters["opt_steps"])
+        folder = self.dir / "receipts" / trace_id
+        folder.mkdir(parents=True, exist_ok=True)
+        report = dict(self.meta, **counters, type=type(error).__name__, message=str(error),
+                      traceback=traceback.format_exception(error))
+        (folder / "receipt.json").write_text(json.dumps(report, indent=1))
+        (folder / "evidence.json").write_text(json.dumps(evidence, indent=1))
+        self.write({"trace_id": trace_id, "error": {"type": type(error).__name__, "message": str(error),
+                                                    "receipt": str(folder.relative_to(self.dir))}})
+        return folder
+
+
+def flush_to_disk(path):
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def replace_file(path, data):
+    """Write data beside path and rename, so that path is the old file or the new one, never a torn one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_bytes(data)
+    flush_to_disk(temporary)
+    temporary.replace(path)
+
+
+MODEL_CARD = """---
+library_name: transformers
+---
+# {name}
+
+{parameters:,} parameters, {steps:,} steps of supervised fine-tuning on `{data}`, seed {seed}.
+
+    {command}
+
+Commit {commit}, torch {torch}, transformers {transformers}. On held-out problems:
+
+{table}
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+"""
+
+
+def export(model, tokenizer, run, metrics, args):
+    """Write the finished model with its card to --output-dir; what was there becomes <name>.previous."""
+    folder = Path(args.output_dir)
+    if not folder.is_absolute() and folder == Path(Args.output_dir):
+        folder = Path(__file__).parent / folder
+    temporary, previous = folder.with_name(f".{folder.name}.writing"), folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    card = MODEL_CARD.format(
+        name=folder.name, parameters=model.num_parameters(), steps=args.steps, seed=args.seed,
+        data=" ".join(args.train_files or (args.env, *args.env_kwargs)), commit=run.meta["git_sha"][:12] or "unknown",
+        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), folder=args.output_dir,
+        **{name: run.meta["versions"][name] for name in ("torch", "transformers")},
+        table="\n".join(f"- {name}: {value:.3f}" for name, value in metrics.items()))
+    (temporary / "README.md").write_text(card)
+    if folder.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        folder.rename(previous)
+    temporary.rename(folder)
+    return folder
+
+
+# Main: set-up, then the loop
+
+
+def task_index(cursor, seed, num_tasks):
+    """The cursor-th task of training: a new permutation of all tasks in each epoch."""
+    epoch, offset = divmod(cursor, num_tasks)
+    return int(permutation(seed * 1_000_003 + epoch, num_tasks)[offset])
+
+
+@functools.lru_cache(2)
+def permutation(seed, size):
+    return np.random.default_rng(seed).permutation(size)
+
+
+def system_metrics(since):
+    """Of this process. `since` is (wall time, processor time) at the record before [s]."""
+    wall, processor = time.perf_counter(), time.process_time()
+    metrics = {"system/memory_usage": psutil.Process().memory_info().rss / 2**30,
+               "system/cpu_utilization": (processor - since[1]) / (wall - since[0])}
+    if torch.cuda.is_available():
+        metrics["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
+
+
+def main(args):
+    load_dotenv(".env")
+    torch.set_num_threads(args.threads)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    env = envs.make(args.env, **envs.parse_options(args.env_kwargs)) if not args.train_files else None
+    rows = read_rows(args) if args.train_files else None
+    tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
+    model = load_weights(args.model) if args.model else new_model(args, tokenizer)
+    data = "".join(sha256(Path(name).read_bytes()) for name in args.train_files)
+    run = Run(args, describe_run(args, "sft", weights_sha256(model), data))
+    if run.checkpoint:
+        model = load_weights(str(run.checkpoint))
+    model.to(device)
+    if rows:
+        order = permutation(args.seed, len(rows))
+        num_held_out = min(max(1, round(args.val_ratio * len(rows))), len(rows) - 1)
+        held_out, kept = order[:num_held_out], order[num_held_out:]
+        def example(index):
+            return encode(*rows[kept[index]], tokenizer, args)
+        num_examples = len(kept)
+        held_out = [encode(*rows[index], tokenizer, args) for index in held_out[:args.eval_tasks]]
+    else:
+        def example(index, split="train"):
+            task = env.task(split, index)
+            response = env.solution(task)
+            if response is None:
+                raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
+            return encode(task.messages, response, tokenizer, args)
+        num_examples = env.num_tasks("train")
+        held_out = [example(index, "test") for index in range(min(args.eval_tasks, env.num_tasks("test")))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
+                                  weight_decay=args.weight_decay)
+    counters, elapsed = dict(iteration=0, env_steps=0, opt_steps=0), 0.0
+    if run.state:
+        optimizer.load_state_dict(run.state["optimizer"])
+        counters = {name: run.state[name] for name in counters}
+        elapsed = run.state["elapsed"]
+    if args.track:
+        import wandb
+        wandb.init(project="plainrl", name=run.meta["run_id"], config=run.meta["args"], dir=run.dir, sync_tensorboard=True)
+    run.open()
+    print(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
+          f"{model.num_parameters():,} weights on {device}; {num_examples:,} rows, {len(held_out)} held out"
+          + (f"; continuing after step {counters['iteration']}" if run.state else ""))
+    progress = tqdm(total=args.steps, initial=counters["iteration"], disable=None, unit="step")
+    times, before = {}, (time.perf_counter(), time.process_time())
+    start_time = time.perf_counter() - elapsed
+    window, latest = [], {}
+
+    @contextlib.contextmanager
+    def timed(name):
+        began = time.perf_counter()
+        yield
+        times[name] = times.get(name, 0.0) + time.perf_counter() - began
+
+    def validate():
+        with timed("eval"):
+            metrics = evaluate(model, tokenizer, env, held_out, args, device)
+        tqdm.write(f"step {counters['iteration']}: " + ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        return metrics
+
+    def record(values):
+        nonlocal times, before, window
+        tokens = sum(item[2] for item in window)
+        speed = tokens / max(times.get("update", 0.0), 1e-9)
+        values |= {f"time/{name}": times.get(name, 0.0) for name in ("update", "eval", "checkpoint")}
+        run.record(counters, dict(wall_time_s=time.perf_counter() - start_time, sps=speed) | values | system_metrics(before))
+        times, before, window = {}, (time.perf_counter(), time.process_time()), []
+
+    try:
+        if not run.state:
+            record(latest := validate())
+        for step in range(counters["iteration"] + 1, args.steps + 1):
+            torch.manual_seed(args.seed * 1_000_003 + step)
+            with timed("update"):
+                # 1. A batch: the next rows of this epoch's permutation.
+                rows_now = [example(task_index(i, args.seed, num_examples))
+                            for i in range((step - 1) * args.batch_size, step * args.batch_size)]
+                denom = num_targets(rows_now)
+                # 2. Gradient: sums over passes, divided by the response tokens of the whole batch.
+                total = 0.0
+                for batch in batches(rows_now, tokenizer.pad_token_id, args.microbatch_tokens, device):
+                    with precision(args, device):
+                        loss = response_loss(model, batch) / denom
+                    loss.backward()
+                    total += loss.detach()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                if not torch.isfinite(total + norm):
+                    raise FloatingPointError(f"loss {float(total)} with gradient norm {float(norm)}")
+                # 3. Step.
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, args)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            num_tokens = sum(len(ids) for ids, _ in rows_now)
+            counters = dict(iteration=step, env_steps=counters["env_steps"] + num_tokens, opt_steps=step)
+            window.append((total, norm, num_tokens))
+            # 4. Log, evaluate, checkpoint.
+            last = step == args.steps
+            progress.update()
+            if last or step % args.log_every == 0:
+                losses, norms = torch.stack([torch.stack([a, b]) for a, b, _ in window]).double().mean(0).tolist()
+                metrics = {"train/loss": losses, "train/grad_norm": norms, "train/learning_rate": learning_rate(step, args),
+                           "train/epoch": step * args.batch_size / num_examples, "train/global_step": step,
+                           "train/throughput": sum(item[2] for item in window) / times["update"]}
+                progress.set_postfix(loss=f"{losses:.3f}", grad=f"{norms:.2f}", refresh=False)
+                if progress.disable:
+                    print(f"{step}/{args.steps} loss {losses:.3f} grad {norms:.2f}")
+                if last or args.eval_every and step % args.eval_every == 0:
+                    metrics |= (latest := validate())
+                record(metrics)
+            if last or step % args.checkpoint_every == 0:
+                with timed("checkpoint"):
+                    run.save(model, tokenizer, dict(counters, elapsed=time.perf_counter() - start_time,
+                                                    optimizer=optimizer.state_dict()))
+        if latest:
+            print(f"wrote {export(model, tokenizer, run, latest, args)}")
+    except (Exception, KeyboardInterrupt) as error:
+        progress.close()
+        receipt = run.fail(error, counters, [])
+        if isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+            raise SystemExit(f"error: {type(error).__name__}: {error} (receipt: {receipt})") from None
+        raise
+    finally:
+        run.writer.close()
+    progress.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except BadInput as problem:
+        sys.exit(f"error: {problem}")
