@@ -285,10 +285,13 @@ def results(a, b, rules) -> list[tuple]:
     return found
 
 
-def swapped(step, rng):
-    """The step with its operands in random order where that makes no difference."""
-    a, op, b, result = step
-    return (b, op, a, result) if op in "+*" and rng() < 0.5 else step
+def either_order(steps) -> list[tuple]:
+    """The steps, and those of + and * with their operands exchanged: all that a player may write.
+
+    Random play draws from these. Drawing one of `results` first and its order after would write each sum half
+    as often as a difference, and the likeliest game of a model trained on that is to subtract.
+    """
+    return steps + [(b, op, a, result) for a, op, b, result in steps if op in "+*" and a != b]
 
 
 def random_game(nums, rules, rng) -> list[tuple] | None:
@@ -297,21 +300,21 @@ def random_game(nums, rules, rng) -> list[tuple] | None:
     while len(pool) > 1:
         a = pool.pop(int(rng() * len(pool)))
         b = pool.pop(int(rng() * len(pool)))
-        legal = results(a, b, rules)
+        legal = either_order(results(a, b, rules))
         if not legal:
             return None
-        step = swapped(legal[int(rng() * len(legal))], rng)
+        step = legal[int(rng() * len(legal))]
         steps.append(step)
         pool.append(step[3])
     return steps
 
 
-def moves(pool, rules) -> list[tuple]:
+def moves(pool, rules, forms=lambda steps: steps) -> list[tuple]:
     """All (step, pool after it)."""
     found = []
     for i, j in pairs(len(pool)):
         rest = [n for k, n in enumerate(pool) if k != i and k != j]
-        found += [(step, rest + [step[3]]) for step in results(pool[i], pool[j], rules)]
+        found += [(step, rest + [step[3]]) for step in forms(results(pool[i], pool[j], rules))]
     return found
 
 
@@ -333,14 +336,14 @@ def random_solution(nums, target, rules, rng, room=20_000) -> list[tuple] | None
     def search(pool):
         nonlocal room
         if len(pool) == 2:
-            reached = [step for step in results(*pool, rules) if step[3] == target]
-            return [swapped(reached[int(rng() * len(reached))], rng)] if reached else None
-        for step, after in in_random_order(moves(pool, rules), rng):
+            reached = [step for step in either_order(results(*pool, rules)) if step[3] == target]
+            return [reached[int(rng() * len(reached))]] if reached else None
+        for step, after in in_random_order(moves(pool, rules, either_order), rng):
             room -= 1
             if room < 0:
                 return None
             if rest := search(after):
-                return [swapped(step, rng), *rest]
+                return [step, *rest]
         return None
 
     return search(list(nums))
@@ -405,6 +408,8 @@ def steps_of(node) -> list[tuple]:
 
 
 class Solver:
+    """Tables of all values of subsets of up to four numbers, and a search for one value of larger ones."""
+
     def __init__(self, nums, rules):
         self.rules = rules
         self.join = join_step if rules.whole else join
@@ -456,12 +461,12 @@ class Solver:
             if one.bit_count() > two.bit_count():
                 one, two = two, one
             for y, ys in self.tables[one].items():
-                for x, op, first in self.wanted(goal, y, two):
+                for x, op, first in self.wanted(goal, y):
                     if xs := self.lookup(two, x):
                         self.keep(nodes, goal, op, *((xs, ys) if first else (ys, xs)))
         return nodes
 
-    def wanted(self, goal, y, two) -> list[tuple]:
+    def wanted(self, goal, y) -> list[tuple]:
         """(x, operator, whether x stands first) such that x and y give the goal."""
         operators, _, whole = self.rules
         found = []
@@ -478,9 +483,7 @@ class Solver:
                 found.append((goal * y, "/", True))
             if goal and y and not (whole and y % goal):
                 found.append((divide(y, goal), "/", False))
-        if goal == y == 0:  # whatever the other half is; a half without a table is never paired with a zero
-            found += [(x, op, False) for x in self.tables.get(two, ()) for op in "*/" if op in operators
-                      if x or op == "*"]
+        # Not 0 * x and 0 / x, where any x would do: the zero can take in the numbers of x one by one.
         return found
 
 
