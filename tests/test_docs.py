@@ -1,0 +1,291 @@
+"""What README.md and docs/ say of the scripts holds, and the scripts hold what the style promises."""
+
+import ast
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import docs_tables
+from tools.docs_tables import DocsError, readme_commands, rendered
+from tools.validate_train_log import FAMILIES, REQUIRED
+
+ROOT = Path(__file__).resolve().parent.parent
+ALGO_OF = {"sft.py": "sft", "ppo_llm.py": "ppo", "grpo_llm.py": "grpo", "a2c_vecenv.py": "a2c"}
+SCRIPTS = [name for name in ALGO_OF if (ROOT / name).is_file()]
+PAGES = [str(page.relative_to(ROOT)) for page in docs_tables.pages()]
+
+# Names that two scripts may define differently, because the algorithms differ there. All else that two
+# scripts hold under one name is the same to the letter.
+DIFFER = {"Args", "main", "evaluate", "rollout", "update", "save_checkpoint", "load_checkpoint"}
+
+
+def test_tables_in_docs_are_current():
+    assert [str(page) for page, _ in docs_tables.stale_pages()] == [], "run python tools/docs_tables.py"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_documented_and_read(script):
+    fields = {flag.name for flag in docs_tables.flags(ROOT / script)}  # raises where a docstring is missing
+    assert fields
+    assert sorted(fields - names_read(ast.parse((ROOT / script).read_text()))) == []
+
+
+def names_read(tree: ast.Module) -> set[str]:
+    """x of args.x, and of self.x in class Args; checking a field in __post_init__ is not reading it."""
+    def is_args(node):
+        return (isinstance(node, ast.Name) and node.id == "args") or getattr(node, "attr", "") == "args"
+
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_args(node.value)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            parts = [part for part in node.body if getattr(part, "name", "") != "__post_init__"]
+            inside = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Attribute)]
+            found |= {node.attr for node in inside if getattr(node.value, "id", "") == "self"}
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_metrics_tell_every_required_key(script):
+    names = docs_tables.metrics(ROOT / script)
+    algo = ALGO_OF[script]
+    assert [key for key in REQUIRED[algo] if not any(tells(name, key) for name in names)] == []
+    for family, pattern in FAMILIES[algo].items():
+        assert any(re.fullmatch(pattern, name) or tells(name, family) for name in names), family
+
+
+def tells(name: str, key: str) -> bool:
+    """Whether a name in METRICS stands for a key: time for time/rollout, a/{b,c} for a/b, <x> for any."""
+    pattern = re.escape(name).replace(r"\{", "(").replace(r"\}", ")").replace(",", "|")
+    return re.fullmatch(re.sub("<[^>]*>", ".+", pattern) + "(/.*)?", key) is not None
+
+
+def test_helpers_of_one_name_are_the_same_to_the_letter():
+    texts = {}
+    for script in SCRIPTS:
+        source = (ROOT / script).read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in DIFFER:
+                first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+                text = "\n".join(source.splitlines()[first - 1:node.end_lineno])
+                texts.setdefault(node.name, {}).setdefault(text, []).append(script)
+    assert {name: list(found.values()) for name, found in texts.items() if len(found) > 1} == {}
+
+
+def listed_commands():
+    for page in PAGES:
+        for command in readme_commands((ROOT / page).read_text()):
+            yield page, command
+
+
+@functools.cache
+def help_of(tool: str) -> str:
+    """What `python TOOL --help` prints; nothing for a program without a parser of flags, which is not run."""
+    source = (ROOT / tool).read_text()
+    if "argparse" not in source and "tyro" not in source:
+        return ""
+    command = [sys.executable, tool, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"python {tool} --help: {done.stderr[-500:]}"
+    return done.stdout
+
+
+def known_flags(script: str) -> set[str]:
+    if script in ALGO_OF:
+        names = {flag.option for flag in docs_tables.flags(ROOT / script)}
+        return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
+    return set(re.findall(r"--[a-z0-9][a-z0-9_-]*", help_of(script)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_docs_exist(page):
+    wrong = []
+    for where, command in listed_commands():
+        script, *words = shlex.split(command)[1:]
+        if where != page:
+            continue
+        if not (ROOT / script).is_file():
+            wrong.append(f"{command}: there is no {script}")
+            continue
+        flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+        known = {flag.replace("_", "-") for flag in known_flags(script)} if flags else set()
+        wrong += [f"{command}: {script} has no {flag}" for flag in flags if flag not in known]
+    assert wrong == []
+
+
+def tracked_files() -> list[Path]:
+    try:
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [ROOT / name for name in done.stdout.split("\0") if name]
+    except (OSError, subprocess.CalledProcessError):  # an unpacked archive
+        hidden = (".", "runs", "__pycache__", "venv")
+        files = [(path, path.relative_to(ROOT).parts) for path in ROOT.rglob("*")]
+        return [path for path, parts in files if not any(part.startswith(hidden) for part in parts)]
+
+
+# The lookbehind lets a folder of that name inside another path pass, as in <run>/work/ or tests/root/.
+MACHINE_PATH = re.compile(rb"(?<![\w.>*)}\]])/(work/|root/|home/[a-z]+/|opt/venvs)")
+
+
+def test_no_file_names_a_path_of_one_machine():
+    wrong = []
+    for path in filter(Path.is_file, tracked_files()):
+        raw = path.read_bytes()
+        if b"\0" not in raw[:8192]:  # text
+            name = path.relative_to(ROOT)
+            wrong += [f"{name}: {match[0].decode()}" for match in MACHINE_PATH.finditer(raw)]
+    assert wrong == []
+
+
+# The tool itself, on scripts and pages made for it.
+
+SCRIPT = '''
+class Args:
+    """Flags."""
+    # Loss
+    clip_low: float = 0.2
+    """the ratio is clipped
+    at 1 - this"""
+    loss: Literal["clip", "gspo"] = "clip"
+    """a | b, <c>"""
+    paths: tuple[str, ...] = ("a", "b")
+    """files"""
+    out: Path = Path("runs")
+    """folder"""
+    name: str = ""
+    """text"""
+    sizes: list = field(default_factory=lambda: [1, 2])
+    """sizes"""
+    model: str
+    """no default"""
+
+    def check(self):
+        local: int = 1
+
+METRICS: dict[str, str] = {"train/loss": "mean " "loss [nats]", "val/<source>/pass@1": "accuracy"}
+'''
+PAGE = "# A page\n\n<!-- flags: s.py -->\nold\n<!-- end -->\ntext\n<!-- metrics: s.py -->\n<!-- end -->\n"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "s.py").write_text(SCRIPT)
+    (tmp_path / "docs" / "s.md").write_text(PAGE)
+    return tmp_path
+
+
+def test_tables_are_made_from_the_source(repository):
+    text = rendered(PAGE, "s.md", repository)
+    assert text == (
+        "# A page\n\n<!-- flags: s.py -->\n"
+        "| flag | type | default | meaning |\n| --- | --- | --- | --- |\n"
+        "| `--clip-low` | `float` | `0.2` | the ratio is clipped at 1 - this |\n"
+        "| `--loss` | `clip, gspo` | `clip` | a \\| b, \\<c> |\n"
+        "| `--paths` | `tuple[str, ...]` | `a b` | files |\n"
+        "| `--out` | `Path` | `runs` | folder |\n"
+        '| `--name` | `str` | `""` | text |\n'
+        "| `--sizes` | `list` | `1 2` | sizes |\n"
+        "| `--model` | `str` | required | no default |\n"
+        "<!-- end -->\ntext\n<!-- metrics: s.py -->\n"
+        "| metric | meaning |\n| --- | --- |\n"
+        "| `train/loss` | mean loss [nats] |\n| `val/<source>/pass@1` | accuracy |\n"
+        "<!-- end -->\n")
+    assert rendered(text, "s.md", repository) == text
+
+
+def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch, capsys):
+    monkeypatch.setattr(docs_tables, "stale_pages", functools.partial(docs_tables.stale_pages, repository))
+    monkeypatch.setattr(docs_tables, "ROOT", repository)
+    assert docs_tables.main(["--check"]) == 1
+    assert "docs/s.md" in capsys.readouterr().out
+    assert (repository / "docs" / "s.md").read_text() == PAGE
+    assert docs_tables.main([]) == 0
+    capsys.readouterr()
+    assert docs_tables.main(["--check"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("script, page, says", [
+    (SCRIPT.replace('    """files"""\n', ""), PAGE, "Args.paths has no docstring"),
+    (SCRIPT.replace('"""text"""', '""" """'), PAGE, "Args.name has no docstring"),
+    (SCRIPT.replace("class Args", "class Options"), PAGE, "no class Args"),
+    (SCRIPT.replace("METRICS", "OTHER"), PAGE, "no METRICS"),
+    (SCRIPT.replace('"mean " "loss [nats]"', "1"), PAGE, "not a dict literal of text"),
+    (SCRIPT.replace('"mean " "loss [nats]"', "f()"), PAGE, "not a dict literal of text"),
+    ("class Args(:", PAGE, "not Python"),
+    (SCRIPT, PAGE.replace("s.py", "t.py"), "there is no t.py"),
+    (SCRIPT, PAGE.replace("old\n<!-- end -->\n", ""), "<!-- end -->"),
+    (SCRIPT, PAGE.replace("<!-- end -->", ""), "<!-- end -->"),
+])
+def test_what_cannot_be_a_table_is_named(repository, script, page, says):
+    (repository / "s.py").write_text(script)
+    with pytest.raises(DocsError, match=re.escape(says)):
+        rendered(page, "s.md", repository)
+
+
+def test_commands_are_found_in_fenced_blocks_alone():
+    text = """
+python outside.py --not-this
+    ```bash
+    pip install -r requirements.txt && python grpo_llm.py   # it's the first
+    $ python3 sft.py --train-files a.jsonl \\
+        "b c.jsonl" \\
+        --epochs 2 | tail -n 1
+    for s in 1 2; do CUDA_VISIBLE_DEVICES=0 python tools/x.py --seed $s --run-dir runs/<id>; done
+    torchrun --nproc_per_node=2 ppo_llm.py --seed 3
+    python -m pytest tests/x.py
+    it's no command
+    ```
+python outside.py
+~~~
+python last.py
+~~~
+"""
+    assert [shlex.split(command) for command in readme_commands(text)] == [
+        ["python", "grpo_llm.py"],
+        ["python", "sft.py", "--train-files", "a.jsonl", "b c.jsonl", "--epochs", "2"],
+        ["python", "tools/x.py", "--seed", "$s", "--run-dir", "runs/<id>"],
+        ["python", "ppo_llm.py", "--seed", "3"],
+        ["python", "last.py"],
+    ]
+
+
+@pytest.mark.parametrize("name, key, expected", [
+    ("time", "time/rollout", True),
+    ("critic/score/{mean,max,min}", "critic/score/max", True),
+    ("critic/score/{mean,max,min}", "critic/score/median", False),
+    ("rollout/termination/<reason>", "rollout/termination/<reason>", True),
+    ("train/loss", "train/losses", False),
+    ("val/<source>/pass@1", "val/countdown/pass@1", True),
+])
+def test_names_of_metrics_stand_for_keys(name, key, expected):
+    assert tells(name, key) is expected
+
+
+def test_a_flag_that_is_only_checked_is_not_read():
+    tree = ast.parse('''
+class Args:
+    a: int = 1
+    b: int = 2
+    c: int = 3
+    def __post_init__(self):
+        assert self.a
+    def derived(self):
+        return self.b
+def main(args):
+    return args.c
+''')
+    assert names_read(tree) == {"b", "c"}
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("cd /{}/main", True), ('open("/{}/x")', True), ("runs/{}/x", False), ("https://example.org/{}/", False),
+])
+@pytest.mark.parametrize("folder", ["work", "root", "home/ann"])
+def test_paths_of_one_machine_are_told_from_others(text, folder, expected):
+    assert bool(MACHINE_PATH.search(text.format(folder).encode())) is expected

@@ -1,0 +1,745 @@
+"""The tools that read train_log.jsonl: the validator on every kind of broken log, the plotter on every algo.
+
+The logs are made up by `sample_log`. `PYTHONPATH=. python tests/test_tools.py` writes those in tests/data/.
+"""
+
+import copy
+import csv
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tools import plot_train_log
+from tools.validate_train_log import (
+    COMMON,
+    COUNTERS,
+    ERROR,
+    FAMILIES,
+    META,
+    META_A2C,
+    META_LLM,
+    META_ROM,
+    REQUIRED,
+    RESUME,
+    validate,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+ALGOS = ("sft", "ppo", "grpo", "a2c")
+
+
+# Sample logs: plausible numbers, every key of the contract, one resume and one error.
+
+
+def sample_log(algo: str, seed: int = 1, iterations: int = 12, resume_after: int = 6) -> list[dict]:
+    """The lines of a run: meta, validation at step 0, records, an error and a resume in between."""
+    rng = random.Random(f"{algo} {seed}")
+    run_id = f"20261121_04150{seed % 10}__{algo}__{'pixel_goal' if algo == 'a2c' else 'countdown'}__s{seed}"
+    lines = [{"meta": sample_meta(algo, run_id, seed)}]
+    pace = 4096 + rng.randrange(200)  # environment steps or tokens per iteration
+
+    def counters(iteration):
+        seconds = round(0.18 * iteration * (1 + 0.02 * seed), 3)
+        return {
+            "run_id": run_id, "trace_id": f"{run_id}:{iteration}", "iteration": iteration,
+            "env_steps": pace * iteration, "opt_steps": iteration, "wall_time_s": seconds,
+            "sps": round(pace * iteration / seconds, 1) if seconds else 0.0,
+        }
+
+    every = max(1, iterations // 12)
+    if algo != "a2c":
+        lines.append(counters(0) | sample_validation(algo, 0.0, rng))
+    for iteration in range(1, iterations + 1):
+        done = (iteration / iterations) ** (0.7 + 0.2 * seed)  # seeds learn at different speeds
+        record = counters(iteration) | SAMPLES[algo](done, rng)
+        if algo != "a2c" and (iteration % every == 0 or iteration == iterations):
+            record |= sample_validation(algo, done, rng)
+        lines.append(record)
+        if iteration == resume_after:
+            failed = f"{run_id}:{iteration + 1}"
+            lines.append({"trace_id": failed, "error": {
+                "type": "KeyboardInterrupt", "message": "", "receipt": f"receipts/{failed}"}})
+            lines.append({"resume": {
+                "run_id": run_id, "trace_id": record["trace_id"], "iteration": iteration,
+                "env_steps": record["env_steps"], "opt_steps": record["opt_steps"],
+                "checkpoint": f"checkpoints/step_{iteration:06d}", "git_sha": "0" * 40,
+                "at": "2026-11-21T04:20:00Z"}})
+    return lines
+
+
+def sample_meta(algo: str, run_id: str, seed: int) -> dict:
+    meta = {
+        "schema_version": 1, "run_id": run_id, "algo": algo, "env": run_id.split("__")[2], "seed": seed,
+        "args": {"seed": seed, "learning_rate": 5e-4}, "config_hash": "c0ffee", "git_sha": "0" * 40,
+        "git_dirty": False, "versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.3.5"},
+        "device": "cpu", "argv": [f"{algo}.py"], "started_at": "2026-11-21T04:15:00Z",
+    }
+    if algo == "a2c":
+        return meta | {
+            "num_envs": 64, "num_actions": 8, "action_codec_id": "gb8", "frames_per_step": 24, "stack_k": 1,
+            "goal_dir": None, "goal_sha256": "b" * 64}
+    return meta | {"model": "models/countdown-tiny", "model_sha256": "a" * 64}
+
+
+def rise(low: float, high: float, done: float, rng, noise: float = 0.02) -> float:
+    """From low towards high as done goes from 0 to 1, with noise, rounded as a log would not be."""
+    return round(low + (high - low) * (1 - math.exp(-4 * done)) + rng.gauss(0, noise) * abs(high - low), 5)
+
+
+def rate(low: float, high: float, done: float, rng, noise: float = 0.02) -> float:
+    return min(1.0, max(0.0, rise(low, high, done, rng, noise)))
+
+
+def sample_validation(algo: str, done: float, rng) -> dict:
+    loss = {"val/loss": rise(1.9, 0.52, done, rng, 0.01)} if algo == "sft" else {}
+    once = rate(0.31, 0.94, done, rng)
+    return loss | {
+        "val/countdown/pass@1": once, "val/countdown/pass@16": max(once, rate(0.975, 0.998, done, rng)),
+        "val/countdown/greedy": rate(0.61, 0.98, done, rng), "val/countdown/correct": once}
+
+
+def sample_sft(done: float, rng) -> dict:
+    return {
+        "train/loss": rise(4.2, 0.5, done, rng), "train/learning_rate": round(5e-3 * (1.05 - done), 8),
+        "train/epoch": round(done * 3, 4), "train/global_step": round(done * 1200),
+        "train/throughput": rise(7000, 8400, done, rng, 0.1),
+        "train/grad_norm": rate(1.0, 0.3, done, rng, 0.1),
+        "system/memory_usage": 0.61}
+
+
+def triple(name: str, mean: float, spread: float) -> dict:
+    return {f"{name}/mean": mean, f"{name}/max": mean + spread, f"{name}/min": mean - spread}
+
+
+def sample_grpo(done: float, rng) -> dict:
+    reward, length = rate(0.31, 0.94, done, rng), rate(0.1, 0.01, done, rng)
+    return {
+        "train/policy_loss": rise(0.02, 0.0, done, rng, 0.3), "train/kl_loss": 0.0,
+        "train/entropy": rise(0.55, 0.12, done, rng), "train/reward": reward, "train/advantage": 0.0,
+        "train/clipfrac": rate(0.0, 0.02, done, rng, 0.2),
+        "train/approx_kl": rate(0.0002, 0.0008, done, rng, 0.2),
+        "train/grad_norm": rate(0.9, 0.2, done, rng, 0.1),
+        "train/learning_rate": round(5e-4 * (1.1 - done), 8),
+        "train/global_step": round(done * 500),
+        **triple("critic/score", reward, 0.05), **triple("critic/rewards", reward, 0.05),
+        **triple("critic/advantages", 0.0, 0.9), **triple("critic/returns", reward, 0.05),
+        **triple("response_length", 9 - length, 1.0), "response_length/clip_ratio": length,
+        **triple("prompt_length", 7.0, 0.0),
+        "rollout/throughput": rise(40000, 52000, done, rng, 0.1), "rollout/turns": 1.0,
+        "rollout/finished": 1 - length, "rollout/termination/eos": 1 - length,
+        "rollout/termination/length": length,
+        "mismatch/kl": 0.0, "mismatch/ratio_max": 1.0, "mismatch/frac_capped": 0.0,
+        "time/rollout": 0.061, "time/update": 0.11, "time/sync": 0.0, "time/eval": 0.4,
+        "time/checkpoint": 0.02,
+        "system/memory_usage": 0.7,
+        "rollout/groups_submitted": 32, "rollout/groups_trainable": round(rise(28, 11, done, rng, 0.1))}
+
+
+def sample_ppo(done: float, rng) -> dict:
+    record = sample_grpo(done, rng)
+    del record["rollout/groups_submitted"], record["rollout/groups_trainable"]
+    return record | {
+        "train/value_loss": rise(0.11, 0.03, done, rng),
+        **triple("critic/values", record["train/reward"], 0.3),
+        "critic/vf_loss": rise(0.11, 0.03, done, rng), "critic/vf_clipfrac": rate(0.05, 0.01, done, rng),
+        "critic/vpred_mean": record["train/reward"], "critic/grad_norm": rate(0.8, 0.3, done, rng, 0.1),
+        "critic/vf_explained_var": rise(-0.2, 0.38, done, rng, 0.1)}
+
+
+def sample_a2c(done: float, rng) -> dict:
+    ended, cut = rate(0.001, 0.055, done, rng), rate(0.007, 0.0, done, rng, 0.05)
+    median = rate(0.32, 0.09, done, rng)
+    return {
+        "reward_mean": rise(-0.01, 0.55, done, rng), "done_rate": ended, "trunc_rate": cut,
+        "reset_rate": ended + cut, "success_rate": ended / (ended + cut) if ended + cut else 0.0,
+        "dist_p10": median * 0.3, "dist_p50": median, "dist_p90": median * 1.6,
+        "entropy_mean": rise(2.08, 0.6, done, rng), "value_mean": rise(0.0, 6.0, done, rng), "value_std": 1.5,
+        "action_hist": [64 + rng.randrange(64) for _ in range(8)],
+        "policy_loss": rise(0.01, 0.0, done, rng, 0.5), "value_loss": rise(3.0, 0.4, done, rng),
+        "grad_norm": rate(0.9, 0.4, done, rng, 0.1)}
+
+
+SAMPLES = {"sft": sample_sft, "grpo": sample_grpo, "ppo": sample_ppo, "a2c": sample_a2c}
+
+
+def write(path: Path, lines) -> Path:
+    """Lines as JSON; text and bytes are written as they are."""
+    with path.open("wb") as file:
+        for line in lines:
+            raw = line if isinstance(line, bytes) else json.dumps(line).encode()
+            file.write(raw + b"\n")
+    return path
+
+
+def rewritten(lines: list[dict], number: int, **changes) -> list[dict]:
+    """A copy of a log whose line `number` (from 1) is changed; the value DROP takes the key out."""
+    lines = copy.deepcopy(lines)
+    line = lines[number - 1]
+    target = line.get("meta", line.get("resume", line))
+    for key, value in changes.items():
+        if value is DROP:
+            del target[key]
+        else:
+            target[key] = value
+    return lines
+
+
+def complaints(path: Path, **options) -> list[tuple]:
+    """(line, field) of every anomaly; each says what is wrong."""
+    verdict = validate(path, **options)
+    json.dumps(verdict, allow_nan=False)
+    assert verdict["ok"] is (not verdict["anomalies"])
+    assert all(entry["wrong"] for entry in verdict["anomalies"])
+    return [(entry["line"], entry["field"]) for entry in verdict["anomalies"]]
+
+
+DROP = object()
+META_LINE, STEP_0, RECORD, ERROR_LINE, RESUME_LINE = 1, 2, 5, 9, 10  # line numbers in an LLM's sample
+A2C_RECORD = 4
+
+
+# The validator on sound logs.
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_sound_logs_pass(algo, strict, tmp_path):
+    made = write(tmp_path / "train_log.jsonl", sample_log(algo, seed=3))
+    for path in (made, tmp_path, DATA / f"{algo}.jsonl"):
+        verdict = validate(path, strict=strict)
+        assert verdict["anomalies"] == [] and verdict["warnings"] == [] and verdict["ok"] is True
+        counts = (verdict["records"], verdict["resumes"], verdict["errors"])
+        assert counts == (12 if algo == "a2c" else 13, 1, 1)
+        assert verdict["first"]["iteration"] == (1 if algo == "a2c" else 0)
+        assert verdict["last"]["iteration"] == 12 and verdict["last"]["opt_steps"] == 12
+
+
+def test_the_committed_samples_are_what_the_function_makes():
+    for algo in ALGOS:
+        lines = (DATA / f"{algo}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == sample_log(algo)
+
+
+def test_what_a_sound_log_may_also_hold(tmp_path):
+    """Extra keys, no known commit, evaluation alone, a fall back to an older checkpoint, no last newline."""
+    lines = sample_log("grpo")
+    path = tmp_path / "log.jsonl"
+    lines[META_LINE - 1]["meta"] |= {"git_sha": None, "git_dirty": None, "note": "text", "env": None}
+    lines[RECORD - 1] |= {"note": "text", "list": [1, {"a": None}], "val/loss": -1}
+    later = copy.deepcopy(lines[RESUME_LINE - 1])
+    later["resume"] |= {"iteration": 9, "opt_steps": 9, "env_steps": 10**6}
+    later["resume"]["trace_id"] = later["resume"]["run_id"] + ":9"
+    lines.insert(RESUME_LINE - 1, later)  # its own records were cut off by the resume that follows
+    assert complaints(write(path, lines)) == []
+    assert complaints(write(path, lines[:2])) == []
+    path.write_bytes(write(path, lines).read_bytes().rstrip(b"\n"))
+    assert complaints(path, strict=True) == [] and validate(path)["warnings"] == []
+
+
+def test_a_game_boy_run_names_its_rom(tmp_path):
+    lines = sample_log("a2c")
+    rom = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sha256": None}
+    lines[0]["meta"] |= rom
+    path = write(tmp_path / "log.jsonl", lines)
+    assert complaints(path) == [(1, "meta.release_after_frames")]
+    lines[0]["meta"]["release_after_frames"] = 8
+    assert complaints(write(path, lines)) == []
+    for key in [*rom, "release_after_frames"]:
+        del lines[0]["meta"][key]
+    assert complaints(write(path, lines)) == []
+    lines[0]["meta"]["env"] = "pyboy"
+    assert len(complaints(write(path, lines))) == 5
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_required_key_is_missed(algo, tmp_path):
+    """Without a key the log fails and the key is named: each key of the meta line, a record and a resume."""
+    lines = sample_log(algo)
+    number = A2C_RECORD if algo == "a2c" else RECORD
+    resume = next(index for index, line in enumerate(lines, start=1) if "resume" in line)
+    of_meta = META | (META_A2C if algo == "a2c" else META_LLM)
+    cases = [(1, key, f"meta.{key}") for key in of_meta]
+    cases += [(number, key, key) for key in COMMON | REQUIRED[algo]]
+    cases += [(resume, key, f"resume.{key}") for key in RESUME]
+    for line, key, field in cases:
+        path = write(tmp_path / "log.jsonl", rewritten(lines, line, **{key: DROP}))
+        assert (line, field) in complaints(path), key
+    for family, pattern in FAMILIES[algo].items():
+        gone = {key: DROP for key in lines[number - 1] if re.fullmatch(pattern, key)}
+        path = write(tmp_path / "log.jsonl", rewritten(lines, number, **gone))
+        assert (number, family) in complaints(path)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_required_key_has_a_type(algo, tmp_path):
+    """true, text, a list, an object and null are no numbers; NaN and infinity are not finite."""
+    lines = sample_log(algo)
+    number = A2C_RECORD if algo == "a2c" else RECORD
+    keys = [key for key, kind in (COMMON | REQUIRED[algo]).items() if kind != "text"]
+    for value in (True, "1", [1.5], {}, None, math.nan, math.inf, -math.inf):
+        path = write(tmp_path / "log.jsonl", rewritten(lines, number, **dict.fromkeys(keys, value)))
+        assert set(keys) <= {field for line, field in complaints(path) if line == number}, value
+    path = write(tmp_path / "log.jsonl", rewritten(lines, number, run_id=1, trace_id=None))
+    assert complaints(path) == [(number, "run_id"), (number, "trace_id")]
+
+
+# The validator on broken logs: (algorithm, line, changes, the field that is named).
+
+RATES = ["train/clipfrac", "response_length/clip_ratio", "rollout/finished", "rollout/termination/eos",
+         "mismatch/frac_capped", "val/countdown/pass@1", "val/countdown/pass@16", "val/countdown/greedy"]
+A2C_RATES = ["done_rate", "trunc_rate", "reset_rate", "success_rate"]
+BROKEN = [
+    *(("grpo", RECORD, {key: value}, key) for key in RATES for value in (-0.01, 1.01, 2)),
+    *(("ppo", RECORD, {"critic/vf_clipfrac": value}, "critic/vf_clipfrac") for value in (-1, 1.5)),
+    *(("a2c", A2C_RECORD, {key: value}, key) for key in A2C_RATES for value in (-0.01, 1.01)),
+    ("a2c", A2C_RECORD, {"val/goal/success_rate": 1.2}, "val/goal/success_rate"),
+    ("a2c", A2C_RECORD, {"dist_p10": 0.9}, "dist_p10"),
+    ("a2c", A2C_RECORD, {"dist_p90": 0.0}, "dist_p50"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 7}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 9}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": []}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [-1]}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [True]}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [0.5]}, "action_hist"),
+    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [math.nan]}, "action_hist"),
+    *((algo, 5, {key: 0}, key) for algo in ALGOS for key in COUNTERS),
+    *((algo, 5, {"wall_time_s": 0.01}, "wall_time_s") for algo in ALGOS),
+    *(("grpo", RECORD, {key: -1}, key) for key in (*COUNTERS, "wall_time_s", "sps")),
+    *(("grpo", RECORD, {key: 5.5}, key) for key in (*COUNTERS, "train/global_step")),
+    ("grpo", RECORD, {"run_id": "another"}, "run_id"),
+    ("grpo", RECORD, {"trace_id": "another:4"}, "trace_id"),
+    ("grpo", RECORD, {"opt_steps": 5}, "trace_id"),
+    ("grpo", RECORD, {"note": {"deep": [1, {"er": math.nan}]}}, "note.deep.er"),
+    ("grpo", RECORD, {"train/reward": 10**400}, "train/reward"),
+    ("grpo", RECORD, {"iteration": 10**400}, "iteration"),
+    ("grpo", RECORD, {"rollout/termination/length": 0.5}, "rollout/termination/<reason>"),
+    ("grpo", RECORD, {"val/countdown/pass@16": 0.01}, "val/countdown/pass@16"),
+    ("grpo", RECORD, {"val/countdown/turns": "three"}, "val/countdown/turns"),
+    ("grpo", STEP_0, {"val/countdown/pass@1": None}, "val/countdown/pass@1"),
+    ("sft", RECORD, {"val/loss": "low"}, "val/loss"),
+    ("sft", RECORD, {"system/gpu_utilization": None}, "system/gpu_utilization"),
+    *(("sft", 1, {"schema_version": value}, "meta.schema_version") for value in (0, 2, "1", 1.5, True, None)),
+    *(("sft", 1, {"algo": value}, "meta.algo") for value in ("dpo", "", 1, None)),
+    *(("sft", 1, {"seed": value}, "meta.seed") for value in ("1", 1.0, True, None)),
+    *(("sft", 1, {"args": value}, "meta.args") for value in ([], "x", None)),
+    *(("sft", 1, {"argv": value}, "meta.argv") for value in ("sft.py", [1], None)),
+    *(("sft", 1, {"git_dirty": value}, "meta.git_dirty") for value in (0, "no")),
+    *(("sft", 1, {"started_at": value}, "meta.started_at")
+      for value in ("yesterday", "2026-11-21T04:15:00", "2026-11-21T04:15:00+01:00", 1763698500, None)),
+    ("sft", 1, {"versions": {"python": "3.11", "torch": "2.13.0"}}, "meta.versions.numpy"),
+    ("sft", 1, {"versions": {"python": 3, "torch": "2", "numpy": "2"}}, "meta.versions.python"),
+    ("sft", 1, {"args": {"lr": math.inf}}, "meta.args.lr"),
+    ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
+    *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
+    ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
+    ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),
+    ("grpo", RESUME_LINE, {"trace_id": "another:6"}, "resume.trace_id"),
+    ("grpo", ERROR_LINE, {"trace_id": "no number"}, "trace_id"),
+    ("grpo", ERROR_LINE, {"trace_id": "another:7"}, "trace_id"),
+    ("grpo", ERROR_LINE, {"trace_id": sample_log("grpo")[0]["meta"]["run_id"] + ":x"}, "trace_id"),
+    ("grpo", ERROR_LINE, {"trace_id": DROP}, "trace_id"),
+    ("grpo", ERROR_LINE, {"error": "text"}, "error"),
+    ("grpo", ERROR_LINE, {"error": {"type": "OSError", "message": "full"}}, "error.receipt"),
+]
+
+
+@pytest.mark.parametrize("algo, line, changes, field", BROKEN)
+def test_broken_logs_fail_and_name_the_place(algo, line, changes, field, tmp_path):
+    path = write(tmp_path / "log.jsonl", rewritten(sample_log(algo), line, **changes))
+    assert (line, field) in complaints(path)
+
+
+def test_a_resume_past_the_next_record_fails(tmp_path):
+    lines = rewritten(sample_log("grpo"), RESUME_LINE, iteration=8)
+    assert (RESUME_LINE + 1, "iteration") in complaints(write(tmp_path / "log.jsonl", lines))
+
+
+def change(algo="grpo", **places):
+    """The sample with lines put before the line numbers given as n5=..., or that line replaced by r5=..."""
+    lines = sample_log(algo)
+    for place, line in sorted(places.items(), key=lambda item: -int(item[0][1:])):
+        at = int(place[1:]) - 1
+        lines[at:at + (place[0] == "r")] = [line]
+    return lines
+
+
+SAMPLE = sample_log("grpo")
+BROKEN_FILES = {
+    "no meta": (SAMPLE[1:], 1, "meta"),
+    "meta twice": (change(n4=SAMPLE[0]), 4, "meta"),
+    "meta not first": ([SAMPLE[1], SAMPLE[0], *SAMPLE[2:]], 2, "meta"),
+    "meta of the wrong type": (change(r1={"meta": [1]}), 1, "meta"),
+    "no record": (SAMPLE[:1], 1, "record"),
+    "only resumes and errors": ([SAMPLE[0], *SAMPLE[8:10]], 3, "record"),
+    "empty": ([], None, "file"),
+    "invalid JSON": (change(r5=b'{"run_id": }'), 5, "line"),
+    "invalid JSON in line 1": (change(r1=b"meta"), 1, "line"),
+    "cut off in the middle": (change(r5=json.dumps(SAMPLE[4]).encode()[:80]), 5, "line"),
+    "empty line": (change(n5=b""), 5, "line"),
+    "not UTF-8": (change(r5=b'{"run_id": "\xff"}'), 5, "line"),
+    "UTF-16": ([json.dumps(SAMPLE[0]).encode("utf-16")], 1, "line"),
+    "byte order mark": (change(r1=b"\xef\xbb\xbf" + json.dumps(SAMPLE[0]).encode()), 1, "line"),
+    "a list": (change(r5=b"[1, 2]"), 5, "line"),
+    "a number": (change(r5=b"7"), 5, "line"),
+    "an empty object": (change(r5=b"{}"), 5, "run_id"),
+    "null": (change(r5=b"null"), 5, "line"),
+    "nested too deeply": (change(r5=b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 5, "line"),
+    "nested deeply": (change(r5=b'{"a":' * 400 + b"NaN" + b"}" * 400), 5, "run_id"),
+    "an integer of 5,000 digits": (change(r5=b'{"iteration": ' + b"9" * 5000 + b"}"), 5, "line"),
+    "an integer of 4,000 digits": (change(r5=b'{"iteration": ' + b"9" * 4000 + b"}"), 5, "iteration"),
+    "1e999": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "x": 1e999}'), 5, "x"),
+    "a key twice": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "sps": 1}'), 5, "sps"),
+    "half a surrogate pair": (change(r5=b'{"run_id": "\\ud800", "\\udfff": NaN}'), 5, "run_id"),
+    "zeros": ([b"\0" * 4096], 1, "line"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_broken_files_fail_and_name_the_place(name, tmp_path):
+    lines, line, field = BROKEN_FILES[name]
+    assert (line, field) in complaints(write(tmp_path / "log.jsonl", lines))
+
+
+def test_a_second_meta_line_is_called_so(tmp_path):
+    verdict = validate(write(tmp_path / "log.jsonl", change(n4=SAMPLE[0])))
+    assert [entry["wrong"] for entry in verdict["anomalies"]] == ["there is more than one meta line"]
+
+
+def test_what_is_no_file_fails(tmp_path):
+    for path in (tmp_path / "missing.jsonl", tmp_path, "/dev/null", "a\0b", ""):
+        assert complaints(path) == [(None, "file")], path
+    (tmp_path / "train_log.jsonl").mkdir()
+    assert complaints(tmp_path) == [(None, "file")]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_cut_off_last_line_fails_when_strict(algo, tmp_path):
+    """Wherever the last line is cut it is a warning, but a line that is whole and wrong is not cut off."""
+    whole = write(tmp_path / "whole.jsonl", sample_log(algo)[:5]).read_bytes()
+    last = json.dumps({"run_id": 'é "} \\', "trace_id": {"a": [{}]}}, ensure_ascii=False).encode()
+    path = tmp_path / "log.jsonl"
+    for cut in range(1, len(last)):
+        path.write_bytes(whole + last[:cut])
+        verdict = validate(path)
+        assert verdict["ok"] and verdict["anomalies"] == [], last[:cut]
+        assert [(entry["line"], entry["field"]) for entry in verdict["warnings"]] == [(6, "line")]
+        assert "cut off" in verdict["warnings"][0]["wrong"]
+        assert complaints(path, strict=True) == [(6, "line")]
+    path.write_bytes(whole + b"not cut off, but not JSON")
+    assert complaints(path) == [(6, "line")]
+    path.write_bytes(whole + b'{"a" 1}')
+    assert complaints(path) == [(6, "line")]
+
+
+def test_nothing_that_a_file_holds_raises(tmp_path):
+    """Random bytes flipped, taken out and put in; each log still gets a verdict that is JSON."""
+    rng = random.Random(0)
+    path = tmp_path / "log.jsonl"
+    failed = 0
+    for round_ in range(400):
+        raw = bytearray(b"\n".join(json.dumps(line).encode() for line in sample_log(ALGOS[round_ % 4])[:6]))
+        for _ in range(rng.choice([1, 3, 30])):
+            at = rng.randrange(len(raw))
+            action = rng.randrange(3)
+            if action == 0:
+                raw[at] = rng.randrange(256)
+            elif action == 1:
+                del raw[at:at + rng.randrange(1, 40)]
+            else:
+                raw[at:at] = rng.choice(rb'{ } [ " , NaN 1e999 null \u0000 \ud800 - true'.split() + [b"\n"])
+        path.write_bytes(raw)
+        failed += bool(complaints(path, strict=bool(round_ % 2)))
+    assert failed > 300
+    for size in (1, 10, 1000, 100_000):
+        path.write_bytes(rng.randbytes(size))
+        assert complaints(path)
+
+
+def test_the_docs_name_every_key():
+    """docs/train_log.md is written by hand; a key that only the validator knows would be no contract."""
+    names = set(re.findall(r"[\w/@<>{},]+", (ROOT / "docs" / "train_log.md").read_text()))
+    spelled = {head + part for name in names for head, _, rest in [name.partition("{")]
+               for part in rest.rstrip("}").split(",")}
+    keys = {*META, *META_A2C, *META_LLM, *META_ROM, *RESUME, *ERROR, *COMMON}
+    keys |= {key for table in (*REQUIRED.values(), FAMILIES["grpo"]) for key in table}
+    assert keys - spelled == set()
+
+
+def test_many_anomalies_are_counted_and_not_all_listed(tmp_path):
+    verdict = validate(write(tmp_path / "log.jsonl", [b"{}"] * 1000))
+    assert len(verdict["anomalies"]) == 200 and verdict["anomalies_left_out"] > 1000
+
+
+def run_tool(tool: str, *words):
+    command = [sys.executable, f"tools/{tool}.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
+    done = run_tool("validate_train_log", DATA / "grpo.jsonl")
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["ok"] is True
+    cut = tmp_path / "log.jsonl"
+    cut.write_bytes((DATA / "grpo.jsonl").read_bytes()[:-40])
+    for words, code in (([cut], 0), ([cut, "--strict"], 1), ([tmp_path], 1), ([tmp_path / "none"], 1)):
+        done = run_tool("validate_train_log", *words)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert json.loads(done.stdout)["ok"] is (code == 0)
+
+
+# The plotter.
+
+
+def plot(*words, capsys=None) -> tuple[int, dict | None, list[dict]]:
+    """Exit status, the JSON on standard output, and the JSON lines on standard error."""
+    status = plot_train_log.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else None, [json.loads(line) for line in err.splitlines()]
+
+
+def assert_drawn(path: Path, panels: int) -> None:
+    """A picture of a plausible size with something in each of its panels."""
+    image = matplotlib.image.imread(path)[..., :3]
+    height, width = image.shape[:2]
+    assert 300 < height < 3000 and 500 < width < 3000
+    colored = np.ptp(image, axis=2) > 0.2  # text, axes and grid are grey
+    columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(panels, 4)
+    rows = math.ceil(panels / columns)
+    for panel in range(panels):
+        row, column = divmod(panel, columns)
+        part = colored[row * height // rows:(row + 1) * height // rows,
+                       column * width // columns:(column + 1) * width // columns]
+        assert 0.0005 < part.mean() < 0.3, (path, panel)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """Paths of three seeds of each algorithm, 40 iterations long, the second as a run folder."""
+    paths = {}
+    for algo in ALGOS:
+        (tmp_path / algo).mkdir()
+        for seed in (1, 2, 3):
+            name = f"{algo}/train_log.jsonl" if seed == 2 else f"{algo}{seed}.jsonl"
+            write(tmp_path / name, sample_log(algo, seed, iterations=40, resume_after=15))
+        paths[algo] = [tmp_path / f"{algo}1.jsonl", tmp_path / algo, tmp_path / f"{algo}3.jsonl"]
+    return paths
+
+
+@pytest.fixture
+def few(logs, tmp_path):
+    """The same logs with the keys of three panels alone: figures that are drawn faster."""
+    keys = ("train/reward", "train/entropy", "train/loss", "val/countdown/pass@1", "val/countdown/greedy")
+    paths = {}
+    for algo in ("sft", "grpo"):
+        paths[algo] = [path / "train_log.jsonl" if path.is_dir() else path for path in logs[algo]]
+        for path in paths[algo]:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            kept = [{key: line[key] for key in line if "/" not in key or key in keys} for line in lines]
+            write(path, kept)
+    return paths
+
+
+@pytest.mark.parametrize("algo, panels", [("sft", 4), ("ppo", 8), ("grpo", 6), ("a2c", 6)])
+def test_each_algorithm_gets_its_panels(algo, panels, logs, tmp_path, capsys):
+    for count, words in ((1, []), (3, ["--x", "wall_time_s", "--smoothing", 5])):
+        words = [*logs[algo][:count], *words]
+        out = tmp_path / "new" / f"{count}.png"
+        status, report, warnings = plot("--log", *words, "--out", out, capsys=capsys)
+        assert (status, warnings, len(report["panels"])) == (0, [], panels)
+        assert_drawn(out, panels)
+
+
+def test_a_committed_sample_is_drawn_by_the_command(tmp_path):
+    words = ["--log", DATA / "grpo.jsonl", "--out", tmp_path / "a.svg", "--title", "$x$ \\q"]
+    done = run_tool("plot_train_log", *words)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["runs"] == [1]
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def read_rows(path: Path, metric: str, group: str = "") -> np.ndarray:
+    """x, mean, low, high, n of a metric in a CSV of the plotter."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["metric"], row["group"]) == (metric, group)]
+    x = next(iter(rows[0]))
+    return np.array([[float(row[name]) for name in (x, "mean", "low", "high", "n")] for row in rows])
+
+
+def two_runs(tmp_path, *values, x=None):
+    """A grpo log for each list of rewards; the x of its records are 10, 20, ... or those in x."""
+    for run, rewards in enumerate(values):
+        lines = sample_log("grpo", run + 1, iterations=len(rewards))[:1]
+        for index, reward in enumerate(rewards):
+            at = x[run][index] if x else 10 * (index + 1)
+            lines.append({"env_steps": at, "iteration": index, "wall_time_s": at, "train/reward": reward})
+        yield write(tmp_path / f"run{run}.jsonl", lines)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of numbers and warnings: the figure is not rendered, which takes most of the time."""
+    monkeypatch.setattr(plot_train_log.plt.Figure, "savefig", lambda *_, **__: None)
+
+
+def test_the_band_reaches_over_the_seeds(undrawn, tmp_path, capsys):
+    paths = [*two_runs(tmp_path, [0.0, 1.0, 4.0], [2.0, 3.0, 0.0])]
+    table = tmp_path / "a.csv"
+    status, report, _ = plot("--log", *paths, "--out", tmp_path / "a.png", "--csv", table, capsys=capsys)
+    assert status == 0 and report["panels"] == ["reward"] and report["runs"] == [2]
+    assert read_rows(table, "train/reward").tolist() == [
+        [10, 1, 0, 2, 2], [20, 2, 1, 3, 2], [30, 2, 0, 4, 2]]
+
+
+def test_seeds_with_other_x_are_interpolated_where_all_have_data(undrawn, tmp_path, capsys):
+    paths = [*two_runs(tmp_path, [0.0, 10.0], [5.0, 6.0, 7.0], x=[[0, 100], [50, 75, 102]])]
+    table = tmp_path / "a.csv"
+    status, _, warnings = plot("--log", *paths, "--out", tmp_path / "a.png", "--csv", table, capsys=capsys)
+    rows = read_rows(table, "train/reward")
+    assert status == 0 and not [entry for entry in warnings if "length" in entry["warning"]]
+    np.testing.assert_allclose(rows[:, 0], [50, 100])
+    np.testing.assert_allclose(rows[0], [50, 5, 5, 5, 2])
+    np.testing.assert_allclose(rows[1, 2:4], [6 + 25 / 27, 10], rtol=1e-6)
+    paths = [*two_runs(tmp_path, [0.0, 10.0], [5.0, 6.0], x=[[0, 100], [0, 50]])]
+    _, _, warnings = plot("--log", *paths, "--out", tmp_path / "a.png", capsys=capsys)
+    assert [entry for entry in warnings if "different length" in entry["warning"]]
+
+
+def test_smoothing_is_a_centred_mean_and_leaves_constants():
+    values = np.array([0.0, 3.0, 0.0, 3.0, 6.0])
+    np.testing.assert_allclose(plot_train_log.smooth(values, 3), [1.5, 1, 2, 3, 4.5])
+    np.testing.assert_allclose(plot_train_log.smooth(values, 1), values)
+    np.testing.assert_allclose(plot_train_log.smooth(values, 99), [2.4] * 5)
+    np.testing.assert_allclose(plot_train_log.smooth(np.full(9, 2.0), 4), 2.0)
+    np.testing.assert_allclose(plot_train_log.chunk_means(np.arange(5.0), 2), [0.5, 2.5, 4.0])
+
+
+def test_smoothing_spares_validation(few, undrawn, tmp_path, capsys):
+    tables = [tmp_path / f"{window}.csv" for window in (1, 9)]
+    for window, table in zip((1, 9), tables, strict=True):
+        words = ["--log", few["grpo"][0], "--smoothing", window, "--csv", table]
+        plot(*words, "--out", tmp_path / "a.png", capsys=capsys)
+    for metric, same in (("val/countdown/pass@1", True), ("train/reward", False)):
+        rows = [read_rows(table, metric) for table in tables]
+        assert np.array_equal(*rows) is same
+
+
+def test_a_control_is_drawn_where_it_has_the_key(few, tmp_path, capsys):
+    words = ["--log", *few["grpo"], "--control", *few["sft"][:2], "--control-label", "SFT continued"]
+    table, pictures = tmp_path / "a.csv", [tmp_path / "a.png", tmp_path / "b.png"]
+    status, report, _ = plot(*words, "--out", pictures[0], "--csv", table, capsys=capsys)
+    assert (status, report["runs"], len(report["panels"])) == (0, [3, 2], 3)
+    assert read_rows(table, "val/countdown/greedy", "SFT continued")[0, -1] == 2
+    assert read_rows(table, "val/countdown/greedy")[0, -1] == 3
+    plot(*words[:4], "--out", pictures[1], capsys=capsys)
+    images = [matplotlib.image.imread(path) for path in pictures]
+    changed = np.abs(images[0] - images[1]).max(axis=2) > 0.1
+    height, width = changed.shape
+    assert changed[:, :width // 3].mean() > 0.002  # validation, the panel on the left
+    assert not changed[height // 10:height * 4 // 5, width * 2 // 5:].any()  # reward, entropy: SFT has none
+
+
+def test_a_figure_is_drawn_again_from_its_csv(few, tmp_path, capsys):
+    words = ["--log", *few["grpo"], "--control", *few["sft"], "--x", "wall_time_s"]
+    tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    plot(*words, "--csv", tables[0], "--out", tmp_path / "a.png", capsys=capsys)
+    words = ["--from-csv", tables[0], "--csv", tables[1], "--out", tmp_path / "b.png"]
+    status, report, _ = plot(*words, capsys=capsys)
+    assert (status, report["runs"], len(report["panels"])) == (0, [3, 3], 3)
+    assert tables[0].read_text() == tables[1].read_text()
+    assert_drawn(tmp_path / "b.png", 3)
+
+
+@pytest.mark.parametrize("x", ["iteration", "env_steps", "wall_time_s"])
+def test_resumes_have_the_x_of_the_record_before(x, logs):
+    lines = [json.loads(line) for line in logs["grpo"][0].read_text().splitlines()]
+    before = next(line for line in lines if line.get("iteration") == 15)
+    assert plot_train_log.read_group(logs["grpo"][:1], "", x, 1).resumes == [before[x]]
+
+
+def test_resumes_are_marked(few, tmp_path, capsys):
+    images, path = [], few["grpo"][0]
+    for out in (tmp_path / "with.svg", tmp_path / "without.svg"):
+        plot("--log", path, "--out", out, capsys=capsys)
+        images.append(out.read_text())
+        write(path, [line for line in path.read_bytes().splitlines() if not line.startswith(b'{"resume"')])
+    assert ["resumed" in image for image in images] == [True, False]
+    assert images[0].count("stroke-dasharray") == images[1].count("stroke-dasharray") + 3  # one in each panel
+
+
+@pytest.mark.parametrize("algo, keys, panel, kept", [
+    ("a2c", ["reward_mean"], "reward", 5),
+    ("a2c", ["done_rate", "trunc_rate"], "ends of episodes", 5),
+    ("a2c", ["trunc_rate"], "ends of episodes", 6),
+    ("a2c", ["dist_p90"], "distance to the goal", 6),
+    ("sft", ["train/learning_rate"], "learning rate", 3),
+    ("grpo", ["response_length/mean"], "response length", 5),
+    ("ppo", ["critic/vf_explained_var"], "critic: explained variance", 7),
+    ("grpo", ["val/countdown/pass@1", "val/countdown/pass@16", "val/countdown/greedy"], "held out", 5),
+])
+def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, capsys):
+    lines = [{key: value for key, value in line.items() if key not in keys} for line in sample_log(algo)]
+    path = write(tmp_path / "log.jsonl", lines)
+    status, report, warnings = plot("--log", path, "--out", tmp_path / "a.png", capsys=capsys)
+    assert status == 0 and len(report["panels"]) == kept
+    assert [entry["panel"] for entry in warnings] == [panel]
+    assert ("skipped" in warnings[0]["warning"]) is (panel not in report["panels"])
+    assert set(warnings[0]["keys"]) <= {*keys, "val/<source>/pass@1"} and warnings[0]["keys"]
+
+
+def test_accuracies_that_are_not_measured_are_not_missed(undrawn, tmp_path, capsys):
+    keys = ("val/countdown/pass@16", "val/countdown/greedy")
+    lines = [{key: value for key, value in line.items() if key not in keys} for line in sample_log("grpo")]
+    path = write(tmp_path / "log.jsonl", lines)
+    assert plot("--log", path, "--out", tmp_path / "a.png", capsys=capsys)[2] == []
+
+
+NO_RECORD = {
+    "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
+    "no x": [SAMPLE[0], {"train/reward": 1.0}],
+    "x is text": [SAMPLE[0], {"env_steps": "1", "train/reward": 1.0}],
+    "x is NaN": [SAMPLE[0], {"env_steps": math.nan, "train/reward": 1.0}],
+    "x is huge": [SAMPLE[0], {"env_steps": 10**400, "train/reward": 1.0}],
+    "no key of a panel": [SAMPLE[0], {"env_steps": 1, "note": 1.0}],
+    "values are no numbers": [SAMPLE[0], {"env_steps": 1, "train/reward": math.inf, "train/entropy": True}],
+    "unknown algorithm": [{"meta": {"algo": ["grpo"]}}, {"env_steps": 1, "train/reward": 1.0}],
+}
+
+
+@pytest.mark.parametrize("name", NO_RECORD)
+def test_without_a_usable_record_the_reason_is_json(name, tmp_path, capsys):
+    path = write(tmp_path / "log.jsonl", NO_RECORD[name])
+    status, report, errors = plot("--log", path, "--out", tmp_path / "a.png", capsys=capsys)
+    assert (status, report) == (1, None) and errors[-1]["error"]
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_what_cannot_be_drawn_says_why(logs, tmp_path, capsys):
+    good, out = logs["grpo"][0], tmp_path / "a.png"
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    for words, says in (
+        (["--log", tmp_path / "missing", "--out", out], "cannot be read"),
+        (["--log", good, logs["sft"][0], "--out", out], "different algorithms"),
+        (["--log", good, "--control", tmp_path / "missing", "--out", out], "cannot be read"),
+        (["--log", good, "--out", tmp_path / "a.unknown"], "cannot be written"),
+        (["--log", good, "--out", good / "a.png"], "cannot be written"),
+        (["--from-csv", tmp_path / "other.csv", "--out", out], "not a CSV of this tool"),
+        (["--from-csv", good, "--out", out], "not a CSV of this tool"),
+        (["--from-csv", tmp_path / "missing", "--out", out], "not a CSV of this tool"),
+    ):
+        status, report, errors = plot(*words, capsys=capsys)
+        assert (status, report) == (1, None) and says in errors[-1]["error"], words
+    broken = write(tmp_path / "broken.jsonl", SAMPLE[:1])
+    status, report, warnings = plot("--log", good, broken, "--out", out, capsys=capsys)
+    assert (status, report["runs"]) == (0, [1]) and "no usable record" in warnings[0]["reason"]
+
+
+if __name__ == "__main__":
+    for name in ALGOS:
+        write(DATA / f"{name}.jsonl", sample_log(name))

@@ -1,0 +1,246 @@
+"""Write the tables of flags and metrics in the docs from the scripts, so that nothing is typed twice.
+
+    python tools/docs_tables.py             # rewrites README.md and docs/*.md, names those that changed
+    python tools/docs_tables.py --check     # changes nothing; exits 1 and names the pages that are stale
+
+A page asks for a table with two HTML comments, each on a line of its own; what stands between is replaced:
+
+    <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args
+    <!-- metrics: SCRIPT.py -->             one row for each entry of its METRICS
+    <!-- end -->
+
+Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^<!-- (flags|metrics): (\S+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+OPENING = re.compile(r"^<!-- (?:flags|metrics):.*-->$", re.MULTILINE)
+
+
+class DocsError(ValueError):
+    """A page or script that no table can be made from. Its message is the one line that a person reads."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str  # of the field
+    type: str
+    default: str | None  # None: the flag must be given
+    help: str
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def parse_script(script: Path) -> ast.Module:
+    try:
+        return ast.parse(script.read_text(encoding="utf-8"), filename=str(script))
+    except OSError as error:
+        raise DocsError(f"{script.name}: cannot be read ({type(error).__name__})") from error
+    except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the source
+        raise DocsError(f"{script.name}: not Python ({error})") from error
+
+
+def args_class(script: Path) -> ast.ClassDef:
+    for node in parse_script(script).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            return node
+    raise DocsError(f"{script.name}: no class Args")
+
+
+def flags(script: Path) -> list[Flag]:
+    """The fields of a script's class Args in order. A field without a docstring under it is a DocsError."""
+    body = args_class(script).body
+    result = []
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        literal = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
+        if not (isinstance(literal, str) and literal.strip()):
+            raise DocsError(f"{script.name}:{node.lineno}: Args.{node.target.id} has no docstring under it")
+        default = None if node.value is None else shown(default_of(node.value))
+        text = " ".join(literal.split())
+        result.append(Flag(node.target.id, shown_type(node.annotation), default, text))
+    return result
+
+
+def shown_type(node: ast.expr) -> str:
+    """An annotation; of a Literal its choices."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "typing.Literal"):
+        return ast.unparse(node.slice).strip("()").replace("'", "")
+    return ast.unparse(node)
+
+
+def default_of(node: ast.expr) -> ast.expr:
+    """The default of a field, also where field(default=...) or field(default_factory=...) holds it."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "dataclasses.field"):
+        values = {keyword.arg: keyword.value for keyword in node.keywords}
+        node = values.get("default", values.get("default_factory", node))
+        return node.body if isinstance(node, ast.Lambda) else node
+    return node
+
+
+def shown(node: ast.expr) -> str:
+    """A default as one would type it after the flag: a b for ("a", "b"), runs for Path("runs")."""
+    if isinstance(node, ast.Constant):
+        text = isinstance(node.value, str) and node.value != ""
+        return node.value if text else ast.unparse(node).replace("'", '"')
+    if isinstance(node, (ast.Tuple, ast.List)) and node.elts:
+        return " ".join(map(shown, node.elts))
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Path") and len(node.args) == 1:
+        return shown(node.args[0])
+    return ast.unparse(node)
+
+
+def metrics(script: Path) -> dict[str, str]:
+    """A script's METRICS: name -> meaning. It must be a dict literal of text."""
+    for node in parse_script(script).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not any(isinstance(target, ast.Name) and target.id == "METRICS" for target in targets):
+            continue
+        try:
+            found = ast.literal_eval(node.value)
+        except (ValueError, TypeError):
+            found = None
+        if isinstance(found, dict) and all(isinstance(text, str) for text in (*found, *found.values())):
+            return found
+        raise DocsError(f"{script.name}:{node.lineno}: METRICS is not a dict literal of text")
+    raise DocsError(f"{script.name}: no METRICS")
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
+
+
+def prose(text: str) -> str:
+    """A meaning as Markdown text: what looks like a tag or emphasis stays what it is."""
+    return re.sub(r"([<*])", r"\\\1", text)
+
+
+def table(kind: str, script: Path) -> str:
+    if kind == "metrics":
+        rows = [(f"`{name}`", prose(text)) for name, text in metrics(script).items()]
+        return markdown(("metric", "meaning"), rows)
+    rows = []
+    for flag in flags(script):
+        default = "required" if flag.default is None else f"`{flag.default}`"
+        rows.append((f"`{flag.option}`", f"`{flag.type}`", default, prose(flag.help)))
+    return markdown(("flag", "type", "default", "meaning"), rows)
+
+
+def rendered(text: str, name: str, root: Path = ROOT) -> str:
+    """The text of a page with every table made anew; `name` is the page's, for errors."""
+    if len(OPENING.findall(text)) != len(BLOCK.findall(text)):
+        raise DocsError(f"{name}: a marker of a table is malformed or has no line <!-- end --> after it")
+
+    def block(match: re.Match) -> str:
+        kind, script, between = match.groups()
+        if OPENING.search(between):
+            raise DocsError(f"{name}: the table of {script} has no line <!-- end --> before the next marker")
+        if not (root / script).is_file():
+            raise DocsError(f"{name}: there is no {script}")
+        return f"<!-- {kind}: {script} -->\n{table(kind, root / script)}<!-- end -->"
+
+    return BLOCK.sub(block, text)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    return [*sorted(root.glob("README.md")), *sorted((root / "docs").rglob("*.md"))]
+
+
+def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:
+    """The pages whose tables are not what the scripts say, each with its text made anew."""
+    stale = []
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        new = rendered(text, str(page.relative_to(root)), root)
+        if new != text:
+            stale.append((page, new))
+    return stale
+
+
+def fenced_lines(text: str) -> Iterator[str]:
+    """The lines within the fenced code blocks of a Markdown text, with backslash continuations joined."""
+    fence, pending = "", ""
+    for line in text.splitlines():
+        bare = line.strip()
+        if not fence and (opening := re.match(r"(`{3,}|~{3,})", bare)):
+            fence = opening[0]
+        elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
+            fence, pending = "", ""
+        elif fence and bare.endswith("\\"):
+            pending += bare[:-1] + " "
+        elif fence:
+            yield pending + bare
+            pending = ""
+
+
+def readme_commands(text: str) -> Iterator[str]:
+    """The commands `python SCRIPT.py ...` in the fenced code blocks of a Markdown text.
+
+    Backslash continuations are joined; && | ; and comments end a command; what stands before `python` is
+    dropped. A script started by torchrun is given as `python SCRIPT.py ...` too.
+    """
+    for line in fenced_lines(text):
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # an apostrophe in the output of a command
+            words = line.split()
+        command = []
+        for word in [*words, ";"]:
+            if set(word) <= set(";|&"):
+                yield from script_command(command)
+                command = []
+            else:
+                command.append(word)
+
+
+def script_command(words: list[str]) -> Iterator[str]:
+    """`python SCRIPT.py ...`, where the words are or hold a start of a script."""
+    names = [word.rpartition("/")[2] for word in words]
+    found = [i for i, name in enumerate(names) if re.fullmatch("python[0-9.]*|torchrun", name)]
+    start = found[0] if found else len(words)
+    rest = words[start + 1:]
+    while rest and names[start] == "torchrun" and not rest[0].endswith(".py"):
+        rest = rest[1:]  # torchrun's own flags
+    if rest and rest[0].endswith(".py"):
+        yield shlex.join(["python", *rest])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the docs' tables from the scripts.")
+    parser.add_argument("--check", action="store_true", help="only name the stale pages; exit 1 if any is")
+    args = parser.parse_args(argv)
+    try:
+        stale = stale_pages()
+    except DocsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for page, text in stale:
+        print(f"{page.relative_to(ROOT)}: {'stale, run tools/docs_tables.py' if args.check else 'written'}")
+        if not args.check:
+            page.write_text(text, encoding="utf-8")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
