@@ -48,10 +48,10 @@ Allowed: {operators} and parentheses.
 """
 R1_PROMPT = PUZZLE + """
 Think inside <think> </think>. Then write the expression, and nothing else, inside <answer> </answer>: \
-the answer to the numbers 3 4 5 with the target 35 would be <answer>(3 + 4) * 5</answer>."""
+the answer to the numbers 3 4 5 with the target 4 would be <answer>5 - (4 - 3)</answer>."""
 PLAIN_PROMPT = """A puzzle, and a careful solution. The solver first thinks inside <think> </think>, then \
 writes the expression, and nothing else, inside <answer> </answer>: the answer to the numbers 3 4 5 with the \
-target 35 would be <answer>(3 + 4) * 5</answer>.
+target 4 would be <answer>5 - (4 - 3)</answer>.
 
 Puzzle
 """ + PUZZLE + """

@@ -823,6 +823,23 @@ def test_a_split_without_problems_says_so():
         env.num_tasks("test")
 
 
+def test_the_page_tells_every_option_and_its_default():
+    page = (ROOT / "docs" / "countdown.md").read_text()
+    told = {}
+    for names, defaults in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", page, re.MULTILINE):
+        told |= dict(zip(re.findall(r"\w+", names), re.split(r", ", defaults.replace("`", "")), strict=False))
+    for name, default in dataclasses.asdict(countdown.Config()).items():
+        assert told.get(name) == (str(default) or "(empty)"), name
+
+
+def test_the_replies_on_the_page_are_right():
+    page = (ROOT / "docs" / "countdown.md").read_text()
+    pairs = re.findall(r"    user +([\d ]+) -> (\d+)\n    assistant +(.+)\n", page)
+    assert len(pairs) == 2
+    for nums, target, reply in pairs:
+        assert score(envs.make("countdown"), reply, map(int, nums.split()), int(target)) == (1, 1, 1.0)
+
+
 @pytest.mark.slow
 def test_speed_of_the_default_task():
     """Supervised data is drawn on the fly: 150,000 tasks with their solutions should take seconds."""
