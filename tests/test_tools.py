@@ -338,6 +338,8 @@ BROKEN = [
     ("sft", 1, {"versions": {"python": "3.11", "torch": "2.13.0"}}, "meta.versions.numpy"),
     ("sft", 1, {"versions": {"python": 3, "torch": "2", "numpy": "2"}}, "meta.versions.python"),
     ("sft", 1, {"args": {"lr": math.inf}}, "meta.args.lr"),
+    ("sft", 1, {"model": None}, "meta.model"),
+    ("sft", 1, {"model_sha256": ""}, "meta.model_sha256"),
     ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
     *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),

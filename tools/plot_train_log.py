@@ -307,8 +307,8 @@ def curves_of(panel: Panel, group: Group) -> list[Curve]:
     present = [curve for curve in panel.curves if curve.key in group.series]
     if missing:
         warn("keys missing" if present else "panel skipped: keys missing", panel=panel.title, keys=missing)
-    # What a flag switched off is zero throughout and says nothing beside another curve.
-    living = [curve for curve in present if curve.required or np.any(group.series[curve.key].mean)]
+    # What a flag switched off is zero throughout (or rounding) and says nothing beside another curve.
+    living = [c for c in present if c.required or np.abs(group.series[c.key].mean).max() > 1e-7]
     return living or present
 
 
@@ -363,7 +363,7 @@ def draw_panel(axis, panel: Panel, curves: list[Curve], groups: list[Group]) -> 
     elif panel.y == "zero" and axis.dataLim.y1 > 0:
         axis.set_ylim(0, 1.06 * axis.dataLim.y1)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=7.5, frameon=False)
+        axis.legend(fontsize=7.5, framealpha=0.8, edgecolor="none")
 
 
 def tick(value: float, _position: int) -> str:

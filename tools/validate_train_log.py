@@ -40,7 +40,7 @@ def _keys(**names: str) -> dict[str, str]:
 META = _keys(count="schema_version", text="run_id algo config_hash device", text_or_null="env git_sha",
              flag_or_null="git_dirty", integer="seed", object="args versions", texts="argv", utc="started_at")
 VERSIONS = _keys(text="python torch numpy")
-META_LLM = _keys(text="model model_sha256")
+META_LLM = _keys(string="model", text="model_sha256")  # model is "" when it starts from random weights
 META_A2C = _keys(count="num_envs num_actions", count_or_null="frames_per_step stack_k",
                  text_or_null="action_codec_id goal_dir goal_sha256")
 META_ROM = _keys(text="rom_path rom_sha256", text_or_null="state_path state_sha256",
