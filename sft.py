@@ -176,8 +176,8 @@ METRICS = {
 def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**23):
     """Log-probabilities of the targets and entropies, in nats.  hidden (N, H), targets (N,) -> (N,), (N,).
 
-    Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. With more
-    than one chunk the backward pass recomputes them, so memory does not grow with N x vocabulary.
+    Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. The
+    backward pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
         logits = torch.log_softmax(head(hidden).float() / temperature, dim=-1)           # (n, V)
@@ -306,12 +306,13 @@ def precision(args, device):
 def pad(rows, value, device, left=False, dtype=torch.long):
     """Lists of different lengths -> (rows, longest), padded on the right or the left."""
     width = max(map(len, rows))
-    rows = [[value] * (width - len(row)) + row if left else row + [value] * (width - len(row)) for row in rows]
+    rows = [([*row], [value] * (width - len(row))) for row in rows]
+    rows = [fill + row if left else row + fill for row, fill in rows]
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
 def sample(logits, temperature):
-    """A token from each row of logits and its log-probability, temperature 0 meaning the likeliest.  (B, V)."""
+    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,)."""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
         # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
@@ -328,25 +329,25 @@ def sample(logits, temperature):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    A prompt that occurs many times is prefilled once and its cache shared. Rows that ended leave the batch when
-    they are an eighth of it. Only the last position's logits ever exist.
+    A prompt that occurs many times is prefilled once and its cache shared. Rows that ended leave the batch
+    when they are an eighth of it. Logits exist for the last position only.
     """
     decoder, head = decoder_and_head(model)
-    unique = {}
-    rows = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts], device=model.device)
-    tokens = pad([list(prompt) for prompt in unique], tokenizer.pad_token_id, model.device, left=True)          # (U, P)
-    mask = pad([[1] * len(prompt) for prompt in unique], 0, model.device, left=True)
+    device, unique = model.device, {}
+    rows = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts], device=device)
+    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (U, P)
+    mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = new_cache(decoder, layer=GrowingLayer)
     hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                      use_cache=True).last_hidden_state[:, -1]                            # (U, H)
     logits, mask, position = head(hidden)[rows], mask[rows], position[rows, -1:]
     cache.batch_select_indices(rows)
-    ids = torch.full((len(rows), max_new_tokens), -1, device=model.device)
-    logprobs = torch.zeros(len(rows), max_new_tokens, device=model.device)
-    eos = torch.tensor(eos_ids(model, tokenizer), device=model.device)
-    live = torch.arange(len(rows), device=model.device)                                  # row -> row of ids
-    done = torch.zeros(len(rows), dtype=torch.bool, device=model.device)
+    ids = torch.full((len(rows), max_new_tokens), -1, device=device)
+    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
+    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
+    live = torch.arange(len(rows), device=device)                                        # row -> row of ids
+    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
         token, logprob = sample(logits, temperature)
         ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
@@ -356,7 +357,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
             break
         if ended > len(done) // 8:
             keep = (~done).nonzero().squeeze(1)
-            live, token, mask, position, done = live[keep], token[keep], mask[keep], position[keep], done[keep]
+            live, token, mask, position, done = (x[keep] for x in (live, token, mask, position, done))
             cache.batch_select_indices(keep)
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
         hidden = decoder(input_ids=token[:, None], attention_mask=mask, position_ids=position,
@@ -368,8 +369,8 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
 
 def eos_ids(model, tokenizer):
     """Every id that ends a response: the tokenizer's eos and those of the generation config."""
-    also = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(also if isinstance(also, list) else [also] if also is not None else [])})
+    ids = model.generation_config.eos_token_id
+    return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
 def new_cache(decoder, layer=DynamicLayer):
@@ -500,22 +501,24 @@ def evaluate(model, tokenizer, env, held_out, args, device):
 # Log and checkpoint: the run folder
 
 
-def describe_run(args, algo, model_hash, source=""):
-    """The meta line: what identifies a run. `source` is code that changes the result, such as the reward's."""
+def describe_run(args, algo, model_hash, source):
+    """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
     def git(*command):
-        done = subprocess.run(["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True)
+        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
-                    transformers=transformers.__version__, **({"cuda": torch.version.cuda} if torch.version.cuda else {}))
-    now = datetime.now(timezone.utc)
+                    transformers=transformers.__version__)
+    gpu = torch.cuda.is_available()
+    now = datetime.now(UTC)
     return dict(
-        schema_version=1, run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}", algo=algo,
-        env=args.env, seed=args.seed, args=flags, config_hash=sha256(json.dumps(flags) + source),
-        reward_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")),
-        versions=versions, device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        argv=sys.argv, started_at=now.isoformat(), model=args.model, model_sha256=model_hash)
+        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}",
+        schema_version=1, algo=algo, env=args.env, seed=args.seed, args=flags, argv=sys.argv,
+        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")), model=args.model, model_sha256=model_hash,
+        versions=versions | ({"cuda": torch.version.cuda} if gpu else {}), started_at=now.isoformat(),
+        device=torch.cuda.get_device_name() if gpu else platform.machine())
 
 
 def sha256(data):
@@ -524,97 +527,117 @@ def sha256(data):
 
 def weights_sha256(model):
     """Hash of the names, shapes and values of all weights."""
-    parts = [f"{name} {tuple(tensor.shape)} {sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())}"
-             for name, tensor in sorted(model.state_dict().items())]
+    parts = []
+    for name, tensor in sorted(model.state_dict().items()):
+        values = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        parts.append(f"{name} {tuple(tensor.shape)} {sha256(values)}")
     return sha256("\n".join(parts))
 
 
 class Run:
-    """A run folder: train_log.jsonl and TensorBoard with the same numbers, checkpoints, receipts.
+    """A run folder: the log (train_log.jsonl and TensorBoard), checkpoints, receipts; and the counters.
 
-    A folder that holds a checkpoint is continued. Every file that a kill could tear is written beside its place,
+    A folder that holds a checkpoint is continued. Whatever a kill could tear is written beside its place,
     flushed to the disk and renamed.
     """
 
-    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes", "print_samples",
-                  "track", "max_concurrent"}  # flags that leave the numbers as they are
+    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
+                  "print_samples", "track", "max_concurrent"}  # flags that leave the numbers as they are
+    TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
-        self.args, self.meta = args, meta
+        self.args, self.meta, self.state, self.checkpoint = args, meta, None, None
         self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
-        self.checkpoint, self.state, self.log = None, None, None
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.dir / "train_log.jsonl").open("ab").close()
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        self._find_checkpoint()
+        self.find_checkpoint()
         if self.state:
-            self._check_same_run()
+            self.check_same_run()
+        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
+        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - start["elapsed"]
+        self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
 
-    def _find_checkpoint(self):
-        """The newest complete checkpoint; a damaged one is named and the one before it taken."""
+    def find_checkpoint(self):
+        """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
         folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
         for folder in folders:
             try:
                 for name, digest in json.loads((folder / "manifest.json").read_text()).items():
                     if sha256((folder / name).read_bytes()) != digest:
-                        raise ValueError(f"{name} has changed since it was written")
+                        raise ValueError(f"{name} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True)
-                self.checkpoint = folder
+                self.checkpoint = str(folder)
                 return
-            except (OSError, ValueError, KeyError) as error:
-                print(f"checkpoint {folder} is damaged ({error}); trying the one before", file=sys.stderr)
+            except (OSError, ValueError, AttributeError) as error:
+                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
         if folders:
             raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
 
-    def _check_same_run(self):
+    def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
         except (ValueError, KeyError) as error:
-            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error})") from error
+            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
             if name not in self.MAY_CHANGE and old["args"].get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{old['args'].get(name)}; give that, or another --run-dir")
-        for key, what in (("model_sha256", "the weights of --model"), ("reward_sha256", "the reward function")):
+                               f"{old['args'].get(name)}; use that, or another --run-dir")
+        for key, what in (("model_sha256", "the model"), ("source_sha256", "the reward or the data")):
             if old[key] != self.meta[key]:
-                raise BadInput(f"--run-dir {self.dir}: {what} changed since the run was started")
-        self.meta = dict(self.meta, run_id=old["run_id"])
+                raise BadInput(f"--run-dir {self.dir}: {what} changed since that run was started")
+        self.meta["run_id"] = old["run_id"]
 
     def open(self):
-        """Write the meta line, or cut the log to the checkpoint and mark the place."""
-        path, counters = self.dir / "train_log.jsonl", ("iteration", "env_steps", "opt_steps")
-        content = json.dumps({"meta": self.meta}) + "\n"
+        """Write the meta line; or cut the log to the checkpoint and mark the place."""
+        path, iteration = self.dir / "train_log.jsonl", self.counters["iteration"] if self.state else -1
+        content = json.dumps({"meta": self.meta}).encode() + b"\n"
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
-            kept = [line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                    and not {"resume", "error"}.isdisjoint(json.loads(line))]
-            resume = dict(run_id=self.meta["run_id"], trace_id=self.trace_id(self.state["opt_steps"]),
-                          **{name: self.state[name] for name in counters}, checkpoint=self.checkpoint.name,
-                          git_sha=self.meta["git_sha"], at=self.meta["started_at"])
-            content = (data[:end] + b"".join(kept)).decode() + json.dumps({"resume": resume}) + "\n"
-        iteration = self.state["iteration"] if self.state else -1
+            kept = [line for line in data[end:].splitlines(True) if line.startswith(b'{"resume"')
+                    or line.startswith(b'{"trace_id"') and line.endswith(b"\n")]
+            mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
+                        checkpoint=Path(self.checkpoint).name, git_sha=self.meta["git_sha"],
+                        at=self.meta["started_at"])
+            content = data[:end] + b"".join(kept) + json.dumps({"resume": mark}).encode() + b"\n"
         for folder in self.dir.glob("episodes/*_step_*"):
             if int(folder.name.rpartition("_")[2]) > iteration:
-                shutil.rmtree(folder)  # written again, and summaries add up
-        replace_file(path, content.encode())
+                shutil.rmtree(folder)  # these will be written again, and summaries add up
+        replace_file(path, content)
         self.log = path.open("ab")
         self.writer = SummaryWriter(self.dir, purge_step=iteration + 1)
 
-    def trace_id(self, opt_steps):
-        return f"{self.meta['run_id']}:{opt_steps}"
+    @property
+    def trace_id(self):
+        return f"{self.meta['run_id']}:{self.counters['opt_steps']}"
 
-    def record(self, counters, values):
-        """One line of numbers, all finite, to the log and to TensorBoard."""
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        if bad:
-            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]} at iteration {counters['iteration']}")
-        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id(counters["opt_steps"]), **counters, **values))
+    @contextlib.contextmanager
+    def timed(self, name):
+        began = time.perf_counter()
+        yield
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+
+    def record(self, values):
+        """One line of numbers, all finite, with the times since the line before."""
+        wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
+        seconds = wall - self.since[0]
+        values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
+        values |= {f"time/{name}": self.times.get(name, 0.0) for name in self.TIMES}
+        values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
+        values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
+        if torch.cuda.is_available():
+            values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
         for name, value in values.items():
-            self.writer.add_scalar(name, value, counters["iteration"])
+            if not math.isfinite(value):
+                raise FloatingPointError(f"{name} is {value}")
+            self.writer.add_scalar(name, value, self.counters["iteration"])
+        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+        self.times, self.since = {}, (wall, processor, env_steps)
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -622,14 +645,16 @@ class Run:
 
     def save(self, model, tokenizer, state):
         """checkpoints/step_<iteration>, complete or not at all; then drop the oldest."""
-        os.fsync(self.log.fileno())
-        folder = self.dir / "checkpoints" / f"step_{state['iteration']:06d}"
+        folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
+        elapsed = time.perf_counter() - self.started
+        state = state | self.counters | dict(elapsed=elapsed, log_bytes=self.log.tell())
         try:
+            os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            torch.save(dict(state, log_bytes=self.log.tell()), temporary / "trainer_state.pt")
+            torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path.read_bytes()) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
@@ -638,24 +663,26 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
-        except OSError as error:
-            raise OSError(f"checkpoint {folder} could not be written ({error}); those before it stay") from error
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:
             for old in sorted(folder.parent.glob("step_*"))[:-self.args.keep_checkpoints]:
                 shutil.rmtree(old)
 
-    def fail(self, error, counters, evidence):
-        """A receipt: what is needed to look into a failure, and an error line that names it.  -> its folder."""
-        trace_id = self.trace_id(counters["opt_steps"])
-        folder = self.dir / "receipts" / trace_id
-        folder.mkdir(parents=True, exist_ok=True)
-        report = dict(self.meta, **counters, type=type(error).__name__, message=str(error),
-                      traceback=traceback.format_exception(error))
-        (folder / "receipt.json").write_text(json.dumps(report, indent=1))
-        (folder / "evidence.json").write_text(json.dumps(evidence, indent=1))
-        self.write({"trace_id": trace_id, "error": {"type": type(error).__name__, "message": str(error),
-                                                    "receipt": str(folder.relative_to(self.dir))}})
-        return folder
+    def fail(self, error, evidence):
+        """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""
+        what = dict(type=type(error).__name__, message=str(error))
+        folder = self.dir / "receipts" / self.trace_id
+        receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
+        with contextlib.suppress(OSError):  # a full disk must not hide the first error
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "receipt.json").write_text(json.dumps(receipt, indent=1))
+            (folder / "evidence.json").write_text(json.dumps(evidence, indent=1))
+            self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
+        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+            raise error
+        raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
 
 
 def flush_to_disk(path):
@@ -665,7 +692,7 @@ def flush_to_disk(path):
 
 
 def replace_file(path, data):
-    """Write data beside path and rename, so that path is the old file or the new one, never a torn one."""
+    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.write_bytes(data)
     flush_to_disk(temporary)
