@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import math
@@ -846,7 +847,8 @@ def describe_run(args, algo, model_hash, source):
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}",
         schema_version=1, algo=algo, env=args.env, seed=args.seed, args=flags, argv=sys.argv,
         config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
-        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")), model=args.model, model_sha256=model_hash,
+        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")),
+        model=args.model, model_sha256=model_hash,
         versions=versions | ({"cuda": torch.version.cuda} if gpu else {}), started_at=now.isoformat(),
         device=torch.cuda.get_device_name() if gpu else platform.machine())
 
@@ -1181,6 +1183,8 @@ def main(args):
     pool = ThreadPoolExecutor(args.max_concurrent)
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
     rollouts = []
+    gc.collect()
+    gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
 
     def validate():
         with run.timed("eval"):

@@ -1,18 +1,18 @@
 """Supervised fine-tuning of a causal language model: next-token cross-entropy on responses.
 
-    loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t        mask: 1 on the response and its eos, 0 elsewhere
+    loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t       mask: 1 on the response and its eos, else 0
 
-The prompt becomes a chat turn through the tokenizer's template; the sums run over the whole global batch, so the
-loss and its gradient do not depend on how the batch is cut into passes. Demonstrations are an environment's
-reference solutions (fresh ones at every step) or rows of parquet and JSONL files.
+The prompt becomes a chat turn through the tokenizer's template. Both sums run over the whole global batch, so
+neither the loss nor its gradient depends on how the batch is cut into passes. Demonstrations are an
+environment's reference solutions (fresh ones at every step) or rows of parquet and JSONL files.
 
-    python sft.py                                              # makes models/countdown-tiny, one CPU core, ~1 minute
+    python sft.py                                  # makes models/countdown-tiny on one CPU core in 90 s
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
         --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
 
-The default run is honest about what it makes: 70 % of its rows are a novice's random legal moves and 30 % are solved
-games (`skill=mixed`), so the model knows the form and the arithmetic and seldom the answer. Expect val/loss to
-fall to about 1.0 within the first 300 steps and greedy accuracy to end near 0.6: the rest is for grpo_llm.py.
+The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random legal moves
+and 30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer. Expect
+val/loss to fall to 0.36 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ import subprocess
 import sys
 import time
 import traceback
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+import datasets
 import numpy as np
 import peft
 import psutil
@@ -45,8 +46,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import envs
@@ -137,23 +143,28 @@ class Args:
     """mirror the TensorBoard log to Weights & Biases"""
 
     def __post_init__(self):
-        at_least = dict(batch_size=1, microbatch_tokens=1, steps=0, warmup_steps=0, eval_every=0, eval_tasks=1,
-                        eval_samples=1, max_response_tokens=1, log_every=1, checkpoint_every=1, keep_checkpoints=0,
-                        threads=1, num_layers=1, num_heads=1, max_length=2)
-        for name, low in at_least.items():
-            if not getattr(self, name) >= low:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {low} or more")
-        for name in ("learning_rate", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a positive number")
+        for name, value in vars(self).items():
+            low = LOWEST.get(name, 0)
+            if isinstance(value, (int, float)) and not low <= value < math.inf:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: expected {low} or more")
+            if name in SHARES and value > 1:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: expected at most 1")
+            if name in POSITIVE and value == 0:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: expected more than 0")
         if self.hidden_size % (2 * self.num_heads):
-            raise BadInput(f"--hidden-size {self.hidden_size}: expected a multiple of twice --num-heads {self.num_heads}")
+            raise BadInput(f"--hidden-size {self.hidden_size}: expected a multiple of 2 x --num-heads "
+                           f"{self.num_heads}")
         if self.checkpoint_every % self.log_every or self.eval_every % self.log_every:
             raise BadInput(f"--log-every {self.log_every}: expected a divisor of --checkpoint-every "
                            f"{self.checkpoint_every} and of --eval-every {self.eval_every}")
-        if not 0 < self.val_ratio < 1:
-            raise BadInput(f"--val-ratio {self.val_ratio}: expected a number between 0 and 1")
 
+
+LOWEST = dict.fromkeys((
+    "batch_size", "microbatch_tokens", "max_length", "max_response_tokens", "hidden_size", "num_layers",
+    "num_heads", "intermediate_size", "eval_tasks", "eval_samples", "log_every", "checkpoint_every", "threads"),
+    1)  # the others: 0
+SHARES = ("final_learning_rate", "val_ratio", "beta2")
+POSITIVE = ("learning_rate", "max_grad_norm", "val_ratio")
 
 METRICS = {
     "train/loss": "cross-entropy per response token, mean of the steps since the record before [nats]",
@@ -166,7 +177,7 @@ METRICS = {
     "val/<source>/pass@1": "held-out correctness at temperature 1, mean over tasks and samples",
     "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
     "val/<source>/greedy": "held-out correctness of greedy decoding",
-    "time": "update, eval, checkpoint (those since the record before) [s]",
+    "time": "update, eval, checkpoint (those since the record before; rollout and sync are 0 here) [s]",
     "system/memory_usage": "resident memory of the process [GiB]",
     "system/cpu_utilization": "processor time over wall time since the record before [cores]",
     "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
@@ -240,24 +251,27 @@ def new_tokenizer(words):
     """A tokenizer for the small model: one id per word, or per byte when the environment names no words.
 
     The words of a solution are `18 + 14 = 32; 32 + 6 = 38`, but `=` and `;` cost a third more tokens and say
-    nothing: encoding drops them and decoding puts them back, so people and verifiers see them and the model not.
+    nothing: encoding drops them and decoding puts them back, for people and verifiers to see.
     """
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     if words:
-        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
+        vocabulary = {word: i for i, word in enumerate(special + words)}
+        core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         result = r"(?<=[-+*/] \d|[-+*/] \d\d|[-+*/] \d\d\d|[-+*/] \d\d\d\d) (?=\d)"
         core.decoder = decoders.Sequence([
             decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
-            decoders.Replace(Regex(result), " = "), decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
+            decoders.Replace(Regex(result), " = "),
+            decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-                                        unk_token="<unk>", clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -404,34 +418,55 @@ class GrowingLayer(DynamicLayer):
         self.buffer = None
 
 
-# Data: (messages, response) rows to tokens
+# Data: prompts and responses to tokens
+
+
+def examples_of_env(env, args, tokenizer):
+    """Reference solutions.  -> a function: index -> (ids, prompt length), how many, the held-out ones."""
+    def example(index, split="train"):
+        task = env.task(split, index)
+        response = env.solution(task)
+        if response is None:
+            raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
+        return encode(task.messages, response, tokenizer, args)
+
+    num_held_out = min(args.eval_tasks, env.num_tasks("test"))
+    return example, env.num_tasks("train"), [example(index, "test") for index in range(num_held_out)]
+
+
+def examples_of_files(args, tokenizer):
+    """Rows of --train-files.  -> a function: index -> (ids, prompt length), how many, the held-out ones."""
+    rows = [encode(messages, response, tokenizer, args) for messages, response in read_rows(args)]
+    order = permutation(args.seed, len(rows))
+    num_held_out = min(max(1, round(args.val_ratio * len(rows))), len(rows) - 1)
+    kept = order[num_held_out:]
+    held_out = [rows[index] for index in order[:num_held_out][:args.eval_tasks]]
+    return (lambda index: rows[kept[index]]), len(kept), held_out
 
 
 def read_rows(args):
     """All rows of --train-files, checked.  -> [(messages, response)]; a bad one is named by file and row."""
-    from datasets import load_dataset
-
     rows = []
     for name in args.train_files:
-        kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(Path(name).suffix)
+        kind = {".parquet": "parquet", ".jsonl": "json"}.get(Path(name).suffix)
         if kind is None or not Path(name).is_file():
             raise BadInput(f"--train-files {name}: expected an existing .parquet or .jsonl file")
         try:
-            data = load_dataset(kind, data_files=name, split="train")
-        except Exception as error:
+            data = datasets.load_dataset(kind, data_files=name, split="train")
+        except Exception as error:  # whatever the readers raise on bytes that are not theirs
             raise BadInput(f"--train-files {name}: cannot be read as {kind} ({first_line(error)})") from error
-        for number, row in enumerate(data):
+        for number, row in enumerate(data, 1):
             prompt, response = row.get(args.prompt_key), row.get(args.response_key)
-            if isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-            if not isinstance(prompt, list) or not prompt:
-                raise BadInput(f"{name}, row {number}: column {args.prompt_key!r}: expected a text or a list of "
-                               f"messages, got {prompt!r}")
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            where = f"--train-files {name}, row {number}, column"
+            if not messages or not all(isinstance(m, dict) and isinstance(m.get("content"), str)
+                                       for m in messages):
+                raise BadInput(f"{where} {args.prompt_key}: expected a text or messages, got {prompt!r}")
             if not isinstance(response, str) or not response.strip():
-                raise BadInput(f"{name}, row {number}: column {args.response_key!r}: expected a text, got {response!r}")
-            rows.append((prompt, response))
+                raise BadInput(f"{where} {args.response_key}: expected a text, not empty, got {response!r}")
+            rows.append((messages, response))
     if len(rows) < 2:
-        raise BadInput(f"--train-files: expected at least 2 rows, one to hold out, got {len(rows)}")
+        raise BadInput(f"--train-files: expected at least 2 rows, one of them to hold out, got {len(rows)}")
     return rows
 
 
@@ -444,7 +479,7 @@ def encode(messages, response, tokenizer, args):
     prompt = tokenizer(text, add_special_tokens=False).input_ids
     ids = prompt + tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
     if len(ids) > args.max_length:
-        raise BadInput(f"a row has {len(ids)} tokens, more than --max-length {args.max_length}: {response[:60]!r}")
+        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens: {response[:60]!r}")
     return ids, len(prompt)
 
 
@@ -460,7 +495,7 @@ def batches(rows, pad_id, budget, device):
             response_mask=pad([[0] * prompt + [1] * (len(ids) - prompt) for ids, prompt in part], 0, device))
 
 
-def num_targets(rows):
+def count_targets(rows):
     return sum(len(ids) - prompt for ids, prompt in rows)
 
 
@@ -468,28 +503,29 @@ def num_targets(rows):
 
 
 @torch.no_grad()
-def evaluate(model, tokenizer, env, held_out, args, device):
-    """Loss on held-out rows; with an environment, accuracy on its test tasks too.  -> metrics."""
+def evaluate(model, tokenizer, env, held_out, args):
+    """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics."""
+    device = model.device
     with precision(args, device):
         total = sum(float(response_loss(model, batch))
                     for batch in batches(held_out, tokenizer.pad_token_id, args.microbatch_tokens, device))
-    metrics = {"val/loss": total / num_targets(held_out)}
-    if args.train_files or env.multi_turn:
+    metrics = {"val/loss": total / count_targets(held_out)}
+    if env is None or env.multi_turn:
         return metrics
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
     prompts = [encode(task.messages, "", tokenizer, args) for task in tasks]
-    prompts = [ids[:length] for ids, length in prompts]
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same draws at every evaluation; each step seeds anew
     scores = {}
     for name, samples, temperature in (("sampled", args.eval_samples, 1.0), ("greedy", 1, 0.0)):
+        repeated = [task for task in tasks for _ in range(samples)]
         with precision(args, device):
-            replies = generate(model, [prompt for prompt in prompts for _ in range(samples)], args.max_response_tokens,
-                               temperature, tokenizer)
+            replies = generate(model, [ids[:length] for ids, length in prompts for _ in range(samples)],
+                               args.max_response_tokens, temperature, tokenizer)
         texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
-        correct = [env.start(task, args.seed).step(text).info["correct"] if ids[-1] == tokenizer.eos_token_id else 0.0
-                   for task, text, (ids, _) in zip((task for task in tasks for _ in range(samples)), texts, replies,
-                                                   strict=True)]
-        scores[name] = np.array(correct).reshape(len(tasks), samples)
+        ended = [ids[-1] in eos_ids(model, tokenizer) for ids, _ in replies]
+        correct = [end and env.start(task, args.seed).step(text).info["correct"]
+                   for task, text, end in zip(repeated, texts, ended, strict=True)]
+        scores[name] = np.array(correct, dtype=float).reshape(len(tasks), samples)
     for source in sorted({task.source for task in tasks}):
         mine = np.array([task.source == source for task in tasks])
         metrics |= {f"val/{source}/pass@1": float(scores["sampled"][mine].mean()),
@@ -516,7 +552,8 @@ def describe_run(args, algo, model_hash, source):
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}",
         schema_version=1, algo=algo, env=args.env, seed=args.seed, args=flags, argv=sys.argv,
         config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
-        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")), model=args.model, model_sha256=model_hash,
+        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")),
+        model=args.model, model_sha256=model_hash,
         versions=versions | ({"cuda": torch.version.cuda} if gpu else {}), started_at=now.isoformat(),
         device=torch.cuda.get_device_name() if gpu else platform.machine())
 
@@ -704,34 +741,40 @@ library_name: transformers
 ---
 # {name}
 
-{parameters:,} parameters, {steps:,} steps of supervised fine-tuning on `{data}`, seed {seed}.
+A causal language model of {parameters:,} parameters. {steps:,} steps of supervised fine-tuning on `{data}`,
 
     {command}
 
-Commit {commit}, torch {torch}, transformers {transformers}. On held-out problems:
+at commit {commit}, seed {seed}, torch {torch}, transformers {transformers}. On held-out problems:
 
+| metric | value |
+|---|---|
 {table}
 
     model = AutoModelForCausalLM.from_pretrained("{folder}")
+    tokenizer = AutoTokenizer.from_pretrained("{folder}")
 """
 
 
-def export(model, tokenizer, run, metrics, args):
+def export(model, tokenizer, run, args):
     """Write the finished model with its card to --output-dir; what was there becomes <name>.previous."""
     folder = Path(args.output_dir)
-    if not folder.is_absolute() and folder == Path(Args.output_dir):
+    if args.output_dir == Args.output_dir:
         folder = Path(__file__).parent / folder
-    temporary, previous = folder.with_name(f".{folder.name}.writing"), folder.with_name(f"{folder.name}.previous")
+    lines = (run.dir / "train_log.jsonl").read_text().splitlines()
+    measured = {name: value for name, value in json.loads(lines[-1]).items() if name.startswith("val/")}
+    temporary = folder.with_name(f".{folder.name}.writing")
+    previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    card = MODEL_CARD.format(
+    (temporary / "README.md").write_text(MODEL_CARD.format(
         name=folder.name, parameters=model.num_parameters(), steps=args.steps, seed=args.seed,
-        data=" ".join(args.train_files or (args.env, *args.env_kwargs)), commit=run.meta["git_sha"][:12] or "unknown",
-        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), folder=args.output_dir,
-        **{name: run.meta["versions"][name] for name in ("torch", "transformers")},
-        table="\n".join(f"- {name}: {value:.3f}" for name, value in metrics.items()))
-    (temporary / "README.md").write_text(card)
+        data=" ".join(args.train_files or (args.env, *args.env_kwargs)),
+        commit=run.meta["git_sha"][:12] or "unknown",
+        command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), folder=args.output_dir,
+        torch=torch.__version__, transformers=transformers.__version__,
+        table="\n".join(f"| {name} | {value:.3f} |" for name, value in measured.items())))
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
@@ -763,132 +806,118 @@ def system_metrics(since):
     return metrics
 
 
+def start_tracking(run, args):
+    """Mirror TensorBoard to Weights & Biases; before the writer is opened, or it would see nothing."""
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            raise BadInput(f"--track: {error}; pip install wandb") from error
+        wandb.init(project="plainrl", name=run.meta["run_id"], config=run.meta["args"], dir=run.dir,
+                   sync_tensorboard=True)
+
+
+def choose_device(args):
+    """The device that --device names. Raises BadInput when there is none such."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"--device {name}: {first_line(error)}") from error
+
+
 def main(args):
+    # Set-up: whatever is wrong with the input is found here, before anything is trained.
     load_dotenv(".env")
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    env = envs.make(args.env, **envs.parse_options(args.env_kwargs)) if not args.train_files else None
-    rows = read_rows(args) if args.train_files else None
+    device = choose_device(args)
+    env = None if args.train_files else envs.make(args.env, **envs.parse_options(args.env_kwargs))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
-    model = load_weights(args.model) if args.model else new_model(args, tokenizer)
-    data = "".join(sha256(Path(name).read_bytes()) for name in args.train_files)
-    run = Run(args, describe_run(args, "sft", weights_sha256(model), data))
-    if run.checkpoint:
-        model = load_weights(str(run.checkpoint))
-    model.to(device)
-    if rows:
-        order = permutation(args.seed, len(rows))
-        num_held_out = min(max(1, round(args.val_ratio * len(rows))), len(rows) - 1)
-        held_out, kept = order[:num_held_out], order[num_held_out:]
-        def example(index):
-            return encode(*rows[kept[index]], tokenizer, args)
-        num_examples = len(kept)
-        held_out = [encode(*rows[index], tokenizer, args) for index in held_out[:args.eval_tasks]]
+    if args.train_files:
+        example, num_rows, held_out = examples_of_files(args, tokenizer)
     else:
-        def example(index, split="train"):
-            task = env.task(split, index)
-            response = env.solution(task)
-            if response is None:
-                raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-            return encode(task.messages, response, tokenizer, args)
-        num_examples = env.num_tasks("train")
-        held_out = [example(index, "test") for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
-                                  weight_decay=args.weight_decay)
-    counters, elapsed = dict(iteration=0, env_steps=0, opt_steps=0), 0.0
+        example, num_rows, held_out = examples_of_env(env, args, tokenizer)
+    base = load_weights(args.model) if args.model else new_model(args, tokenizer)
+    data = "".join(sha256(Path(name).read_bytes()) for name in args.train_files)
+    run = Run(args, describe_run(args, "sft", weights_sha256(base), data))
+    model = (load_weights(run.checkpoint) if run.checkpoint else base).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, args.beta2),
+                                  weight_decay=args.weight_decay, fused=True)
     if run.state:
         optimizer.load_state_dict(run.state["optimizer"])
-        counters = {name: run.state[name] for name in counters}
-        elapsed = run.state["elapsed"]
-    if args.track:
-        import wandb
-        wandb.init(project="plainrl", name=run.meta["run_id"], config=run.meta["args"], dir=run.dir, sync_tensorboard=True)
+    start_tracking(run, args)
     run.open()
     print(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-          f"{model.num_parameters():,} weights on {device}; {num_examples:,} rows, {len(held_out)} held out"
-          + (f"; continuing after step {counters['iteration']}" if run.state else ""))
-    progress = tqdm(total=args.steps, initial=counters["iteration"], disable=None, unit="step")
-    times, before = {}, (time.perf_counter(), time.process_time())
-    start_time = time.perf_counter() - elapsed
-    window, latest = [], {}
-
-    @contextlib.contextmanager
-    def timed(name):
-        began = time.perf_counter()
-        yield
-        times[name] = times.get(name, 0.0) + time.perf_counter() - began
+          f"{model.num_parameters():,} weights on {device}; {num_rows:,} rows, {len(held_out)} held out"
+          + (f"; continuing after step {run.counters['iteration']}" if run.state else ""))
+    progress = tqdm(total=args.steps, initial=run.counters["iteration"], disable=None, unit="step")
+    window, rows = [], []
 
     def validate():
-        with timed("eval"):
-            metrics = evaluate(model, tokenizer, env, held_out, args, device)
-        tqdm.write(f"step {counters['iteration']}: " + ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        with run.timed("eval"):
+            metrics = evaluate(model, tokenizer, env, held_out, args)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        tqdm.write(f"step {run.counters['iteration']}: {shown}")
         return metrics
-
-    def record(values):
-        nonlocal times, before, window
-        tokens = sum(item[2] for item in window)
-        speed = tokens / max(times.get("update", 0.0), 1e-9)
-        values |= {f"time/{name}": times.get(name, 0.0) for name in ("update", "eval", "checkpoint")}
-        run.record(counters, dict(wall_time_s=time.perf_counter() - start_time, sps=speed) | values | system_metrics(before))
-        times, before, window = {}, (time.perf_counter(), time.process_time()), []
 
     try:
         if not run.state:
-            record(latest := validate())
-        for step in range(counters["iteration"] + 1, args.steps + 1):
-            torch.manual_seed(args.seed * 1_000_003 + step)
-            with timed("update"):
-                # 1. A batch: the next rows of this epoch's permutation.
-                rows_now = [example(task_index(i, args.seed, num_examples))
-                            for i in range((step - 1) * args.batch_size, step * args.batch_size)]
-                denom = num_targets(rows_now)
+            run.record(validate())
+        for step in range(run.counters["iteration"] + 1, args.steps + 1):
+            torch.manual_seed(args.seed * 1_000_003 + step)  # a resume needs no generator's state
+            with run.timed("update"):
+                # 1. Batch: the next rows of this epoch's permutation.
+                rows = [example(task_index(i, args.seed, num_rows))
+                        for i in range((step - 1) * args.batch_size, step * args.batch_size)]
+
                 # 2. Gradient: sums over passes, divided by the response tokens of the whole batch.
-                total = 0.0
-                for batch in batches(rows_now, tokenizer.pad_token_id, args.microbatch_tokens, device):
+                loss, num_targets = 0.0, count_targets(rows)
+                for batch in batches(rows, tokenizer.pad_token_id, args.microbatch_tokens, device):
                     with precision(args, device):
-                        loss = response_loss(model, batch) / denom
-                    loss.backward()
-                    total += loss.detach()
+                        part = response_loss(model, batch) / num_targets
+                    part.backward()
+                    loss += part.detach()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                if not torch.isfinite(total + norm):
-                    raise FloatingPointError(f"loss {float(total)} with gradient norm {float(norm)}")
+                if not torch.isfinite(loss + norm):
+                    raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
+
                 # 3. Step.
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, args)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            num_tokens = sum(len(ids) for ids, _ in rows_now)
-            counters = dict(iteration=step, env_steps=counters["env_steps"] + num_tokens, opt_steps=step)
-            window.append((total, norm, num_tokens))
+            window.append(torch.stack([loss, norm]))
+
             # 4. Log, evaluate, checkpoint.
-            last = step == args.steps
+            run.counters = dict(iteration=step, opt_steps=step,
+                                env_steps=run.counters["env_steps"] + sum(len(ids) for ids, _ in rows))
             progress.update()
+            last = step == args.steps
             if last or step % args.log_every == 0:
-                losses, norms = torch.stack([torch.stack([a, b]) for a, b, _ in window]).double().mean(0).tolist()
-                metrics = {"train/loss": losses, "train/grad_norm": norms, "train/learning_rate": learning_rate(step, args),
-                           "train/epoch": step * args.batch_size / num_examples, "train/global_step": step,
-                           "train/throughput": sum(item[2] for item in window) / times["update"]}
-                progress.set_postfix(loss=f"{losses:.3f}", grad=f"{norms:.2f}", refresh=False)
+                mean_loss, mean_norm = torch.stack(window).double().mean(0).tolist()
+                metrics = {"train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
+                           "train/learning_rate": learning_rate(step, args),
+                           "train/epoch": step * args.batch_size / num_rows,
+                           "train/throughput":
+                               (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
+                progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
                 if progress.disable:
-                    print(f"{step}/{args.steps} loss {losses:.3f} grad {norms:.2f}")
+                    print(f"{step}/{args.steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
                 if last or args.eval_every and step % args.eval_every == 0:
-                    metrics |= (latest := validate())
-                record(metrics)
+                    metrics |= validate()
+                run.record(metrics)
+                window = []
             if last or step % args.checkpoint_every == 0:
-                with timed("checkpoint"):
-                    run.save(model, tokenizer, dict(counters, elapsed=time.perf_counter() - start_time,
-                                                    optimizer=optimizer.state_dict()))
-        if latest:
-            print(f"wrote {export(model, tokenizer, run, latest, args)}")
+                with run.timed("checkpoint"):
+                    run.save(model, tokenizer, dict(optimizer=optimizer.state_dict()))
+        print(f"wrote {export(model, tokenizer, run, args)}")
     except (Exception, KeyboardInterrupt) as error:
-        progress.close()
-        receipt = run.fail(error, counters, [])
-        if isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
-            raise SystemExit(f"error: {type(error).__name__}: {error} (receipt: {receipt})") from None
-        raise
+        run.fail(error, [tokenizer.decode(ids) for ids, _ in rows[:64]])
     finally:
+        progress.close()
         run.writer.close()
-    progress.close()
 
 
 if __name__ == "__main__":

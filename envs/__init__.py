@@ -18,6 +18,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import sys
 import typing
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def load_object(spec: str, flag: str):
         if place.endswith(".py"):
             module_spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             module = importlib.util.module_from_spec(module_spec)
+            sys.modules[module_spec.name] = module  # dataclasses look their own module up
             module_spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
