@@ -10,9 +10,9 @@ environment's reference solutions (fresh ones at every step) or rows of parquet 
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
         --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
 
-The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random legal moves
-and 30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer. Expect
-val/loss to fall to 0.36 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
+The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random legal
+moves and 30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer.
+Expect val/loss to fall to 0.36 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Args:
 
 LOWEST = dict.fromkeys((
     "batch_size", "microbatch_tokens", "max_length", "max_response_tokens", "hidden_size", "num_layers",
-    "num_heads", "intermediate_size", "eval_tasks", "eval_samples", "log_every", "checkpoint_every", "threads"),
-    1)  # the others: 0
+    "num_heads", "intermediate_size", "eval_tasks", "eval_samples", "log_every", "checkpoint_every",
+    "threads"), 1)  # the others: 0
 SHARES = ("final_learning_rate", "val_ratio", "beta2")
 POSITIVE = ("learning_rate", "max_grad_norm", "val_ratio")
 

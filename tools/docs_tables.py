@@ -9,6 +9,8 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
     <!-- metrics: SCRIPT.py -->             one row for each entry of its METRICS
     <!-- end -->
 
+A link such as [`gae`](../ppo_llm.py#L250) gets the line where the script defines that name.
+
 Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
 """
 
@@ -25,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^<!-- (flags|metrics): (\S+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[`(\w+)`\]\((\.\./)?(\w+\.py)#L\d+\)")
 OPENING = re.compile(r"^<!-- (?:flags|metrics):.*-->$", re.MULTILINE)
 
 
@@ -158,7 +161,16 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
             raise DocsError(f"{name}: there is no {script}")
         return f"<!-- {kind}: {script} -->\n{table(kind, root / script)}<!-- end -->"
 
-    return BLOCK.sub(block, text)
+    def link(match: re.Match) -> str:
+        symbol, up, script = match.groups()
+        lines = (root / script).read_text(encoding="utf-8").splitlines()
+        defined = re.compile(rf"\s*(def|class) {symbol}\b|\s*{symbol}\b\s*[:=]")
+        numbers = [number for number, line in enumerate(lines, 1) if defined.match(line)]
+        if not numbers:
+            raise DocsError(f"{name}: {script} defines no {symbol}")
+        return f"[`{symbol}`]({up or ''}{script}#L{numbers[0]})"
+
+    return LINK.sub(link, BLOCK.sub(block, text))
 
 
 def pages(root: Path = ROOT) -> list[Path]:
