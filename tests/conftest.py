@@ -1,0 +1,36 @@
+"""Fixtures that several files of tests share. Nothing heavy is imported before a test asks for it."""
+
+import os
+
+import pytest
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(scope="session")
+def countdown_tiny():
+    """(model, tokenizer) of the shipped checkpoint. Shared: copy the model before changing it."""
+    import torch
+
+    import grpo_llm
+
+    torch.set_num_threads(1)
+    return grpo_llm.load_weights("models/countdown-tiny"), grpo_llm.load_tokenizer("models/countdown-tiny")
+
+
+@pytest.fixture(scope="session")
+def random_llama():
+    """Builder of small Llamas with random weights, wide enough that their distributions are far from flat."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+
+    def build(vocab_size=37, seed=0, dtype=torch.float64, **options):
+        torch.manual_seed(seed)
+        config = LlamaConfig(**dict(
+            vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, tie_word_embeddings=False) | options)
+        return LlamaForCausalLM(config).to(dtype).eval()
+    return build
