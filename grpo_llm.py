@@ -261,11 +261,6 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
     return torch.where(advantages < 0, 1 - max(balance, 0.0), 1 + min(balance, 0.0)) * advantages
 
 
-def masked_mean(x, mask, denom=None):
-    """Sum of x where mask is 1, over denom (default: the number of ones).  x, mask (B, T) -> scalar."""
-    return (x * mask).sum() / (mask.sum() if denom is None else denom)
-
-
 def k3(log_ratio):
     """Unbiased, never negative estimate of KL(p || q) from samples of p; log_ratio = log q - log p."""
     return torch.exp(log_ratio) - log_ratio - 1
@@ -277,8 +272,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
     if loss == "gspo":
         # GSPO (arXiv:2507.18071) eqs. 7 and 14: the sequence's geometric-mean ratio, its gradient spread over
         # the tokens' own log-probabilities.
-        sequence = masked_mean_rows(log_ratio, mask).detach()                            # (B, 1)
-        log_ratio = sequence + logprobs - logprobs.detach()
+        lengths = mask.sum(1, keepdim=True).clamp(min=1)
+        sequence = (log_ratio * mask).sum(1, keepdim=True) / lengths                     # (B, 1)
+        log_ratio = sequence.detach() + logprobs - logprobs.detach()
     ratio = torch.exp(log_ratio)                                                         # (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     if loss == "cispo":
@@ -286,11 +282,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
         return -clipped.detach() * advantages * logprobs, ratio != clipped
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)                 # PPO eq. 7
     return per_token, -clipped * advantages > -ratio * advantages
-
-
-def masked_mean_rows(x, mask):
-    """Mean of each row where mask is 1.  (B, T) -> (B, 1); a row without ones gives 0."""
-    return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
@@ -820,7 +811,8 @@ def evaluate(model, tokenizer, env, args, pool, score):
     for source in sorted({task.source for task in tasks}):
         mine = [r for r in sampled if r.task.source == source]
         correct = np.array([r.correct for r in mine]).reshape(-1, n)                     # (tasks, n)
-        for part in sorted({part for r in mine for part in r.info}):
+        parts = {name for r in mine for name, value in r.info.items() if not isinstance(value, str)}
+        for part in sorted(parts):
             metrics[f"val/{source}/{part}"] = float(np.mean([r.info.get(part, 0.0) for r in mine]))
         metrics[f"val/{source}/pass@1"] = float(correct.mean())
         metrics[f"val/{source}/pass@{n}"] = float(correct.max(1).mean())
@@ -854,6 +846,10 @@ def describe_run(args, algo, model_hash, source):
 
 
 def sha256(data):
+    """Of bytes, a text, or what a file holds."""
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
@@ -886,7 +882,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
         self.find_checkpoint()
-        if self.state:
+        if (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
@@ -899,7 +895,7 @@ class Run:
         for folder in folders:
             try:
                 for name, digest in json.loads((folder / "manifest.json").read_text()).items():
-                    if sha256((folder / name).read_bytes()) != digest:
+                    if sha256(folder / name) != digest:
                         raise ValueError(f"{name} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True)
                 self.checkpoint = str(folder)
@@ -987,7 +983,7 @@ class Run:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             torch.save(state, temporary / "trainer_state.pt")
-            manifest = {path.name: sha256(path.read_bytes()) for path in sorted(temporary.iterdir())}
+            manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 flush_to_disk(path)
@@ -995,7 +991,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:

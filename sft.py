@@ -10,8 +10,8 @@ environment's reference solutions (fresh ones at every step) or rows of parquet 
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
         --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
 
-The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random legal
-moves and 30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer.
+The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random moves and
+30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer.
 Expect val/loss to fall to 0.36 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
 """
 
@@ -559,6 +559,10 @@ def describe_run(args, algo, model_hash, source):
 
 
 def sha256(data):
+    """Of bytes, a text, or what a file holds."""
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
@@ -591,7 +595,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
         self.find_checkpoint()
-        if self.state:
+        if (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
@@ -604,7 +608,7 @@ class Run:
         for folder in folders:
             try:
                 for name, digest in json.loads((folder / "manifest.json").read_text()).items():
-                    if sha256((folder / name).read_bytes()) != digest:
+                    if sha256(folder / name) != digest:
                         raise ValueError(f"{name} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True)
                 self.checkpoint = str(folder)
@@ -692,7 +696,7 @@ class Run:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             torch.save(state, temporary / "trainer_state.pt")
-            manifest = {path.name: sha256(path.read_bytes()) for path in sorted(temporary.iterdir())}
+            manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 flush_to_disk(path)
@@ -700,7 +704,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:
@@ -840,7 +844,7 @@ def main(args):
     else:
         example, num_rows, held_out = examples_of_env(env, args, tokenizer)
     base = load_weights(args.model) if args.model else new_model(args, tokenizer)
-    data = "".join(sha256(Path(name).read_bytes()) for name in args.train_files)
+    data = "".join(sha256(Path(name)) for name in args.train_files)
     run = Run(args, describe_run(args, "sft", weights_sha256(base), data))
     model = (load_weights(run.checkpoint) if run.checkpoint else base).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, args.beta2),
