@@ -31,6 +31,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ import torch
 import transformers
 import tyro
 from dotenv import load_dotenv
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -377,7 +379,7 @@ def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
     try:
         model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
     model.config.use_cache = True
     return model.eval()
@@ -631,8 +633,6 @@ def rollout(model, tokenizer, env, tasks, num_samples, temperature, args, pool, 
     for r in rollouts:
         r.episode.close()
         r.reward = float(score(r))
-        if not math.isfinite(r.reward):
-            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
     return rollouts
 
 
@@ -676,6 +676,9 @@ def observe(r, tokenizer, args):
 
 def trainable_groups(rollouts, args):
     """Advantages of each group; one whose rewards and correctness are all equal teaches nothing and goes."""
+    for r in rollouts:
+        if not math.isfinite(r.reward):
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
     rewards = torch.tensor([r.reward for r in rollouts]).view(-1, args.group_size)       # (groups, group)
     correct = torch.tensor([r.correct for r in rollouts]).view(-1, args.group_size)
     advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance)
@@ -1039,7 +1042,8 @@ def write_episodes(run, kind, rollouts, args, table_rows=0):
         return
     folder.mkdir(parents=True, exist_ok=True)
     for r in chosen:
-        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in r.task.id)
+        name = re.sub(r"[^\w.-]", "_", r.task.id, flags=re.ASCII)[:80]  # an id may hold anything
+        name += "" if name == r.task.id else f"_{sha256(r.task.id)[:8]}"
         episode = dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward,
                        correct=r.correct, info=r.info, termination=r.termination, messages=r.messages,
                        segments=[dataclasses.asdict(segment) for segment in r.segments])
@@ -1157,6 +1161,7 @@ def main(args):
     base = load_weights(args.model, torch.bfloat16 if frozen else torch.float32)
     run = Run(args, describe_run(args, "grpo", weights_sha256(base), envs.source_of(score)))
     if args.lora_rank:
+        torch.manual_seed(args.seed)
         model = add_lora(base, args, run.checkpoint)
     else:
         model = load_weights(run.checkpoint) if run.checkpoint else base

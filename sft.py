@@ -42,6 +42,7 @@ import torch
 import transformers
 import tyro
 from dotenv import load_dotenv
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
@@ -302,7 +303,7 @@ def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
     try:
         model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
     model.config.use_cache = True
     return model.eval()
