@@ -265,7 +265,7 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
 
 def k3(log_ratio):
     """Unbiased, never negative estimate of KL(p || q) from samples of p; log_ratio = log q - log p."""
-    return torch.exp(log_ratio) - log_ratio - 1
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_high):
@@ -280,7 +280,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
     ratio = torch.exp(log_ratio)                                                         # (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     if loss == "cispo":
-        # CISPO (arXiv:2506.13585) eq. 4: every token keeps a gradient; only its weight is clipped.
+        # CISPO (arXiv:2506.13585) eqs. 4, 5: every token keeps a gradient; only its weight is clipped.
         return -clipped.detach() * advantages * logprobs, ratio != clipped
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)                 # PPO eq. 7
     return per_token, -clipped * advantages > -ratio * advantages
@@ -299,7 +299,7 @@ def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
     return mask / (num_sequences * longest)
 
 
-def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**23):
+def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
     """Log-probabilities of the targets and entropies, in nats.  hidden (N, H), targets (N,) -> (N,), (N,).
 
     Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. The
@@ -381,8 +381,14 @@ def load_weights(name, dtype=torch.float32):
         model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
-    model.config.use_cache = True
-    return model.eval()
+    model = model.eval()
+    with torch.no_grad():
+        ids = torch.arange(4)[None]
+        logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
+        if not torch.allclose(logits, model(ids).logits, atol=1e-2):
+            raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
+                           "script leaves out")
+    return model
 
 
 def first_line(error):

@@ -185,7 +185,7 @@ METRICS = {
 }
 
 
-def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**23):
+def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
     """Log-probabilities of the targets and entropies, in nats.  hidden (N, H), targets (N,) -> (N,), (N,).
 
     Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. The
@@ -305,8 +305,14 @@ def load_weights(name, dtype=torch.float32):
         model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
-    model.config.use_cache = True
-    return model.eval()
+    model = model.eval()
+    with torch.no_grad():
+        ids = torch.arange(4)[None]
+        logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
+        if not torch.allclose(logits, model(ids).logits, atol=1e-2):
+            raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
+                           "script leaves out")
+    return model
 
 
 def first_line(error):
