@@ -318,7 +318,7 @@ def test_the_logged_sums_are_those_of_their_definitions(monkeypatch):
         "train/kl_loss": sum(k3(ref[b][t] - new[b][t]) for b, t in chosen),
         "train/approx_kl": sum(k3(new[b][t] - old[b][t]) for b, t in chosen),
         "train/advantage": sum(float(x["advantages"][b, 0]) for b, t in chosen),
-        "train/entropy": sum(float(x["entropy"][b, t]) for b, t in chosen)}
+        "train/entropy": sum(x["entropy"][b, t].item() for b, t in chosen)}
     assert {name: sums[name] for name in expected} == pytest.approx(expected, rel=1e-9)
 
 

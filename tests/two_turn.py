@@ -1,0 +1,29 @@
+"""Countdown with a second chance: a wrong reply is answered by the problem once more, the next one counts.
+
+    python grpo_llm.py --env tests/two_turn.py:TwoTurn
+
+Small enough for the word-level model: the answer is the problem itself, such as `6 18 14 -> 38`.
+"""
+
+from envs import Episode, Step
+from envs.countdown import Countdown
+
+
+class TwoTurn(Countdown):
+    multi_turn = True
+    replies = 2  # the last one ends the episode, right or wrong
+
+    def start(self, task, seed):
+        return Chances(lambda: super(TwoTurn, self).start(task, seed), task.messages[-1], self.replies)
+
+
+class Chances(Episode):
+    def __init__(self, attempt, problem, replies):
+        self.attempt, self.problem, self.left = attempt, problem, replies
+
+    def step(self, reply):
+        self.left -= 1
+        step = self.attempt().step(reply)
+        if step.info["correct"] or not self.left:
+            return step
+        return Step([self.problem], 0.0, False, False, step.info)
