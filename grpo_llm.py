@@ -386,8 +386,8 @@ def load_weights(name, dtype=torch.float32):
         ids = torch.arange(4)[None]
         logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-2):
-            raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
-                           "script leaves out")
+            raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which "
+                           "this script does not")
     return model
 
 
