@@ -593,9 +593,10 @@ def encode_answer(messages, tokenizer, args):
     if args.chat_template == "plain":
         text = "".join(message["content"] for message in messages)
         return tokenizer(text, add_special_tokens=False).input_ids
-    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
+    mark = "@@reply@@"  # that no template contains
+    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
     text = tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
-    tail = text[text.index("reply") + len("reply"):]
+    tail = text[text.index(mark) + len(mark):]
     closing, eos, rest = tail.partition(tokenizer.eos_token)
     # Usually the reply's own eos has closed the turn; a template with another closing mark keeps that mark.
     return tokenizer(rest if eos and not closing.strip() else tail, add_special_tokens=False).input_ids
@@ -665,6 +666,8 @@ def fits(r, args, answer=()):
 def observe(r, tokenizer, args):
     """Append the environment's answer; where it does not fit, start a segment without the oldest turns."""
     answer = encode_answer(r.steps[-1].messages, tokenizer, args)
+    if answer and answer[0] == r.segments[-1].response_ids[-1]:
+        answer = answer[1:]  # the mark that closes a turn was sampled, as one more kind of eos
     if fits(r, args, answer):
         r.segments[-1].append(answer, 0, [0.0] * len(answer))
     start = len(r.task.messages)

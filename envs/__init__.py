@@ -126,7 +126,8 @@ def load_object(spec: str, flag: str):
     place, _, name = spec.rpartition(":")
     try:
         if place.endswith(".py"):
-            module_spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            # A name of its own: random.py must not take the place of the standard library's module.
+            module_spec = importlib.util.spec_from_file_location(f"file_{Path(place).stem}", place)
             module = importlib.util.module_from_spec(module_spec)
             sys.modules[module_spec.name] = module  # dataclasses look their own module up
             module_spec.loader.exec_module(module)
