@@ -89,9 +89,9 @@ class Args:
     lora_exclude_modules: str = "lm_head,embed_tokens"
     """modules never to adapt, names with commas"""
     # The three sizes
-    prompts_per_iteration: int = 32
+    prompts_per_iteration: int = 64
     """different prompts in an iteration"""
-    group_size: int = 16
+    group_size: int = 8
     """responses sampled per prompt; the group is the baseline, so at least 2"""
     microbatch_tokens: int = 4096
     """response tokens per forward/backward pass [tokens]; changes memory and speed, never the gradient"""
