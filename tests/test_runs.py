@@ -1,0 +1,979 @@
+"""grpo_llm.py and sft.py from the command line to the run folder, a few iterations at a time, on the CPU.
+
+Most runs happen in this process: importing torch takes longer than they do. Slow ones are killed for real:
+
+    KILLS=10 pytest -m slow tests/test_runs.py
+"""
+
+import json
+import math
+import os
+import random
+import re
+import resource
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import envs
+import grpo_llm
+import sft
+from tools.validate_train_log import COMMON, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "countdown-tiny")
+SMALL = {
+    grpo_llm: dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
+                   eval_every=2, checkpoint_every=2, warmup_iterations=2),
+    sft: dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
+              eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
+}
+LAST = "step_000004"
+
+
+def train(script, folder, **flags):
+    """A run in this process, from defaults to its end. -> its folder."""
+    if script is sft:
+        flags = dict(output_dir=str(folder) + "-model") | flags
+    script.main(script.Args(**SMALL[script] | dict(run_dir=str(folder)) | flags))
+    return folder
+
+
+def log_lines(folder):
+    return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+
+
+def records(folder):
+    return [line for line in log_lines(folder) if "iteration" in line]
+
+
+def is_time(name):
+    return name.startswith(("time/", "system/")) or name in (
+        "wall_time_s", "sps", "rollout/throughput", "train/throughput")
+
+
+def timeless(folder):
+    """The records without what depends on the clock and on the run's name."""
+    return [{name: value for name, value in record.items() if not is_time(name) and name != "run_id"}
+            | {"trace_id": record["trace_id"].split(":")[1]} for record in records(folder)]
+
+
+def same_end(one, other, step=LAST):
+    """Bit for bit: the weights' file, the optimiser's state, counters and log."""
+    one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
+    (weights,) = (path.name for path in one_end.glob("*model.safetensors"))
+    assert (one_end / weights).read_bytes() == (other_end / weights).read_bytes()
+    states = [torch.load(end / "trainer_state.pt") for end in (one_end, other_end)]
+    for state in states:
+        for volatile in ("elapsed", "log_bytes"):
+            state.pop(volatile)
+    same_tree(*states)
+    assert timeless(one) == timeless(other)
+
+
+def same_tree(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same_tree(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for a, b in zip(one, other, strict=True):
+            same_tree(a, b)
+    else:
+        assert one == other
+
+
+class InterruptAt:
+    """Ctrl-C as the given iteration is about to be logged."""
+
+    def __init__(self, script, iteration):
+        self.script, self.iteration, self.patch = script, iteration, pytest.MonkeyPatch()
+
+    def __enter__(self):
+        record = self.script.Run.record
+
+        def interrupted(run, values):
+            if run.counters["iteration"] == self.iteration:
+                raise KeyboardInterrupt
+            record(run, values)
+
+        self.patch.setattr(self.script.Run, "record", interrupted)
+
+    def __exit__(self, *error):
+        self.patch.undo()
+
+
+def command_line(script, *flags):
+    """What a person sees. -> exit code, all text; an exception that is no exit is an error of the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
+        try:
+            runpy.run_path(script.__file__, run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+                return 1
+            return end.code or 0
+    return 0
+
+
+# The log
+
+
+def keys_of(metrics):
+    """METRICS' keys as patterns: <source>, <part> and <n> stand for anything, a name for what is below it."""
+    return {key: re.compile(re.sub(r"<\w+>", r".+", key) + r"(/.+)?") for key in metrics}
+
+
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+def test_the_log_passes_the_validator_and_holds_what_metrics_promises(script, tmp_path):
+    folder = train(script, tmp_path / "run", **({} if script is sft else dict(kl_coef=0.1)))
+    verdict = validate(folder)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 0, 0)
+    assert verdict["last"]["iteration"] == verdict["last"]["opt_steps"] == 4
+    logged = {key for record in records(folder) for key in record} - set(COMMON)
+    patterns = keys_of(script.METRICS)
+    for key in logged:
+        assert any(pattern.fullmatch(key) for pattern in patterns.values()), f"{key} is not in METRICS"
+    for key, pattern in patterns.items():
+        if key != "system/gpu_memory" or torch.cuda.is_available():
+            assert any(pattern.fullmatch(name) for name in logged), f"{key} is never logged"
+    evaluated = [r["iteration"] for r in records(folder) if "val/countdown/pass@1" in r]
+    assert evaluated == [0, 2, 4]
+    assert all(r["val/countdown/pass@2"] >= r["val/countdown/pass@1"] for r in records(folder)
+               if r["iteration"] in evaluated)
+
+
+def test_the_counters_and_rates_of_the_log_add_up(tmp_path):
+    folder = train(grpo_llm, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
+    before = records(folder)[0]
+    for record in records(folder)[1:]:
+        step = f"train_step_{record['iteration']:06d}"
+        episodes = [json.loads(path.read_text()) for path in (folder / "episodes" / step).glob("countdown*")]
+        tokens = sum(sum(s["response_mask"]) for episode in episodes for s in episode["segments"])
+        assert len(episodes) == 16
+        assert record["env_steps"] - before["env_steps"] == tokens
+        updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
+        assert record["opt_steps"] - before["opt_steps"] == updates
+        assert record["train/global_step"] == record["opt_steps"]
+        assert record["train/reward"] == pytest.approx(sum(e["reward"] for e in episodes) / 16)
+        assert record["train/pass@1"] == pytest.approx(sum(e["correct"] for e in episodes) / 16)
+        rewards = [e["reward"] for e in episodes]
+        assert [record[f"critic/score/{k}"] for k in ("max", "min")] == [max(rewards), min(rewards)]
+        ends = {k.rpartition("/")[2]: v for k, v in record.items() if k.startswith("rollout/termination/")}
+        assert sum(ends.values()) == pytest.approx(1.0)
+        assert ends["done"] == sum(e["termination"] == "done" for e in episodes) / 16
+        assert sum(v for k, v in record.items() if k.startswith("time/")) <= (
+            record["wall_time_s"] - before["wall_time_s"])
+        before = record
+
+
+def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = train(grpo_llm, tmp_path / "run")
+    board = EventAccumulator(str(folder)).Reload()
+    for name in ("train/reward", "train/entropy", "val/countdown/greedy", "mismatch/kl"):
+        found = [(event.step, event.value) for event in board.Scalars(name)]
+        expected = [(r["iteration"], pytest.approx(r[name], rel=1e-6)) for r in records(folder) if name in r]
+        assert found == expected and found
+    assert "val/samples/text_summary" in board.Tags()["tensors"]
+
+
+# Continuing a run
+
+
+RESUMED = {
+    "full": (grpo_llm, {}),
+    "lora": (grpo_llm, dict(lora_rank=2, learning_rate=1e-2)),
+    "epochs": (grpo_llm, dict(epochs=2, minibatches=2, loss="gspo", aggregation="sequence")),
+    "kl": (grpo_llm, dict(kl_coef=0.1, learning_rate=1e-3, baseline="loo", scale_rewards=True)),
+    "lora-kl-bf16": (grpo_llm, dict(lora_rank=2, kl_coef=0.1, dtype="bfloat16", learning_rate=1e-2)),
+    "dynamic": (grpo_llm, dict(dynamic_sampling=2, mask_truncated=True, max_response_tokens=9)),
+    "two-turn": (grpo_llm, dict(env="tests/two_turn.py:TwoTurn", loss="cispo", aggregation="constant")),
+    "sft": (sft, {}),
+    "sft-model": (sft, dict(model=TINY, schedule="constant")),
+    "sft-bf16": (sft, dict(dtype="bfloat16", microbatch_tokens=60)),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
+    script, flags = RESUMED[case]
+    whole = train(script, tmp_path / "whole", **flags)
+    torch.manual_seed(1234)  # whatever this process did before must not matter
+    with InterruptAt(script, 3), pytest.raises(SystemExit, match="KeyboardInterrupt.*receipt"):
+        train(script, tmp_path / "halves", **flags)
+    torch.manual_seed(4321)
+    halves = train(script, tmp_path / "halves", **flags)
+    same_end(whole, halves)
+    verdict = validate(halves)
+    assert verdict["ok"], verdict
+    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1)
+    (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
+    assert (mark["iteration"], mark["checkpoint"]) == (2, "step_000002")
+    assert len({line["run_id"] for line in records(halves)}) == 1
+    assert json.loads((halves / "checkpoints" / "state.json").read_text()) == {"last": LAST}
+    first, last = (load_file(next((halves / "checkpoints" / step).glob("*model.safetensors")))
+                   for step in ("step_000002", LAST))
+    assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
+
+
+def test_the_seed_decides_everything_random(tmp_path):
+    one, other, third = (train(grpo_llm, tmp_path / f"{n}", seed=seed, lora_rank=2, iterations=1)
+                         for n, seed in enumerate((1, 2, 1)))
+    same_end(one, third, "step_000001")
+    assert timeless(one)[1] != timeless(other)[1]
+    adapters = [load_file(folder / "checkpoints/step_000001/adapter_model.safetensors")
+                for folder in (one, other)]
+    name = next(name for name in adapters[0] if "lora_A" in name)
+    assert not torch.allclose(adapters[0][name], adapters[1][name], atol=1e-2)
+
+
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+def test_a_finished_run_stays_as_it_is(script, tmp_path):
+    folder = train(script, tmp_path / "run")
+    before = timeless(folder)
+    card = tmp_path / "run-model" / "README.md"
+    numbers = script is sft and card.read_text()
+    train(script, folder)
+    assert timeless(folder) == before
+    assert validate(folder)["ok"]
+    if script is sft:
+        assert card.read_text() == numbers
+
+
+def test_old_checkpoints_are_dropped_and_zero_keeps_all(tmp_path):
+    for keep, left in ((2, ["step_000003", "step_000004"]), (0, [f"step_00000{n}" for n in (1, 2, 3, 4)])):
+        folder = train(grpo_llm, tmp_path / f"keep{keep}", checkpoint_every=1, keep_checkpoints=keep,
+                       eval_every=0)
+        assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == left
+
+
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+def test_what_would_change_the_result_is_refused_by_name(script, tmp_path):
+    folder = train(script, tmp_path / "run")
+    for flags, named in ((dict(seed=2), "--seed 2"), (dict(learning_rate=1e-4), "--learning-rate 0.0001"),
+                         (dict(env_kwargs=("max_number=9",)), "--env-kwargs")):
+        with pytest.raises(envs.BadInput, match=named):
+            train(script, folder, **flags)
+    train(script, folder, keep_checkpoints=5)  # this one leaves the numbers as they are
+
+
+def test_another_reward_function_or_model_is_refused(tmp_path):
+    reward, model = tmp_path / "reward.py", tmp_path / "model"
+    reward.write_text("def score(rollout):\n    return rollout.correct\n")
+    copy_files(TINY, model)
+    flags = dict(reward_fn=f"{reward}:score", model=str(model))
+    folder = train(grpo_llm, tmp_path / "run", **flags)
+    train(grpo_llm, folder, **flags)
+    reward.write_text("def score(rollout):\n    return 2 * rollout.correct\n")
+    with pytest.raises(envs.BadInput, match="the reward"):
+        train(grpo_llm, folder, **flags)
+    reward.write_text("def score(rollout):\n    return rollout.correct\n")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(envs.BadInput, match="the model"):
+        train(grpo_llm, folder, **flags)
+
+
+def copy_files(source, target):
+    target.mkdir()
+    for path in Path(source).iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+
+
+# Damage
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "weights": lambda folder: flip_a_byte(folder / "model.safetensors"),
+    "state": lambda folder: flip_a_byte(folder / "trainer_state.pt"),
+    "cut": lambda folder: os.truncate(folder / "trainer_state.pt", 1000),
+    "missing": lambda folder: (folder / "model.safetensors").unlink(),
+    "manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest-text": lambda folder: (folder / "manifest.json").write_text("[]"),
+}
+
+
+@pytest.fixture(scope="module")
+def four_checkpoints(tmp_path_factory):
+    """A finished run that kept the checkpoints of all its iterations."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    return train(grpo_llm, folder, checkpoint_every=1, keep_checkpoints=0)
+
+
+def copy_run(source, target):
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+        damage, tmp_path, four_checkpoints, capsys):
+    folder = copy_run(four_checkpoints, tmp_path / "run")
+    DAMAGE[damage](folder / "checkpoints" / LAST)
+    capsys.readouterr()
+    train(grpo_llm, folder, checkpoint_every=1, keep_checkpoints=0)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if LAST in line and "damaged" in line]
+    same_end(four_checkpoints, folder)
+    assert [line["resume"]["checkpoint"] for line in log_lines(folder) if "resume" in line] == ["step_000003"]
+    assert validate(folder)["ok"]
+
+
+def test_when_every_checkpoint_is_damaged_one_line_says_so(tmp_path, four_checkpoints, capsys):
+    folder = copy_run(four_checkpoints, tmp_path / "run")
+    for path in (folder / "checkpoints").glob("step_*"):
+        flip_a_byte(path / "model.safetensors")
+    log = (folder / "train_log.jsonl").read_bytes()
+    with pytest.raises(envs.BadInput) as told:
+        train(grpo_llm, folder)
+    assert str(folder) in str(told.value) and "damaged" in str(told.value) and "\n" not in str(told.value)
+    assert (folder / "train_log.jsonl").read_bytes() == log
+
+
+def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, four_checkpoints):
+    """After falling back, new checkpoints are older by name than the damaged one."""
+    folder = copy_run(four_checkpoints, tmp_path / "run")
+    for step in (2, 3, 4):
+        flip_a_byte(folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+    flags = dict(checkpoint_every=1, keep_checkpoints=1)
+    with InterruptAt(grpo_llm, 3), pytest.raises(SystemExit):
+        train(grpo_llm, folder, **flags)
+    same_end(four_checkpoints, train(grpo_llm, folder, **flags))
+    assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, tmp_path):
+    """From the third record on, no file may grow to the size of the weights; the log still may grow."""
+    flags = dict(model=TINY) if script is sft else {}
+    whole = train(script, tmp_path / "whole", **flags)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        record = script.Run.record
+
+        def filling(run, values):
+            record(run, values)
+            if run.counters["iteration"] == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+
+        patch.setattr(script.Run, "record", filling)
+        try:
+            with pytest.raises(SystemExit, match=rf"{LAST} could not be written.*earlier checkpoints stay"):
+                train(script, tmp_path / "run", **flags)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["state.json", "step_000002"]
+    assert validate(folder)["errors"] == 1 and validate(folder)["ok"]
+    same_end(whole, train(script, folder, **flags))
+
+
+# Bad input: one clear line that names the thing
+
+
+def bad_files(folder):
+    """Files to be named on command lines."""
+    (folder / "empty").mkdir()
+    copy_files(TINY, folder / "weightless")
+    (folder / "weightless" / "model.safetensors").unlink()
+    copy_files(TINY, folder / "torn")
+    os.truncate(folder / "torn" / "model.safetensors", 5000)
+    copy_files(TINY, folder / "mute")
+    (folder / "mute" / "chat_template.jinja").unlink()
+    (folder / "file").write_text("")
+    row = '{"prompt": "6 18 14 -> 38", "response": "18 + 14 = 32; 32 + 6 = 38"}\n'
+    (folder / "good.jsonl").write_text(row * 4)
+    (folder / "torn.jsonl").write_text(row + row[:30])
+    (folder / "missing.jsonl").write_text(row + '{"prompt": "1"}\n')
+    (folder / "empty.jsonl").write_text(row + '{"prompt": "1", "response": " "}\n')
+    (folder / "number.jsonl").write_text(row.replace('"6 18 14 -> 38"', "6") * 2)
+    (folder / "one.jsonl").write_text(row)
+    (folder / "none.jsonl").write_text("")
+    (folder / "torn.parquet").write_bytes(b"PAR1 and then nothing")
+    (folder / "good.csv").write_text("prompt,response\n1,2\n")
+    return folder
+
+
+COMMON_BAD = {
+    "environment": (["--env", "coutdown"], r"coutdown.*did you mean 'countdown'"),
+    "environment-file": (["--env", "{d}/nothing.py:Env"], r"--env.*nothing\.py"),
+    "option": (["--env-kwargs", "max_operand=3"], r"max_operand'.*did you mean 'max_operands'"),
+    "option-type": (["--env-kwargs", "max_operands=three"], r"max_operands.*int.*three"),
+    "option-value": (["--env-kwargs", "max_operands=99"], r"max_operands.*99"),
+    "option-form": (["--env-kwargs", "max_operands"], r"max_operands.*key=value"),
+    "flag": (["--learning-speed", "1"], r"--learning-speed"),
+    "flag-type": (["--eval-tasks", "many"], r"--eval-tasks.*many"),
+    "flag-choice": (["--dtype", "float8"], r"float8.*--dtype"),
+    "flag-range": (["--eval-tasks", "0"], r"--eval-tasks 0: expected 1 or more"),
+    "flag-nan": (["--learning-rate", "nan"], r"--learning-rate nan"),
+    "device": (["--device", "gpu7"], r"--device gpu7"),
+    "no-model": (["--model", "{d}/nowhere"], r"--model \S*nowhere.*config\.json"),
+    "empty-model": (["--model", "{d}/empty"], r"--model \S*empty.*config\.json"),
+    "weightless": (["--model", "{d}/weightless"], r"--model \S*weightless.*weights"),
+    "torn-weights": (["--model", "{d}/torn"], r"--model \S*torn.*weights"),
+    "run-folder": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
+}
+BAD = {f"grpo-{name}": (grpo_llm, *case) for name, case in COMMON_BAD.items()} | {
+    f"sft-{name}": (sft, *case) for name, case in COMMON_BAD.items()} | {
+    "grpo-group": (grpo_llm, ["--group-size", "1"], r"--group-size 1: expected 2 or more"),
+    "grpo-minibatches": (grpo_llm, ["--minibatches", "99"], r"--minibatches 99.*--prompts-per-iteration"),
+    "grpo-context": (grpo_llm, ["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
+    "grpo-template": (grpo_llm, ["--model", "{d}/mute"], r"--model \S*mute.*no chat template"),
+    "grpo-reward": (grpo_llm, ["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
+    "grpo-lora": (grpo_llm, ["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
+    "sft-heads": (sft, ["--hidden-size", "30"], r"--hidden-size 30.*--num-heads"),
+    "sft-no-file": (sft, ["--train-files", "{d}/no.jsonl"], r"--train-files \S*no\.jsonl"),
+    "sft-suffix": (sft, ["--train-files", "{d}/good.csv"], r"--train-files \S*good\.csv.*parquet"),
+    "sft-torn": (sft, ["--train-files", "{d}/torn.jsonl"], r"--train-files \S*torn\.jsonl"),
+    "sft-parquet": (sft, ["--train-files", "{d}/torn.parquet"], r"--train-files \S*torn\.parquet"),
+    "sft-column": (sft, ["--train-files", "{d}/missing.jsonl"], r"missing\.jsonl, row 2.*response.*None"),
+    "sft-empty": (sft, ["--train-files", "{d}/empty.jsonl"], r"empty\.jsonl, row 2.*response"),
+    "sft-number": (sft, ["--train-files", "{d}/number.jsonl"], r"number\.jsonl, row 1.*prompt.*6"),
+    "sft-one": (sft, ["--train-files", "{d}/one.jsonl"], r"at least 2 rows"),
+    "sft-none": (sft, ["--train-files", "{d}/none.jsonl"], r"none\.jsonl|at least 2 rows"),
+    "sft-key": (sft, ["--train-files", "{d}/good.jsonl", "--prompt-key", "ask"], r"good\.jsonl, row 1.*ask"),
+    "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_folder(tmp_path_factory):
+    return bad_files(tmp_path_factory.mktemp("bad"))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line_that_names_it(case, bad_folder, tmp_path, capsys):
+    script, flags, expected = BAD[case]
+    flags = [flag.replace("{d}", str(bad_folder)) for flag in flags]
+    if "--run-dir" not in flags:
+        flags += ["--run-dir", tmp_path / "run"]
+    if script is sft:
+        flags += ["--output-dir", tmp_path / "model"]
+    code = command_line(script, *flags)
+    output = capsys.readouterr()
+    assert code not in (0, None)
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box
+    assert re.search(expected, text), text
+    assert "Traceback" not in text
+    lines = [line for line in output.err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 or "full helptext" in text, output.err
+    assert not (tmp_path / "model").exists() and not list(tmp_path.glob("run/events*"))  # nothing began
+
+
+def test_sizes_that_cannot_be_are_refused_before_anything_loads():
+    for script, flags in ((grpo_llm, dict(temperature=0.0)), (grpo_llm, dict(learning_rate=-1.0)),
+                          (grpo_llm, dict(clip_low=1.5)), (grpo_llm, dict(advantage_balance=-1.5)),
+                          (grpo_llm, dict(log_episodes=2.0)), (grpo_llm, dict(iterations=-1)),
+                          (grpo_llm, dict(tis_cap=math.inf)), (grpo_llm, dict(threads=0)),
+                          (sft, dict(val_ratio=0.0)), (sft, dict(val_ratio=1.5)), (sft, dict(steps=-1)),
+                          (sft, dict(batch_size=0)), (sft, dict(log_every=3, checkpoint_every=4))):
+        (name,) = list(flags)[:1]
+        with pytest.raises(envs.BadInput, match=f"--{name.replace('_', '-')} "):
+            script.Args(**flags)
+
+
+# Failing
+
+
+def write_module(tmp_path, text):
+    path = tmp_path / "custom.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(tmp_path, capsys):
+    path = write_module(tmp_path, "def nan(r):\n    return float('nan') if 'train' in r.task.id else 0.0\n")
+    code = command_line(grpo_llm, "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
+                        "--eval-tasks", 4, "--prompts-per-iteration", 2, "--iterations", 2)
+    said = capsys.readouterr().err
+    assert code == 1 and "Traceback" not in said
+    assert re.search(r"^error: FloatingPointError: the reward of task countdown-train-\d+ is nan", said, re.M)
+    verdict = validate(tmp_path / "run")
+    assert verdict["ok"] and verdict["errors"] == 1, verdict
+    (error,) = (line for line in log_lines(tmp_path / "run") if "error" in line)
+    receipt = tmp_path / "run" / error["error"]["receipt"]
+    told = json.loads((receipt / "receipt.json").read_text())
+    assert told["type"] == "FloatingPointError" and told["seed"] == 1
+    assert told["args"]["prompts_per_iteration"] == 2
+    assert {"versions", "git_sha", "traceback", "iteration", "opt_steps"} <= set(told)
+    evidence = json.loads((receipt / "evidence.json").read_text())
+    assert evidence and evidence[0]["messages"][0]["role"] == "user"
+
+
+def test_an_error_in_the_users_code_keeps_its_traceback_and_leaves_a_receipt(tmp_path):
+    path = write_module(tmp_path, "def oops(r):\n    return 1 / (0 if 'train' in r.task.id else 1)\n")
+    with pytest.raises(ZeroDivisionError):
+        train(grpo_llm, tmp_path / "run", reward_fn=f"{path}:oops")
+    verdict = validate(tmp_path / "run")
+    assert verdict["ok"] and verdict["errors"] == 1
+    (receipt,) = (tmp_path / "run" / "receipts").iterdir()
+    assert "custom.py" in "".join(json.loads((receipt / "receipt.json").read_text())["traceback"])
+
+
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+def test_weights_that_are_not_finite_end_the_run(script, tmp_path):
+    """A learning rate that overflows float32: the run ends, and no broken checkpoint is written."""
+    flags = {grpo_llm: dict(warmup_iterations=0), sft: dict(warmup_steps=0)}[script]
+    with pytest.raises(SystemExit, match="FloatingPointError"):
+        train(script, tmp_path / "run", learning_rate=1e38, **flags)
+    verdict = validate(tmp_path / "run")
+    assert verdict["ok"] and verdict["errors"] == 1, verdict
+    for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        assert all(t.isfinite().all() for t in load_file(path / "model.safetensors").values())
+
+
+def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_skipped(tmp_path):
+    """Replies of one token are always cut: no group can teach anything."""
+    folder = train(grpo_llm, tmp_path / "run", dynamic_sampling=2, max_response_tokens=1, iterations=2)
+    for record in records(folder)[1:]:
+        assert record["rollout/groups_submitted"] == 3 * 4
+        assert record["rollout/groups_trainable"] == record["train/grad_norm"] == record["opt_steps"] == 0
+        assert record["rollout/termination/length"] == record["response_length/clip_ratio"] == 1.0
+    weights = load_file(folder / "checkpoints" / "step_000002" / "model.safetensors")
+    start = load_file(Path(TINY) / "model.safetensors")
+    assert all(torch.equal(weights[name], start[name]) for name in start)
+    assert validate(folder)["ok"]
+
+
+def test_dynamic_sampling_fills_the_batch_and_stops(tmp_path):
+    plain, more = (train(grpo_llm, tmp_path / f"{rounds}", dynamic_sampling=rounds, iterations=3,
+                         eval_every=0) for rounds in (0, 8))
+    trainable = [r["rollout/groups_trainable"] for r in records(plain)[1:]]
+    assert min(trainable) < 4
+    for record in records(more)[1:]:
+        assert record["rollout/groups_trainable"] >= 4
+        assert record["rollout/groups_submitted"] <= 9 * 4
+    assert max(r["rollout/groups_submitted"] for r in records(more)[1:]) > 4
+
+
+def test_an_evaluation_alone_needs_no_iteration(tmp_path):
+    folder = train(grpo_llm, tmp_path / "run", iterations=0)
+    (record,) = records(folder)
+    assert record["iteration"] == 0 and record["val/countdown/greedy"] > 0
+    assert validate(folder)["ok"]
+    assert not list((folder / "checkpoints").glob("step_*"))
+    train(grpo_llm, folder, iterations=0)
+    assert timeless(folder) == [timeless(folder)[0]] and len(log_lines(folder)) == 2
+
+
+def test_replies_that_do_not_fit_the_context_are_counted(tmp_path):
+    folder = train(grpo_llm, tmp_path / "run", max_context_tokens=17, iterations=1)
+    record = records(folder)[-1]
+    assert record["rollout/termination/context"] == 1.0 and record["env_steps"] == 0
+    assert validate(folder)["ok"]
+
+
+# Episodes
+
+
+def test_episodes_are_written_with_a_summary_that_adds_up(tmp_path):
+    folder = train(grpo_llm, tmp_path / "run", log_episodes=1.0, eval_tasks=12, iterations=2)
+    kinds = {path.name: path for path in (folder / "episodes").iterdir()}
+    assert set(kinds) == {"val_step_000000", "train_step_000001", "train_step_000002", "val_step_000002"}
+    for name, path in kinds.items():
+        summary = json.loads((path / "summary.json").read_text())
+        episodes = [json.loads(file.read_text()) for file in path.glob("countdown-*_*.json")]
+        assert summary["episodes"] == summary["files"] == len(episodes) == (24 if "val" in name else 16)
+        assert summary["reward_sum"] == pytest.approx(sum(e["reward"] for e in episodes))
+        assert summary["correct_sum"] == sum(e["correct"] for e in episodes)
+        assert len({(e["task_id"], e["number"]) for e in episodes}) == len(episodes)
+        for episode in episodes:
+            assert episode["messages"][-1]["role"] == "assistant"
+            for s in episode["segments"]:
+                assert len(s["response_ids"]) == len(s["response_mask"]) == len(s["rollout_logprobs"])
+        if "val" in name:
+            table = json.loads((path / "table.json").read_text())
+            assert len(table) == 10 == len({row["prompt"] for row in table})
+            assert set().union(*table) == {"prompt", "response", "reward", "is_correct", "data_source",
+                                           "metrics_json"}
+            assert all(json.loads(row["metrics_json"])["correct"] == row["is_correct"] for row in table)
+
+
+def test_a_share_of_the_episodes_is_written_and_a_resume_writes_the_same_ones(tmp_path):
+    flags = dict(log_episodes=0.3, val_table_samples=3)
+    whole = train(grpo_llm, tmp_path / "whole", **flags)
+    with InterruptAt(grpo_llm, 3), pytest.raises(SystemExit):
+        train(grpo_llm, tmp_path / "halves", **flags)
+    halves = train(grpo_llm, tmp_path / "halves", **flags)
+    written = [{str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("episodes/*/*")}
+               for folder in (whole, halves)]
+    assert written[0] == written[1]
+    files = [path for path in written[0] if path.split("/")[-1].startswith("countdown")]
+    assert 0 < len(files) < 0.6 * (4 * 16 + 3 * 12)
+    table = json.loads(written[0]["episodes/val_step_000004/table.json"])
+    assert len(table) == 3
+
+
+HOSTILE = """
+import dataclasses
+from envs.countdown import Countdown
+
+class Hostile(Countdown):
+    def task(self, split, index):
+        names = ["../../evil", "..", "/etc/passwd", "a\\x00b|c\\n", "x" * 400, "a/b", "a_b", "\\u202e<b>"]
+        name = names[index % len(names)] + ("" if index < len(names) else f" {index}")
+        return dataclasses.replace(super().task(split, index), id=name)
+"""
+
+
+def test_a_hostile_task_id_stays_within_its_folder(tmp_path):
+    path = write_module(tmp_path, HOSTILE)
+    folder = train(grpo_llm, tmp_path / "deep" / "run", env=f"{path}:Hostile", log_episodes=1.0, eval_tasks=8,
+                   iterations=1)
+    val = folder / "episodes" / "val_step_000000"
+    files = [file for file in val.iterdir() if file.name not in ("summary.json", "table.json")]
+    assert len(files) == 16 == json.loads((val / "summary.json").read_text())["files"]
+    for file in files:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+\.json", file.name) and len(file.name) < 128
+        assert json.loads(file.read_text())["task_id"]
+    assert not list(tmp_path.rglob("evil*")) and validate(folder)["ok"]
+
+
+def test_sample_episodes_are_printed_in_training_and_validation(tmp_path, capsys):
+    train(grpo_llm, tmp_path / "run", print_samples=2, iterations=1)
+    said = capsys.readouterr().out
+    for title, samples in (("val", 4), ("train", 2)):
+        lines = [line for line in said.splitlines() if line.startswith(f"\033[2m{title} countdown-")]
+        assert len(lines) == samples
+        assert all("->" in line and "reward" in line for line in lines)
+
+
+# Settings
+
+
+def test_a_dotenv_file_is_read_and_the_default_model_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAINRL_TEST", "")  # restored afterwards
+    monkeypatch.delenv("PLAINRL_TEST")
+    (tmp_path / ".env").write_text("PLAINRL_TEST=seen\n")
+    train(grpo_llm, Path("run"), iterations=0)
+    assert os.environ["PLAINRL_TEST"] == "seen"
+    assert validate(tmp_path / "run")["ok"]
+
+
+def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(grpo_llm, "", iterations=0, experiment="mine")
+    (folder,) = (tmp_path / "runs" / "mine").iterdir()
+    assert folder.name == records(folder)[0]["run_id"]
+    assert re.fullmatch(r"\d{8}_\d{6}__grpo__countdown__s1", folder.name)
+
+
+def test_bfloat16_trains_with_close_to_the_same_numbers(tmp_path):
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        folder = train(sft, tmp_path / dtype, dtype=dtype, steps=12, log_every=4, eval_every=0,
+                       checkpoint_every=12)
+        losses.append([r["train/loss"] for r in records(folder)[1:]])
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1][-1] < losses[1][0] - 0.2
+    folder = train(grpo_llm, tmp_path / "grpo", dtype="bfloat16")
+    assert validate(folder)["ok"]
+    for record in records(folder)[1:]:
+        assert 0 < record["mismatch/ratio_max"] < 1.5  # both sides compute in bfloat16
+        assert abs(record["train/policy_loss"]) < 0.05
+    weights = load_file(folder / "checkpoints" / LAST / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_a_lora_checkpoint_is_a_peft_adapter_and_the_base_stays_untouched(tmp_path, monkeypatch):
+    trained = []
+    save = grpo_llm.Run.save
+    monkeypatch.setattr(grpo_llm.Run, "save", lambda run, model, *rest: (
+        trained.append(model), save(run, model, *rest)))
+    folder = train(grpo_llm, tmp_path / "run", lora_rank=4, learning_rate=1e-2)
+    start = load_file(Path(TINY) / "model.safetensors")
+    inside = {name.replace("base_layer.", ""): tensor
+              for name, tensor in trained[-1].get_base_model().state_dict().items() if "lora_" not in name}
+    for name, tensor in start.items():
+        assert torch.equal(inside[name], tensor), name
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    ids = torch.tensor([[1, 10, 22, 18, 108, 42, 109]])
+    before = base(ids).logits
+    model = peft.PeftModel.from_pretrained(base, folder / "checkpoints" / LAST)
+    adapter = load_file(folder / "checkpoints" / LAST / "adapter_model.safetensors")
+    assert not [name for name in adapter if "lm_head" in name or "embed_tokens" in name]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, trained[-1](ids).logits)
+        assert (model(ids).logits - before).abs().max() > 1e-3
+        with model.disable_adapter():
+            torch.testing.assert_close(model(ids).logits, before)
+    base_norm = math.sqrt(sum(float(tensor.norm()) ** 2 for tensor in start.values()))
+    assert records(folder)[-1]["train/weight_norm"] < base_norm  # it is that of the trained weights
+
+
+def test_a_full_checkpoint_is_a_hugging_face_model(tmp_path, four_checkpoints):
+    folder = four_checkpoints / "checkpoints" / LAST
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.num_parameters() == AutoModelForCausalLM.from_pretrained(TINY).num_parameters()
+    again = train(grpo_llm, tmp_path / "run", model=str(folder), iterations=0)
+    last, first = records(four_checkpoints)[-1], records(again)[0]
+    for name in ("pass@1", "pass@2", "greedy"):
+        assert first[f"val/countdown/{name}"] == last[f"val/countdown/{name}"]
+    assert tokenizer.chat_template
+
+
+# Supervised fine-tuning
+
+
+ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"),
+        ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"), ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60"),
+        ("2 5 -> 7", "2 + 5 = 7"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]
+
+
+def write_rows(tmp_path, kind, rows=ROWS, chat=False):
+    path = tmp_path / f"rows.{kind}"
+    data = [{"prompt": [{"role": "user", "content": prompt}] if chat else prompt, "response": response}
+            for prompt, response in rows]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), path)
+    return path
+
+
+def reference_row(model, tokenizer, prompt, response):
+    """Summed -log p of a row's response and eos, and their number, by a plain forward pass in float64."""
+    before = tokenizer(f"<bos> {prompt} :", add_special_tokens=False).input_ids
+    after = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    logits = model(torch.tensor([before + after])).logits[0].double()
+    logprobs = torch.log_softmax(logits, -1)
+    total = -sum(logprobs[len(before) + t - 1, token] for t, token in enumerate(after))
+    return total.item(), len(after)
+
+
+@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", False), ("parquet", True)])
+def test_the_loss_is_that_of_response_and_eos_alone(kind, chat, tmp_path):
+    """All rows but one are the first batch; the other one is the held-out side."""
+    path = write_rows(tmp_path, kind, chat=chat)
+    folder = train(sft, tmp_path / "run", train_files=(str(path),), model=TINY, batch_size=len(ROWS) - 1,
+                   steps=1, eval_every=0, checkpoint_every=1)
+    model = AutoModelForCausalLM.from_pretrained(TINY).double()
+    with torch.no_grad():
+        totals = [reference_row(model, AutoTokenizer.from_pretrained(TINY), *row) for row in ROWS]
+    before, after = records(folder)
+    (held_out,) = [row for row in totals if before["val/loss"] == pytest.approx(row[0] / row[1], rel=1e-4)]
+    totals.remove(held_out)
+    expected = sum(total for total, _ in totals) / sum(n for _, n in totals)
+    assert after["train/loss"] == pytest.approx(expected, rel=1e-4)
+    assert after["val/loss"] != before["val/loss"]
+    assert validate(folder)["ok"]
+
+
+def test_the_gradient_of_sft_does_not_depend_on_the_passes(tmp_path, monkeypatch):
+    seen, passes = [], []
+    clip, loss = torch.nn.utils.clip_grad_norm_, sft.response_loss
+
+    def recorded(parameters, *rest):
+        parameters = list(parameters)
+        seen.append(torch.cat([p.grad.flatten().double() for p in parameters]))
+        return clip(parameters, *rest)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    monkeypatch.setattr(sft, "response_loss", lambda model, batch: passes.append(model.training is False) or (
+        loss(model, batch)))
+    counts = []
+    for budget in (10_000, 60):
+        passes.clear()
+        train(sft, tmp_path / str(budget), microbatch_tokens=budget, steps=1, batch_size=32, eval_every=0,
+              checkpoint_every=1, eval_tasks=1)
+        counts.append(len(passes) - 2)  # one held-out row, before and after
+    assert counts[0] == 1 and counts[1] >= 8
+    assert (seen[0] - seen[1]).norm() < 2e-6 * seen[0].norm()
+
+
+def test_the_exported_model_stands_alone(tmp_path, capsys):
+    folder = train(sft, tmp_path / "run")
+    out = tmp_path / "run-model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    trained = load_file(folder / "checkpoints" / LAST / "model.safetensors")
+    exported = load_file(out / "model.safetensors")
+    same_tree(trained, exported)
+    assert model.config.tie_word_embeddings
+    assert model.num_parameters() == sum(tensor.numel() for tensor in trained.values())
+    words = "6 18 14 -> 38 :".split()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
+                                           add_generation_prompt=True)["input_ids"]
+    assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
+    assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
+    card = (out / "README.md").read_text()
+    assert f"val/loss | {records(folder)[-1]['val/loss']:.3f}" in card
+    # What was there before is kept beside it.
+    train(sft, tmp_path / "again", output_dir=str(out), seed=2)
+    kept = load_file(tmp_path / "run-model.previous" / "model.safetensors")
+    same_tree(kept, exported)
+    with pytest.raises(AssertionError):
+        same_tree(kept, load_file(out / "model.safetensors"))
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("text", ["18 + 14 = 32; 32 + 6 = 38", "20 - 3 = 17; 17 - 9 = 8"])
+def test_a_solution_is_eight_tokens_and_comes_back_as_it_was(text, countdown_tiny):
+    for tokenizer in (countdown_tiny[1], sft.new_tokenizer(envs.make("countdown").vocabulary)):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert len(ids) == 8 and tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny):
+    tokenizer, env = countdown_tiny[1], envs.make("countdown", skill="mixed")
+    assert len(tokenizer) == len(env.vocabulary) + 4
+    for index in range(300):
+        text = env.solution(env.task("train", index))
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+
+
+def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
+    rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
+    path = write_rows(tmp_path, "jsonl", rows)
+    folder = train(sft, tmp_path / "run", train_files=(str(path),), batch_size=2, steps=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run-model")
+    for text in rows[0]:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    assert validate(folder)["ok"]
+
+
+def test_several_files_are_one_data_set(tmp_path):
+    (tmp_path / "more").mkdir()
+    files = (str(write_rows(tmp_path, "jsonl", ROWS[:4])),
+             str(write_rows(tmp_path / "more", "parquet", ROWS[4:])))
+    folder = train(sft, tmp_path / "run", train_files=files, model=TINY, batch_size=3, steps=2)
+    assert records(folder)[-1]["train/epoch"] == pytest.approx(2 * 3 / (len(ROWS) - 1))
+
+
+def test_changed_data_are_refused_on_resume(tmp_path):
+    flags = dict(train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY)
+    folder = train(sft, tmp_path / "run", **flags)
+    write_rows(tmp_path, "jsonl", ROWS[::-1])
+    with pytest.raises(envs.BadInput, match="the data"):
+        train(sft, folder, **flags)
+
+
+def test_the_learning_rate_of_sft_warms_up_and_decays():
+    args = sft.Args(steps=110, warmup_steps=10, learning_rate=2.0, final_learning_rate=0.25)
+    rate = [sft.learning_rate(step, args) for step in range(111)]
+    assert rate[1] == pytest.approx(0.2) and rate[10] == pytest.approx(2.0) == max(rate)
+    assert rate[60] == pytest.approx((2.0 + 0.5) / 2) and rate[110] == pytest.approx(0.5)
+    constant = sft.Args(steps=20, warmup_steps=4, schedule="constant", learning_rate=2.0)
+    assert [sft.learning_rate(step, constant) for step in (2, 4, 12, 20)] == [1.0, 2.0, 2.0, 2.0]
+
+
+# Slow: processes of their own
+
+
+def process(script, *flags, **options):
+    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | options.pop("env", {})
+    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, flags)], cwd=ROOT, env=environment,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+@pytest.mark.slow
+def test_tracking_mirrors_the_log_offline(tmp_path):
+    pytest.importorskip("wandb")
+    run = process("grpo_llm.py", "--track", "--iterations", 2, "--prompts-per-iteration", 2,
+                  "--eval-tasks", 4, "--run-dir", tmp_path / "run",
+                  env=dict(WANDB_MODE="offline", WANDB_SILENT="true"))
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, output
+    (mirror,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    data = mirror.read_bytes()
+    for name in (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl"):
+        assert name in data
+    assert validate(tmp_path / "run")["ok"]
+
+
+KILL = {
+    "grpo_llm.py": ["--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4, "--eval-samples", 2,
+                    "--eval-every", 5, "--checkpoint-every", 2, "--epochs", 2, "--log-episodes", 0.1],
+    "sft.py": ["--batch-size", 16, "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 6,
+               "--log-every", 2, "--checkpoint-every", 2],
+}
+
+
+def kill_at(moment, run, folder, rng):
+    """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended."""
+    def wait_for(condition):
+        while not condition() and run.poll() is None:
+            time.sleep(0.0005)
+
+    log = folder / "train_log.jsonl"
+    size = log.stat().st_size if log.exists() else 0
+    if moment != "start":
+        wait_for(lambda: log.exists() and log.stat().st_size != size)
+    deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
+    wait_for(lambda: time.monotonic() > deadline)
+    if moment == "writing":
+        wait_for(lambda: any((folder / "checkpoints").glob(".step_*.writing")))
+        time.sleep(rng.uniform(0, 0.01))
+    run.kill()
+    run.communicate()
+    return run.returncode == -9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", KILL)
+def test_kills_at_any_moment_change_nothing(script, tmp_path):
+    kills, rng = int(os.environ.get("KILLS", "3")), random.Random(os.environ.get("KILLS_SEED", "1"))
+    length = 40 * kills
+    flags = [*KILL[script], "--iterations" if script == "grpo_llm.py" else "--steps", length]
+
+    def start(name):
+        folder = tmp_path / name
+        output = ["--output-dir", tmp_path / f"{name}-model"] if script == "sft.py" else []
+        return folder, process(script, *flags, *output, "--run-dir", folder)
+
+    whole, run = start("whole")
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output
+    moments = [("writing", "log", "start")[n % 3] for n in range(kills)]
+    killed = torn = 0
+    for moment in moments:
+        folder, run = start("killed")
+        killed += kill_at(moment, run, folder, rng)
+        torn += any((folder / "checkpoints").glob(".step_*.writing"))
+    folder, run = start("killed")
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output
+    assert killed == kills and torn >= 1, (killed, torn)
+    same_end(whole, folder, f"step_{length:06d}")
+    verdict = validate(folder)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    assert 1 <= verdict["resumes"] <= kills
+    if script == "sft.py":
+        same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors")
+                    for name in ("whole", "killed")))
+    else:
+        written = [{str(path.relative_to(f)): path.read_bytes() for path in f.glob("episodes/*/*")}
+                   for f in (whole, folder)]
+        assert written[0] == written[1] and written[0]
