@@ -320,28 +320,28 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
 
 
 def token_logprobs(model, batch, temperature):
-    """Log-probability and entropy of each response token.  -> two (B, T), T the longest response.
+    """Log-probability and entropy of each response token of each segment.  -> two (B, T).
 
     Each different prompt is computed once and its keys and values shared by its responses, with gradient. The
     response's token t is predicted at the position before it: that shift happens here and nowhere else.
     """
     decoder, head = decoder_and_head(model)
-    cache = new_cache(decoder)
-    prompts, prompt_mask, rows = batch["prompts"], batch["prompt_mask"], batch["prompt_of_row"]
+    cache, prompts, rows = new_cache(decoder), batch["prompts"], batch["prompt_of_row"]
+    valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
     if prompts.shape[1] > 1:
-        positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        decoder(input_ids=prompts[:, :-1], attention_mask=prompt_mask[:, :-1], position_ids=positions[:, :-1],
+        before = batch["prompt_valid"][:, :-1]
+        positions = (before.cumsum(1) - 1).clamp(min=0)
+        decoder(input_ids=prompts[:, :-1], attention_mask=before, position_ids=positions,
                 past_key_values=cache, use_cache=True)
         cache.batch_select_indices(rows)
-    inputs = torch.cat([prompts[rows, -1:], batch["responses"][:, :-1]], 1)              # (B, T)
-    mask = torch.cat([prompt_mask[rows], batch["valid"][:, :-1]], 1)                     # (B, P - 1 + T)
-    positions = (mask.cumsum(1) - 1)[:, -inputs.shape[1]:]
-    hidden = decoder(input_ids=inputs, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                     use_cache=True).last_hidden_state                                   # (B, T, H)
-    chosen = batch["response_mask"].bool()
-    logprobs, entropy = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
-    zeros = torch.zeros_like(batch["response_mask"])
-    return zeros.masked_scatter(chosen, logprobs), zeros.masked_scatter(chosen, entropy)
+    inputs = torch.cat([prompts[rows, -1:], batch["responses"][:, :-1]], 1)              # (R, T)
+    positions = (valid.cumsum(1) - 1)[:, -inputs.shape[1]:]
+    hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions, past_key_values=cache,
+                     use_cache=True).last_hidden_state                                   # (R, T, H)
+    chosen = batch["chosen"]
+    values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
+    zeros = torch.zeros(chosen.shape, device=chosen.device)
+    return [zeros.to(value.dtype).masked_scatter(chosen, value)[batch["row_of_segment"]] for value in values]
 
 
 def decoder_and_head(model):
@@ -444,40 +444,35 @@ def sample(logits, temperature):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    A prompt that occurs many times is prefilled once and its cache shared. Rows that ended leave the batch
-    when they are an eighth of it. Logits exist for the last position only.
+    Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every beginning that several responses have in common. A response that ended leaves.
     """
     decoder, head = decoder_and_head(model)
-    device, unique = model.device, {}
-    rows = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts], device=device)
-    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (U, P)
+    device, size, unique = model.device, head.out_features, {}
+    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
+    row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
+    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = new_cache(decoder, layer=GrowingLayer)
-    hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                     use_cache=True).last_hidden_state[:, -1]                            # (U, H)
-    logits, mask, position = head(hidden)[rows], mask[rows], position[rows, -1:]
-    cache.batch_select_indices(rows)
-    ids = torch.full((len(rows), max_new_tokens), -1, device=device)
-    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
+    ids = torch.full((len(row), max_new_tokens), -1, device=device)
+    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos_ids(model, tokenizer), device=device)
-    live = torch.arange(len(rows), device=device)                                        # row -> row of ids
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
-        token, logprob = sample(logits, temperature)
-        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
-        done = done | torch.isin(token, eos)
-        ended = int(done.sum())
-        if t + 1 == max_new_tokens or ended == len(done):
+        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
+                         use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
+        token, logprob = sample(head(hidden)[row], temperature)                          # (live,)
+        ids[live, t], logprobs[live, t] = token, logprob
+        going = ~torch.isin(token, eos)
+        if t + 1 == max_new_tokens or not going.any():
             break
-        if ended > len(done) // 8:
-            keep = (~done).nonzero().squeeze(1)
-            live, token, mask, position, done = (x[keep] for x in (live, token, mask, position, done))
-            cache.batch_select_indices(keep)
-        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
-        hidden = decoder(input_ids=token[:, None], attention_mask=mask, position_ids=position,
-                         past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = head(hidden)
+        live, row, token = live[going], row[going], token[going]
+        pairs, row = torch.unique(row * size + token, return_inverse=True)
+        parent, tokens = pairs // size, (pairs % size)[:, None]
+        if not torch.equal(parent, torch.arange(len(mask), device=device)):
+            mask, position = mask[parent], position[parent]
+            cache.batch_select_indices(parent)
+        mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
     lengths = (ids >= 0).sum(1).tolist()
     return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
 
@@ -541,6 +536,10 @@ class Segment:
     @property
     def ids(self) -> list[int]:
         return self.prompt_ids + self.response_ids
+
+    @property
+    def key(self) -> tuple:
+        return tuple(self.prompt_ids), tuple(self.response_ids), tuple(self.response_mask)
 
     def append(self, ids, mask, logprobs):
         self.response_ids += ids
@@ -704,27 +703,32 @@ def trainable_groups(rollouts, args):
 
 
 def microbatches(segments, budget):
-    """Cut segments, in order, into passes of at most `budget` padded response tokens, or one segment."""
-    part, longest = [], 0
-    for segment in segments:
-        longest = max(longest, len(segment.response_ids))
-        if part and longest * (len(part) + 1) > budget:
+    """Cut segments, by length, into passes of at most `budget` padded response tokens, or one response."""
+    part, rows = [], set()
+    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
+        if part and len(segment.response_ids) * len(rows | {segment.key}) > budget:
             yield part
-            part, longest = [], len(segment.response_ids)
+            part, rows = [], set()
         part.append(segment)
+        rows.add(segment.key)
     yield part
 
 
 def collate(segments, pad_id, device):
-    """Tensors of a pass: each different prompt once, (U, P), padded left; all else (B, T), padded right."""
-    unique = {}
-    rows = [unique.setdefault(tuple(segment.prompt_ids), len(unique)) for segment in segments]
+    """Tensors of a pass. Prompts (U, P), padded left, and responses (R, T), padded right, each different one
+    once, since equal ones have equal log-probabilities; all else by segment, (B, T).
+    """
+    rows, prompts = {}, {}
+    row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
+    prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
     batch = dict(
-        prompts=pad(unique, pad_id, device, left=True),
-        prompt_mask=pad([[1] * len(prompt) for prompt in unique], 0, device, left=True),
-        prompt_of_row=torch.tensor(rows, device=device),
-        responses=pad([segment.response_ids for segment in segments], pad_id, device),
-        valid=pad([[1] * len(segment.response_ids) for segment in segments], 0, device),
+        prompts=pad(prompts, pad_id, device, left=True),
+        prompt_valid=pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True),
+        prompt_of_row=torch.tensor(prompt_of_row, device=device),
+        responses=pad([response for _, response, _ in rows], pad_id, device),
+        valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
+        chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
+        row_of_segment=torch.tensor(row_of_segment, device=device),
         advantages=torch.tensor([[segment.advantage] for segment in segments], device=device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
         if getattr(segments[0], name) is not None:
@@ -793,7 +797,7 @@ def update(model, reference, optimizer, groups, args, pad_id):
                 ratios.append(ratio)
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
             if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
-                raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norms[-1])}")
+                raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             num_seen += num_tokens

@@ -350,40 +350,35 @@ def sample(logits, temperature):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    A prompt that occurs many times is prefilled once and its cache shared. Rows that ended leave the batch
-    when they are an eighth of it. Logits exist for the last position only.
+    Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every beginning that several responses have in common. A response that ended leaves.
     """
     decoder, head = decoder_and_head(model)
-    device, unique = model.device, {}
-    rows = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts], device=device)
-    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (U, P)
+    device, size, unique = model.device, head.out_features, {}
+    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
+    row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
+    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = new_cache(decoder, layer=GrowingLayer)
-    hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                     use_cache=True).last_hidden_state[:, -1]                            # (U, H)
-    logits, mask, position = head(hidden)[rows], mask[rows], position[rows, -1:]
-    cache.batch_select_indices(rows)
-    ids = torch.full((len(rows), max_new_tokens), -1, device=device)
-    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
+    ids = torch.full((len(row), max_new_tokens), -1, device=device)
+    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos_ids(model, tokenizer), device=device)
-    live = torch.arange(len(rows), device=device)                                        # row -> row of ids
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
-        token, logprob = sample(logits, temperature)
-        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
-        done = done | torch.isin(token, eos)
-        ended = int(done.sum())
-        if t + 1 == max_new_tokens or ended == len(done):
+        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
+                         use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
+        token, logprob = sample(head(hidden)[row], temperature)                          # (live,)
+        ids[live, t], logprobs[live, t] = token, logprob
+        going = ~torch.isin(token, eos)
+        if t + 1 == max_new_tokens or not going.any():
             break
-        if ended > len(done) // 8:
-            keep = (~done).nonzero().squeeze(1)
-            live, token, mask, position, done = (x[keep] for x in (live, token, mask, position, done))
-            cache.batch_select_indices(keep)
-        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
-        hidden = decoder(input_ids=token[:, None], attention_mask=mask, position_ids=position,
-                         past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = head(hidden)
+        live, row, token = live[going], row[going], token[going]
+        pairs, row = torch.unique(row * size + token, return_inverse=True)
+        parent, tokens = pairs // size, (pairs % size)[:, None]
+        if not torch.equal(parent, torch.arange(len(mask), device=device)):
+            mask, position = mask[parent], position[parent]
+            cache.batch_select_indices(parent)
+        mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
     lengths = (ids >= 0).sum(1).tolist()
     return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
 
