@@ -12,6 +12,7 @@ import random
 import re
 import resource
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -933,9 +934,16 @@ def kill_at(moment, run, folder, rng):
         wait_for(lambda: log.exists() and log.stat().st_size != size)
     deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
     wait_for(lambda: time.monotonic() > deadline)
-    if moment == "writing":
-        wait_for(lambda: any((folder / "checkpoints").glob(".step_*.writing")))
+    def writing():
+        return any((folder / "checkpoints").glob(".step_*.writing"))
+
+    while moment == "writing" and run.poll() is None:
+        wait_for(writing)
         time.sleep(rng.uniform(0, 0.01))
+        run.send_signal(signal.SIGSTOP)
+        if writing():
+            break
+        run.send_signal(signal.SIGCONT)
     run.kill()
     run.communicate()
     return run.returncode == -9
