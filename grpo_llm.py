@@ -1011,7 +1011,9 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:
-            for old in sorted(folder.parent.glob("step_*"))[:-self.args.keep_checkpoints]:
+            # A later one is a damaged one that this run fell back from; it must not count as the newest.
+            complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+            for old in complete[:-self.args.keep_checkpoints]:
                 shutil.rmtree(old)
 
     def fail(self, error, evidence):

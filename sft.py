@@ -461,8 +461,8 @@ def read_rows(args):
             prompt, response = row.get(args.prompt_key), row.get(args.response_key)
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             where = f"--train-files {name}, row {number}, column"
-            if not messages or not all(isinstance(m, dict) and isinstance(m.get("content"), str)
-                                       for m in messages):
+            if not isinstance(messages, list) or not messages or not all(
+                    isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
                 raise BadInput(f"{where} {args.prompt_key}: expected a text or messages, got {prompt!r}")
             if not isinstance(response, str) or not response.strip():
                 raise BadInput(f"{where} {args.response_key}: expected a text, not empty, got {response!r}")
@@ -710,7 +710,9 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:
-            for old in sorted(folder.parent.glob("step_*"))[:-self.args.keep_checkpoints]:
+            # A later one is a damaged one that this run fell back from; it must not count as the newest.
+            complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+            for old in complete[:-self.args.keep_checkpoints]:
                 shutil.rmtree(old)
 
     def fail(self, error, evidence):
@@ -767,8 +769,9 @@ def export(model, tokenizer, run, args):
     folder = Path(args.output_dir)
     if args.output_dir == Args.output_dir:
         folder = Path(__file__).parent / folder
-    lines = (run.dir / "train_log.jsonl").read_text().splitlines()
-    measured = {name: value for name, value in json.loads(lines[-1]).items() if name.startswith("val/")}
+    lines = [json.loads(line) for line in (run.dir / "train_log.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "val/loss" in line][-1]
+    measured = {name: value for name, value in last.items() if name.startswith("val/")}
     temporary = folder.with_name(f".{folder.name}.writing")
     previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
