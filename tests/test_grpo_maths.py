@@ -1,5 +1,6 @@
 """The equations of grpo_llm.py against float64 references, written as the papers write them: in loops."""
 
+import dataclasses
 import math
 import random
 import statistics
@@ -376,11 +377,25 @@ def test_logits_exist_for_one_chunk_at_a_time_forward_and_backward():
     assert largest(10, chunk_elements) == largest(20, chunk_elements) == chunk_elements
 
 
+def test_no_logits_are_kept_for_the_backward_pass():
+    hidden, head, targets, _ = head_inputs(num_tokens=40, vocab=500)
+
+    def kept(chunk_elements):
+        sizes = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
+        with hooks:
+            grpo_llm.selected_logprobs(hidden.requires_grad_(), head, targets, 1.0, chunk_elements)
+        return sum(sizes)
+
+    assert kept(40 * 500) > 40 * 500
+    assert kept(8 * 500) < 500
+
+
 # From segments to log-probabilities: the model is called
 
 
 def random_segments(seed, prompt_lengths, vocab=37, longest=LONGEST, shared=True):
-    """Segments with random ids: some share a prompt, masks have zeros in the middle."""
+    """Segments with random ids: some share a prompt, some are copies, masks have zeros in the middle."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in prompt_lengths]
     segments = []
@@ -390,6 +405,11 @@ def random_segments(seed, prompt_lengths, vocab=37, longest=LONGEST, shared=True
         mask[rng.randrange(1, n - 1)] = 0
         ids = [rng.randrange(3, vocab) for _ in range(n)]
         segments.append(Segment(prompt, ids, mask, [0.0] * n, advantage=rng.choice([-1, 1]) * rng.random()))
+    # Equal ids with another advantage; and equal ids of which the policy chose others.
+    first, last = segments[0], segments[-1]
+    segments.append(dataclasses.replace(first, advantage=-first.advantage / 3))
+    other = [1] * len(last.response_ids)
+    segments.append(dataclasses.replace(last, response_mask=other, rollout_logprobs=[0.0] * len(other)))
     return segments
 
 
@@ -417,7 +437,8 @@ def test_shared_prompts_give_the_logprobs_of_each_sequence_alone(
     segments = random_segments(1, prompt_lengths)
     random.Random(2).shuffle(segments)
     batch = grpo_llm.collate(segments, 0, "cpu")
-    assert len(batch["prompts"]) == len(prompt_lengths) < len(segments)
+    assert len(batch["prompts"]) == len(prompt_lengths)
+    assert len(batch["responses"]) == len(segments) - 1
     logprobs, entropy = grpo_llm.token_logprobs(model, batch, 0.7)
     weights = torch.randn(2, *logprobs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (logprobs.double() * weights[0] + entropy.double() * weights[1]).sum().backward()
