@@ -15,8 +15,8 @@ whose rewards are all equal are dropped, no KL penalty, a small entropy bonus.
         --env-kwargs style=r1 max_operands=4 max_number=100 max_target=1000 operators=+-*/ \
         --max-response-tokens 1024 --learning-rate 1e-5 --entropy-coef 0
 
-Expect greedy accuracy on held-out problems to climb from 0.62 to 0.99 and pass@1 at temperature 1 from 0.33 to
-0.97, while pass@16 stays at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
+Expect greedy accuracy on held-out problems to climb from 0.62 to 0.99 and pass@1 at temperature 1 from 0.33
+to 0.97, while pass@16 stays at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
 """
 
 from __future__ import annotations
