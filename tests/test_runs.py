@@ -678,6 +678,20 @@ def test_a_dotenv_file_is_read_and_the_default_model_found_from_anywhere(tmp_pat
     assert validate(tmp_path / "run")["ok"]
 
 
+@pytest.mark.parametrize("script", [grpo_llm, sft])
+@pytest.mark.parametrize("missing", ["repository", "git"])
+def test_a_copy_without_git_runs_too(script, missing, tmp_path, monkeypatch):
+    """A download without its history, or a machine without git: there is no commit to name."""
+    name, value = {"repository": ("GIT_DIR", tmp_path / "none"), "git": ("PATH", tmp_path)}[missing]
+    monkeypatch.setenv(name, str(value))
+    flags = {grpo_llm: dict(iterations=1), sft: dict(steps=1, model=TINY)}[script]
+    folder = train(script, tmp_path / "run", **flags)
+    train(script, folder, **flags)
+    verdict = validate(folder)
+    assert verdict["ok"] and verdict["resumes"] == 1, verdict
+    assert not log_lines(folder)[0]["meta"]["git_sha"]
+
+
 def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(grpo_llm, "", iterations=0, experiment="mine")
