@@ -1,0 +1,393 @@
+"""grpo_llm.py against TRL's GRPOTrainer: the same work, side by side, in CPU seconds on one thread.
+
+    benchmarks/make_trl_env.sh                           # once: .venv-trl, where TRL lives
+    python benchmarks/grpo_vs_trl.py step                # one iteration of identical work, two sizes
+    python benchmarks/grpo_vs_trl.py run                 # the whole default run, 500 iterations a side
+    python benchmarks/grpo_vs_trl.py run --iterations 100 --repeats 3 --out benchmarks/results/run.csv
+
+Each side is a process of its own on the same core: ours runs grpo_llm.main itself, TRL's runs
+GRPOTrainer.train. They take turns, a block of iterations each, so that a machine that slows down slows all
+of them; while one works, the others wait for input. Counted is the process's CPU time in these blocks
+(imports, set-up, evaluation and checkpoints are not), in three parts:
+
+    rollout   drawing tasks, sampling, rewards, advantages        TRL: _generate_and_score_completions
+    update    forward, backward, optimiser, metrics of the loss   TRL: the rest of the training step
+    other     ours: the log of each iteration (JSON lines and TensorBoard). TRL: data loader, callbacks; its
+              logging is switched off
+
+`step` forces every response to the same length (no token ends one) and gives each group a signal (rewards 0
+1 0 1 ...), so both sides sample and train on the same number of tokens. `run` is the default recipe: the
+same checkpoint, problems in the same order, rewards and hyperparameters. TRL trains on groups without
+signal too; the side `trl-drop` is TRL with these dropped before the loss, as ours does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SIZES = "32x16x9,16x8x64"  # of `step`: prompts x responses to each x tokens of each
+RUN_TOKENS = 9  # longest reply in `run`: two steps and eos
+FIELDS = ("started_at", "mode", "size", "seed", "side", "block", "iterations", "rollout", "update", "other",
+          "total", "tokens", "reward", "greedy")
+EVAL_TASKS = 512
+
+
+class Gate:
+    """In a worker: hold the training loop until the parent asks for a block, and report what it cost."""
+
+    def __init__(self):
+        self.answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever the libraries print is not an answer
+        self.stages = dict.fromkeys(("rollout", "update", "excluded"), 0.0)
+        self.tokens, self.rewards, self.left = 0, [], 0
+
+    def wait(self):
+        """Block until the next `go N`: N more iterations."""
+        line = sys.stdin.readline().split()
+        if not line:
+            raise SystemExit(0)
+        self.left = self.size = int(line[1])
+        self.stages = dict.fromkeys(self.stages, 0.0)
+        self.tokens, self.rewards, self.began = 0, [], time.process_time()
+
+    def iteration_done(self, tokens, reward, **more):
+        self.tokens += tokens
+        self.rewards.append(reward)
+        self.left -= 1
+        if self.left == 0:
+            total = time.process_time() - self.began - self.stages["excluded"]
+            parts = {name: self.stages[name] for name in ("rollout", "update")}
+            self.send(iterations=self.size, **parts, other=total - sum(parts.values()), total=total,
+                      tokens=self.tokens, reward=statistics.mean(self.rewards), **more)
+
+    @contextlib.contextmanager
+    def stage(self, name):
+        began = time.process_time()
+        yield
+        self.stages[name] += time.process_time() - began
+
+    def send(self, **answer):
+        print(json.dumps(answer), file=self.answers, flush=True)
+
+
+def our_args(job, **more):
+    """The flags of grpo_llm.py for this job: its defaults, but for what is named here."""
+    import grpo_llm
+    size = dict(zip(("prompts_per_iteration", "group_size", "max_response_tokens"), job["size"], strict=True))
+    unmeasured = dict(eval_every=0, eval_samples=1, checkpoint_every=10**9, log_episodes=0.0)
+    return grpo_llm.Args(model=str(REPOSITORY / job["model"]), seed=job["seed"], iterations=job["iterations"],
+                         **size, **unmeasured, **more)
+
+
+def trl_config(flags, **more):
+    """The flags of grpo_llm.py in TRL's names; those without one must have the value that TRL's way means."""
+    from trl import GRPOConfig
+    same = dict(loss="clip", aggregation="token", baseline="mean", scale_rewards=False, advantage_balance=0.0,
+                epochs=1, minibatches=1, kl_coef=0.0, dynamic_sampling=0, mask_truncated=False, lora_rank=0,
+                dtype="float32")
+    for name, value in same.items():
+        if flags[name] != value:
+            sys.exit(f"error: grpo_llm.py's {name} is {flags[name]}, and this comparison is for {value}")
+    rate = flags["learning_rate"]
+    return GRPOConfig(
+        max_steps=flags["iterations"], seed=flags["seed"], shuffle_dataset=False,
+        per_device_train_batch_size=flags["prompts_per_iteration"] * flags["group_size"],
+        num_generations=flags["group_size"], max_completion_length=flags["max_response_tokens"],
+        temperature=flags["temperature"], top_k=0, scale_rewards="none", loss_type="dapo", beta=0.0,
+        epsilon=flags["clip_low"], epsilon_high=flags["clip_high"], entropy_coef=flags["entropy_coef"],
+        optim="adamw_torch_fused", adam_beta1=0.9, adam_beta2=flags["beta2"], learning_rate=rate,
+        weight_decay=flags["weight_decay"], max_grad_norm=flags["max_grad_norm"],
+        warmup_steps=flags["warmup_iterations"], lr_scheduler_type="polynomial",
+        lr_scheduler_kwargs=dict(lr_end=rate * flags["final_learning_rate"], power=1.0),
+        use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_strategy="no",
+        report_to="none", disable_tqdm=True, **more)
+
+
+def alternating_reward(rollout):
+    """--reward-fn of `step`: half of each group succeeds, whatever it wrote."""
+    return rollout.number % 2
+
+
+def work_ours(job, gate):
+    """Run grpo_llm.main, with a gate after each line of its log."""
+    import grpo_llm
+    timed, record = grpo_llm.Run.timed, grpo_llm.Run.record
+    seen = 0
+
+    @contextlib.contextmanager
+    def timed_in_cpu_seconds(run, name):
+        with gate.stage(name if name in ("rollout", "update") else "excluded"), timed(run, name):
+            yield
+
+    def record_and_wait(run, values):
+        nonlocal seen
+        record(run, values)
+        greedy = values.get("val/countdown/greedy")
+        if run.counters["iteration"]:
+            gate.iteration_done(run.counters["env_steps"] - seen, values["train/reward"], greedy=greedy)
+        seen = run.counters["env_steps"]
+        if gate.left == 0 and run.counters["iteration"] < job["iterations"]:
+            if not run.counters["iteration"]:
+                gate.send(greedy=greedy)
+            gate.wait()
+
+    grpo_llm.Run.timed, grpo_llm.Run.record = timed_in_cpu_seconds, record_and_wait
+    more = dict(eval_tasks=EVAL_TASKS)
+    if job["mode"] == "step":
+        grpo_llm.eos_ids = lambda model, tokenizer: [-1]  # no token ends a response
+        more = dict(eval_tasks=1, reward_fn=f"{__file__}:alternating_reward")
+    with tempfile.TemporaryDirectory() as folder:
+        grpo_llm.main(our_args(job, run_dir=folder, **more))
+
+
+def work_trl(job, gate):
+    """Run GRPOTrainer.train on the same problems in the same order, with a gate after each step."""
+    os.environ |= dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    import envs
+    torch.set_num_threads(1)
+    prompts, group, tokens = job["size"]
+    model = AutoModelForCausalLM.from_pretrained(REPOSITORY / job["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / job["model"])
+    env = envs.make("countdown")
+
+    def prompt_text(task):
+        return tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
+
+    def rewards(prompts, completions, completion_ids, index, **_):
+        if job["mode"] == "step":
+            return [i % 2 for i in range(len(prompts))]
+        ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
+        return [env.start(tasks[i], job["seed"]).step(text).reward if end else 0.0
+                for text, end, i in zip(completions, ended, index, strict=True)]
+
+    def greedy_accuracy():
+        tests = [env.task("test", i) for i in range(min(EVAL_TASKS, env.num_tasks("test")))]
+        batch = tokenizer([prompt_text(task) for task in tests], return_tensors="pt", padding=True,
+                          padding_side="left", return_token_type_ids=False)
+        ids = model.generate(**batch, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
+        ended = (ids == tokenizer.eos_token_id).any(1).tolist()
+        scores = [end and env.start(task, 1).step(text).info["correct"]
+                  for task, text, end in zip(tests, texts, ended, strict=True)]
+        return sum(scores) / len(scores)
+
+    class Gated(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if gate.left == 0:
+                gate.wait()
+
+        def on_step_end(self, args, state, control, **_):
+            metrics = trainer._metrics["train"]
+            generated = round(metrics["completions/mean_length"][-1] * prompts * group)
+            gate.stages["update"] += time.process_time() - trainer.step_began
+            if gate.left > 1 or state.global_step < job["iterations"]:
+                gate.iteration_done(generated, metrics["reward"][-1], greedy=None)
+            else:
+                self.last = generated, metrics["reward"][-1]
+
+    class Trainer(GRPOTrainer):
+        step_began = 0.0
+
+        def _generate_and_score_completions(self, inputs):
+            with gate.stage("rollout"):
+                output = super()._generate_and_score_completions(inputs)
+                if job["side"] == "trl-drop":
+                    drop_groups_without_signal(output, group)
+            self.step_began = time.process_time()
+            return output
+
+    tasks = {index: env.task("train", index) for index in job["tasks"]}
+    texts = {index: prompt_text(task) for index, task in tasks.items()}
+    rows = Dataset.from_dict(dict(prompt=[texts[i] for i in job["tasks"]], index=job["tasks"]))
+    with tempfile.TemporaryDirectory() as folder:
+        config = trl_config(job["flags"], output_dir=folder)
+        gated = Gated()
+        trainer = Trainer(model, rewards, config, rows, processing_class=tokenizer, callbacks=[gated])
+        if job["mode"] == "step":
+            trainer.eos_token_ids = [-1]  # no token ends a response
+            trainer.generation_kwargs["eos_token_id"] = trainer.generation_config.eos_token_id = [-1]
+        gate.send(prompts=[tokenizer(texts[index]).input_ids for index in job["tasks"][:prompts]],
+                  greedy=greedy_accuracy() if job["mode"] == "run" else None)
+        trainer.train()
+        with gate.stage("excluded"):
+            model.eval()
+            greedy = greedy_accuracy() if job["mode"] == "run" else None
+        gate.iteration_done(*gated.last, greedy=greedy)
+
+
+def drop_groups_without_signal(output, group):
+    """Take out of TRL's batch, in place, the groups whose advantages are all zero, as grpo_llm.py does."""
+    rows = len(output["advantages"])
+    alive = output["advantages"].view(-1, group).ne(0).any(1)
+    if alive.any():
+        keep = alive.repeat_interleave(group)
+        for name, value in output.items():
+            if value.dim() and len(value) == rows:
+                output[name] = value[keep]
+        output["num_items_in_batch"] = output["completion_mask"].sum()
+
+
+class Worker:
+    """In the parent: one side's process."""
+
+    def __init__(self, python, job, core):
+        command = [python, __file__, "worker"]
+        if hasattr(os, "sched_setaffinity"):
+            pin = dict(preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+        else:
+            pin = {}
+        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY))
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        stderr=self.errors, env=environment, cwd=REPOSITORY, **pin)
+        self.side = job["side"]
+        self.write(json.dumps(job))
+        self.first = self.answer()
+
+    def write(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            self.errors.seek(0)
+            sys.exit(f"error: the side {self.side} ended early:\n{self.errors.read()[-3000:]}")
+        return json.loads(line)
+
+    def go(self, iterations):
+        self.write(f"go {iterations}")
+        return self.answer()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(options, mode, size_name, sides, seed, blocks):
+    """Let the sides take turns through the blocks (iterations each).  -> rows of the CSV, warm-up too."""
+    import envs
+    import grpo_llm
+    size = [int(number) for number in size_name.split("x")]
+    job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model="models/countdown-tiny")
+    args, env = our_args(job), envs.make("countdown")
+    job["flags"] = dataclasses.asdict(args)
+    job["tasks"] = [grpo_llm.task_index(cursor, seed, env.num_tasks("train"))
+                    for cursor in range(size[0] * job["iterations"])]
+    tokenizer = grpo_llm.load_tokenizer(args.model)
+    prompts = [grpo_llm.encode_prompt(env.task("train", index).messages, tokenizer, args)
+               for index in job["tasks"][:size[0]]]
+    started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
+    try:
+        for side in sides:
+            python = sys.executable if side == "ours" else options.trl_python
+            workers.append(Worker(python, job | dict(side=side), options.core))
+            if workers[-1].first.get("prompts", prompts) != prompts:
+                sys.exit(f"error: {side} reads other prompts than grpo_llm.py")
+        for block, iterations in enumerate(blocks):
+            for worker in workers[block % len(workers):] + workers[:block % len(workers)]:
+                answer = worker.go(iterations)
+                row = dict(started_at=started_at, mode=mode, size=size_name, seed=seed, side=worker.side)
+                rows.append(row | dict(block=block) | {name: answer[name] for name in FIELDS[6:]})
+                print(f"{size_name} seed {seed} block {block:2} {worker.side:8} CPU s/iteration: "
+                      + ", ".join(f"{part} {answer[part] / iterations:.4f}"
+                                  for part in ("rollout", "update", "other", "total"))
+                      + f"; tokens {answer['tokens']}, reward {answer['reward']:.3f}"
+                      + (f", held-out greedy {worker.first['greedy']:.3f} -> {answer['greedy']:.3f}"
+                         if mode == "run" and answer["greedy"] is not None else ""), flush=True)
+    finally:
+        for worker in workers:
+            worker.close()
+    return rows
+
+
+def summarise(rows, sides):
+    """Print each side's median block per iteration, and how many times as long TRL takes."""
+    print(f"\n| {rows[0]['mode']} {rows[0]['size']}, CPU s per iteration | "
+          + " | ".join(sides) + " | " + " | ".join(f"{side} / ours" for side in sides[1:]) + " |")
+    print("|---" * (2 * len(sides)) + "|")
+    parts = {name: lambda r, name=name: r[name] / r["iterations"] for name in ("rollout", "update", "other")}
+    parts |= {"rollout + update": lambda r: (r["rollout"] + r["update"]) / r["iterations"],
+              "total": lambda r: r["total"] / r["iterations"]}
+    for name, of in parts.items():
+        costs = {side: [of(r) for r in rows if r["side"] == side] for side in sides}
+        medians = [statistics.median(costs[side]) for side in sides]
+        # Blocks were measured in turns: the ratio of each pair first, then the median.
+        ratios = [statistics.median(b / a for a, b in zip(costs["ours"], costs[side], strict=True))
+                  for side in sides[1:]] if name != "other" else []
+        print(f"| {name} | " + " | ".join(f"{m:.4f}" for m in medians) + " | "
+              + " | ".join([f"{ratio:.2f}" for ratio in ratios] or [""] * (len(sides) - 1)) + " |")
+    print("| whole, CPU s | " + " | ".join(f"{sum(r['total'] for r in rows if r['side'] == side):.1f}"
+                                           for side in sides) + " |" + " |" * (len(sides) - 1))
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("mode", choices=("step", "run", "worker"))
+    parser.add_argument("--iterations", type=int, default=500, help="of `run`")
+    parser.add_argument("--block", type=int, default=50, help="iterations of `run` in one turn")
+    parser.add_argument("--repeats", type=int, default=0,
+                        help="step: measured blocks of 3 iterations [7]; run: seeds [1]")
+    parser.add_argument("--sides", default="", help="with commas: ours,trl,trl-drop")
+    parser.add_argument("--sizes", default=SIZES, help="of `step`, with commas: prompts x group x tokens")
+    parser.add_argument("--trl-python", default=str(REPOSITORY / ".venv-trl/bin/python"))
+    parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
+    parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
+    options = parser.parse_args()
+    sys.path.insert(0, str(REPOSITORY))
+    if options.mode == "worker":
+        gate = Gate()
+        job = json.loads(sys.stdin.readline())
+        (work_ours if job["side"] == "ours" else work_trl)(job, gate)
+        return
+    if not Path(options.trl_python).exists():
+        sys.exit(f"error: --trl-python {options.trl_python}: benchmarks/make_trl_env.sh makes one")
+    import grpo_llm
+    comparisons = []
+    if options.mode == "step":
+        sides = (options.sides or "ours,trl").split(",")
+        for name in options.sizes.split(","):
+            rows = compare(options, "step", name, sides, 1, [3] * (1 + (options.repeats or 7)))
+            comparisons.append((rows, [r for r in rows if r["block"]], sides))  # block 0 warms up
+    else:
+        sides = (options.sides or "ours,trl,trl-drop").split(",")
+        blocks = [options.block] * (options.iterations // options.block)
+        blocks += [options.iterations % options.block] if options.iterations % options.block else []
+        size = f"{grpo_llm.Args.prompts_per_iteration}x{grpo_llm.Args.group_size}x{RUN_TOKENS}"
+        for seed in range(1, (options.repeats or 1) + 1):
+            rows = compare(options, "run", size, sides, seed, blocks)
+            comparisons.append((rows, rows, sides))
+    for rows, measured, sides in comparisons:
+        summarise(measured, sides)
+        if options.out:
+            path = Path(options.out)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                if not path.stat().st_size:
+                    writer.writeheader()
+                writer.writerows({name: round(value, 4) if isinstance(value, float) else value
+                                  for name, value in row.items()} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

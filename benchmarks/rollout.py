@@ -1,0 +1,191 @@
+"""Sampling: grpo_llm.generate against model.generate of transformers, same model, prompts and lengths.
+
+    python benchmarks/rollout.py                               # the table
+    python benchmarks/rollout.py --out benchmarks/results/rollout.csv
+    python benchmarks/rollout.py --profile                     # where the time of a default iteration goes
+
+Groups of 16 responses to each prompt, at temperature 1, on one thread. The two sides take turns, and the
+ratio is the median of the turns' ratios, in CPU time. The models: models/countdown-tiny as it is (nearly
+all replies end after 9 tokens); a checkpoint of it after some GRPO, if --trained names one; and a Llama of
+0.86M random parameters (4 layers, hidden 128), which answers 16-token prompts with up to 64 tokens. Its
+head has a bias that ends a response with the probability 1/32 at each token (`natural`: mean length 28), or
+never (`forced`). Prompts that are `padded` have 8 to 16 tokens. grpo_llm.generate also returns log-
+probabilities, which training needs; model.generate is not asked for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+import envs  # noqa: E402
+import grpo_llm  # noqa: E402
+
+GROUP, VOCABULARY, EOS, PAD = 16, 512, 2, 0
+
+
+def random_llama(end_probability):
+    """A Llama that ends a response with about this probability at each token."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+        num_attention_heads=4, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    head = torch.nn.Linear(128, VOCABULARY)
+    with torch.no_grad():
+        head.weight.copy_(model.lm_head.weight)
+        head.bias.zero_()
+        # The other logits are small: together they weigh about VOCABULARY x exp(variance / 2).
+        others = (VOCABULARY - 1) * math.exp(128 * config.initializer_range**2 / 2)
+        odds = end_probability / (1 - end_probability)
+        head.bias[EOS] = math.log(odds * others) if odds else -1e9
+    model.lm_head = head
+    return model
+
+
+def random_prompts(count, shortest, longest):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def countdown_prompts(count, tokenizer, args):
+    env = envs.make("countdown")
+    return [grpo_llm.encode_prompt(env.task("train", i).messages, tokenizer, args) for i in range(count)]
+
+
+def ours(model, prompts, max_new_tokens, tokenizer):
+    """The number of tokens that grpo_llm.generate sampled."""
+    return sum(len(ids) for ids, _ in grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer))
+
+
+def theirs(model, prompts, max_new_tokens, tokenizer):
+    """The number of tokens, up to and with eos, that model.generate sampled."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    sampled = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
+                             top_p=1.0, max_new_tokens=max_new_tokens, eos_token_id=tokenizer.eos_token_id,
+                             pad_token_id=PAD)[:, width:]
+    ended = (sampled == tokenizer.eos_token_id).cumsum(1)
+    return int((ended == 0).sum() + (ended.max(1).values > 0).sum())
+
+
+def compare(name, model, prompts, max_new_tokens, tokenizer, repeats):
+    """Let the sides take turns.  -> a row of the CSV."""
+    rows = [prompt for prompt in prompts for _ in range(GROUP)]
+    speeds, tokens = {ours: [], theirs: []}, {ours: [], theirs: []}
+    for turn in range(-1, repeats):  # turn -1 warms up
+        for side in (ours, theirs) if turn % 2 else (theirs, ours):
+            torch.manual_seed(turn + 1)
+            began = time.process_time()
+            count = side(model, rows, max_new_tokens, tokenizer)
+            seconds = time.process_time() - began
+            if turn >= 0:
+                speeds[side].append(count / seconds)
+                tokens[side].append(count / len(rows))
+    return dict(case=name, prompts=len(prompts), rows=len(rows), repeats=repeats,
+                ours_tokens_per_s=round(statistics.median(speeds[ours])),
+                transformers_tokens_per_s=round(statistics.median(speeds[theirs])),
+                ratio=round(statistics.median(a / b for a, b in zip(*speeds.values(), strict=True)), 2),
+                ours_mean_length=round(statistics.mean(tokens[ours]), 2),
+                transformers_mean_length=round(statistics.mean(tokens[theirs]), 2))
+
+
+def profile():
+    """Print the ten operations that take most of the default iteration's sampling, and of its update."""
+    args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
+    model, tokenizer = grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    prompts = countdown_prompts(args.prompts_per_iteration, tokenizer, args)
+    rows = [prompt for prompt in prompts for _ in range(args.group_size)]
+
+    def sampling():
+        torch.manual_seed(1)
+        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature, tokenizer)
+
+    groups = []
+    for number, (prompt, (ids, logprobs)) in enumerate(zip(rows, sampling(), strict=True)):
+        if number % args.group_size == 0:
+            groups.append([])
+        groups[-1].append(grpo_llm.Segment(prompt, ids, [1] * len(ids), logprobs, advantage=number % 2 - 0.5))
+
+    def updating():
+        grpo_llm.update(model, None, optimizer, groups, args, tokenizer.pad_token_id)
+
+    for name, work in (("generate", sampling), ("update", updating)):
+        for _ in range(3):
+            work()
+        began = time.process_time()
+        for _ in range(5):
+            work()
+        seconds = (time.process_time() - began) / 5
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            work()
+        events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+        total = sum(event.self_cpu_time_total for event in events)
+        print(f"\n{name}: {len(rows)} rows, {1e3 * seconds:.1f} CPU ms without the profiler; in operations "
+              f"{total / 1e3:.1f} ms, the rest is Python\n\n| operation | self CPU ms | share | calls |\n"
+              "|---|---|---|---|")
+        for event in events[:10]:
+            print(f"| {event.key} | {event.self_cpu_time_total / 1e3:.1f} | "
+                  f"{100 * event.self_cpu_time_total / total:.0f} % | {event.count} |")
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--trained", default="", help="a checkpoint of grpo_llm.py to sample from as well")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", default="", help="CSV file to append the rows to")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if options.profile:
+        profile()
+        return
+    cases = []
+    for name in ["models/countdown-tiny"] + ([options.trained] if options.trained else []):
+        args = grpo_llm.Args(model=str(REPOSITORY / name))
+        tokenizer = grpo_llm.load_tokenizer(args.model)
+        cases.append((f"{Path(name).name} natural", grpo_llm.load_weights(args.model),
+                      countdown_prompts(32, tokenizer, args), args.max_response_tokens, tokenizer))
+    special = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
+    for name, end_probability, counts, shortest in (
+            ("llama-0.9M natural", 1 / 32, (4, 8, 16, 32), 16),
+            ("llama-0.9M natural padded", 1 / 32, (16,), 8), ("llama-0.9M forced", 0, (8, 16), 16)):
+        model = random_llama(end_probability)
+        cases += [(name, model, random_prompts(count, shortest, 16), 64, special) for count in counts]
+    rows = []
+    print("| case | prompts x 16 | ours, tokens/s | transformers, tokens/s | ratio | mean length |\n"
+          "|---|---|---|---|---|---|")
+    for name, model, prompts, max_new_tokens, tokenizer in cases:
+        rows.append(row := compare(name, model, prompts, max_new_tokens, tokenizer, options.repeats))
+        print(f"| {name} | {row['prompts']} | {row['ours_tokens_per_s']:,} | "
+              f"{row['transformers_tokens_per_s']:,} | {row['ratio']:.2f} | {row['ours_mean_length']:.1f} / "
+              f"{row['transformers_mean_length']:.1f} |", flush=True)
+    if options.out:
+        path = Path(options.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if not path.stat().st_size:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
