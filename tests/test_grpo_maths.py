@@ -570,6 +570,8 @@ def test_several_epochs_and_minibatches_do_not_depend_on_the_cut_either(random_l
         results.append((torch.stack(steps), metrics))
     assert (results[1][0] - results[0][0]).norm() < 1e-6 * results[0][0].norm()
     assert results[1][1] == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+    mean_norm = torch.stack([gradient.norm() for gradient in results[0][0]]).mean()
+    assert results[0][1]["train/grad_norm"] == pytest.approx(mean_norm.item(), rel=1e-5)
     # The two epochs saw the same groups in other minibatches.
     first, second = results[0][0][:3], results[0][0][3:]
     assert not torch.allclose(first.sort(0).values, second.sort(0).values)
@@ -609,6 +611,16 @@ def test_off_policy_updates_are_clipped_against_the_policy_that_sampled(random_l
     expected = gradients(second)
     assert (optimizer.steps[1] - expected).norm() < 1e-5 * expected.norm()
     assert 0 < metrics["train/clipfrac"] == pytest.approx(clipped / (2 * tokens))
+    first = -sum(s.advantage * sum(s.response_mask) for s in segments) / tokens  # every ratio is 1
+    assert metrics["train/policy_loss"] == pytest.approx((first + total.item()) / 2, rel=1e-5)
+
+
+def test_the_gradient_is_clipped_by_its_global_norm_and_logged_before(random_llama):
+    model, _, groups = two_policies(random_llama)
+    (free,), metrics, _ = an_update(model, groups, Args(temperature=0.7, max_grad_norm=1e9))
+    (clipped,), same, _ = an_update(model, groups, Args(temperature=0.7, max_grad_norm=0.01))
+    assert same["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"]) and free.norm() > 0.1
+    torch.testing.assert_close(clipped, 0.01 * free / free.norm(), rtol=1e-3, atol=0)
 
 
 def test_the_on_policy_clip_loss_is_zero_while_its_gradient_is_not(random_llama):
