@@ -745,3 +745,13 @@ def test_what_cannot_be_drawn_says_why(logs, tmp_path, capsys):
 if __name__ == "__main__":
     for name in ALGOS:
         write(DATA / f"{name}.jsonl", sample_log(name))
+
+
+def test_a_figure_of_some_panels_with_a_control(tmp_path, capsys):
+    out = tmp_path / "one.png"
+    words = ["--log", DATA / "grpo.jsonl", "--control", DATA / "sft.jsonl", "--out", out, "--panel"]
+    status, said, _ = plot(*words, "held out", capsys=capsys)
+    assert status == 0 and all("held out" in panel for panel in said["panels"]) and said["panels"]
+    assert_drawn(out, len(said["panels"]))
+    status, _, errors = plot(*words, "no such panel", capsys=capsys)
+    assert status == 1 and "no such panel" in errors[-1]["error"]

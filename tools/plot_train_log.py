@@ -312,12 +312,14 @@ def curves_of(panel: Panel, group: Group) -> list[Curve]:
     return living or present
 
 
-def draw(groups: list[Group], x: str, title: str, note: str, out: Path) -> list[str]:
+def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: str = "") -> list[str]:
     """Writes the figure; returns the titles of its panels. Raises NoPlot when there is nothing to draw."""
     main = groups[0]
-    panels = {panel: curves for panel in layout(main) if (curves := curves_of(panel, main))}
+    panels = {panel: curves for panel in layout(main)
+              if only in panel.title and (curves := curves_of(panel, main))}
     if not panels:
-        raise NoPlot("no usable record: none has a key of any panel")
+        wanted = f"a panel with {only!r} in its title" if only else "any panel"
+        raise NoPlot(f"no usable record: none has a key of {wanted}")
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}.get(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(max(4.0 * columns, 6), 2.9 * rows + 0.8),
@@ -362,8 +364,10 @@ def draw_panel(axis, panel: Panel, curves: list[Curve], groups: list[Group]) -> 
         axis.set_ylim(-0.02, 1.02)
     elif panel.y == "zero" and axis.dataLim.y1 > 0:
         axis.set_ylim(0, 1.06 * axis.dataLim.y1)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=7.5, framealpha=0.8, edgecolor="none")
+    if labels := axis.get_legend_handles_labels()[1]:
+        # Many curves leave no room inside: their legend stands beside them.
+        beside = dict(loc="center left", bbox_to_anchor=(1.0, 0.5)) if len(labels) > 4 else {}
+        axis.legend(fontsize=7.5, framealpha=0.8, edgecolor="none", **beside)
 
 
 def tick(value: float, _position: int) -> str:
@@ -418,6 +422,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--x", choices=sorted(X_LABELS), default="env_steps", help="the horizontal axis")
     parser.add_argument("--smoothing", type=int, default=1, metavar="W",
                         help="centred moving average over W records of training [records]")
+    parser.add_argument("--panel", default="", metavar="TEXT",
+                        help="only the panels that have this in their titles, such as 'held out'")
     parser.add_argument("--title", default="", help="instead of algorithm, environment and number of runs")
     args = parser.parse_args(argv)
     if args.smoothing < 1:
@@ -435,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.control:
                 groups.append(read_group(args.control, args.control_label, args.x, args.smoothing))
         title, note = describe(groups, args.smoothing)
-        panels = draw(groups, x, args.title or title, note, args.out)
+        panels = draw(groups, x, args.title or title, note, args.out, args.panel)
         if args.csv:
             write_csv(args.csv, x, groups)
     except (NoPlot, OSError) as error:
