@@ -843,8 +843,9 @@ def evaluate(model, tokenizer, env, args, pool, score):
 def describe_run(args, algo, model_hash, source):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
     def git(*command):
-        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        with contextlib.suppress(OSError):  # a copy without git runs too
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
+            return done.stdout.strip() if done.returncode == 0 else None
 
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,

@@ -542,8 +542,9 @@ def evaluate(model, tokenizer, env, held_out, args):
 def describe_run(args, algo, model_hash, source):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
     def git(*command):
-        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        with contextlib.suppress(OSError):  # a copy without git runs too
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
+            return done.stdout.strip() if done.returncode == 0 else None
 
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
@@ -780,7 +781,7 @@ def export(model, tokenizer, run, args):
     (temporary / "README.md").write_text(MODEL_CARD.format(
         name=folder.name, parameters=model.num_parameters(), steps=args.steps, seed=args.seed,
         data=" ".join(args.train_files or (args.env, *args.env_kwargs)),
-        commit=run.meta["git_sha"][:12] or "unknown",
+        commit=(run.meta["git_sha"] or "unknown")[:12],
         command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), folder=args.output_dir,
         torch=torch.__version__, transformers=transformers.__version__,
         table="\n".join(f"| {name} | {value:.3f} |" for name, value in measured.items())))
