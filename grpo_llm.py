@@ -844,7 +844,8 @@ def describe_run(args, algo, model_hash, source):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
     def git(*command):
         with contextlib.suppress(OSError):  # a copy without git runs too
-            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent)
+            here = Path(__file__).parent
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=here)
             return done.stdout.strip() if done.returncode == 0 else None
 
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
