@@ -569,8 +569,28 @@ def test_dynamic_sampling_fills_the_batch_and_stops(tmp_path):
     assert min(trainable) < 4
     for record in records(more)[1:]:
         assert record["rollout/groups_trainable"] >= 4
-        assert record["rollout/groups_submitted"] <= 9 * 4
-    assert max(r["rollout/groups_submitted"] for r in records(more)[1:]) > 4
+    assert 4 < max(r["rollout/groups_submitted"] for r in records(more)[1:]) < 9 * 4
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path, monkeypatch, lora_rank):
+    ids, start = torch.tensor([[1, 10, 22, 18, 108, 42, 109]]), AutoModelForCausalLM.from_pretrained(TINY)
+    distances = []
+    store = grpo_llm.store_logprobs
+
+    @torch.no_grad()
+    def watched(model, segments, name, *rest):
+        distances.append((name, float((model(ids).logits - start(ids).logits).abs().max())))
+        store(model, segments, name, *rest)
+
+    monkeypatch.setattr(grpo_llm, "store_logprobs", watched)
+    folder = train(grpo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
+                   warmup_iterations=0)
+    old, ref = ([distance for which, distance in distances if which == name]
+                for name in ("old_logprobs", "ref_logprobs"))
+    assert max(ref) == 0 < len(ref) and old[0] == 0 < min(old[1:])
+    kl = [record["train/kl_loss"] for record in records(folder)[1:]]
+    assert kl[1] > 1e-3
 
 
 def test_an_evaluation_alone_needs_no_iteration(tmp_path):
