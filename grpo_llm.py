@@ -194,10 +194,6 @@ class Args:
                            f"--max-response-tokens {self.max_response_tokens}")
 
     @property
-    def responses_per_iteration(self) -> int:
-        return self.prompts_per_iteration * self.group_size
-
-    @property
     def on_policy(self) -> bool:
         """One update per rollout: the policy that sampled is the one that is trained, and the ratio is 1."""
         return self.epochs * self.minibatches == 1
@@ -353,22 +349,23 @@ def decoder_and_head(model):
 # Engine: load, generate, sync
 
 
-def find_model(name):
-    """A folder as given, else beside this script (so that the defaults work from anywhere), else a hub id."""
-    for folder in (Path(name), Path(__file__).parent / name):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    if Path(name).exists() or name.count("/") != 1 or name.startswith("models/"):
+def load_pretrained(kind, name, **options):
+    """kind.from_pretrained of a folder as given, or beside this script (the defaults work from
+    anywhere), or of a hub id. Raises BadInput with the first line of what went wrong.
+    """
+    folders = [str(f) for f in (Path(name), Path(__file__).parent / name) if (f / "config.json").is_file()]
+    if not folders and (Path(name).exists() or name.count("/") != 1 or name.startswith("models/")):
         raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
-    return name
+    try:
+        return kind.from_pretrained(folders[0] if folders else name, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        what = "tokenizer" if kind is AutoTokenizer else "weights"
+        raise BadInput(f"--model {name}: its {what} cannot be loaded ({first_line(error)})") from error
 
 
 def load_tokenizer(name):
-    """The tokenizer of a model, with a padding token. Raises BadInput when it has no eos."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(find_model(name))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+    """The tokenizer of a model, with a padding token."""
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {name}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -377,11 +374,7 @@ def load_tokenizer(name):
 
 def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
-    model = model.eval()
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
     with torch.no_grad():
         ids = torch.arange(4)[None]
         logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
@@ -777,8 +770,9 @@ def update(model, reference, optimizer, groups, args, pad_id):
     if not args.on_policy:
         store_logprobs(model, everything, "old_logprobs", args, pad_id)
     if args.kl_coef:
-        with reference(model) as frozen:
-            store_logprobs(frozen, everything, "ref_logprobs", args, pad_id)
+        # The starting model: a copy, or the policy with its adapter switched off.
+        with contextlib.nullcontext() if reference else model.disable_adapter():
+            store_logprobs(reference or model, everything, "ref_logprobs", args, pad_id)
     parameters = [p for p in model.parameters() if p.requires_grad]
     totals, ratios, norms, num_seen = dict.fromkeys(UPDATE_METRICS, 0.0), [], [], 0
     for _ in range(args.epochs):
@@ -1133,17 +1127,6 @@ def learning_rate(iteration, args):
     return args.learning_rate * warm * (1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0))
 
 
-def frozen_reference(args, device):
-    """A context that gives the starting model: a second copy, or the policy with its adapter switched off."""
-    start = load_weights(args.model).to(device) if args.kl_coef and not args.lora_rank else None
-
-    @contextlib.contextmanager
-    def reference(model):
-        with contextlib.nullcontext() if start else model.disable_adapter():
-            yield start or model
-    return reference
-
-
 def start_tracking(run, args):
     """Mirror TensorBoard to Weights & Biases; before the writer is opened, or it would see nothing."""
     if args.track:
@@ -1183,7 +1166,7 @@ def main(args):
     else:
         model = load_weights(run.checkpoint) if run.checkpoint else base
     model.to(device)
-    reference = frozen_reference(args, device)
+    reference = load_weights(args.model).to(device) if args.kl_coef and not args.lora_rank else None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=args.weight_decay)
@@ -1194,9 +1177,9 @@ def main(args):
     start_tracking(run, args)
     run.open()
     print(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} responses = "
-          f"{args.responses_per_iteration} episodes an iteration, {args.epochs * args.minibatches} optimiser "
-          f"step(s) on them in passes of {args.microbatch_tokens} tokens; "
-          f"{sum(p.numel() for p in parameters):,} trained weights on {device}"
+          f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
+          f"{args.epochs * args.minibatches} optimiser step(s) on them in passes of {args.microbatch_tokens} "
+          f"tokens; {sum(p.numel() for p in parameters):,} trained weights on {device}"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
     pool = ThreadPoolExecutor(args.max_concurrent)
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")

@@ -277,22 +277,23 @@ def new_tokenizer(words):
     return tokenizer
 
 
-def find_model(name):
-    """A folder as given, else beside this script (so that the defaults work from anywhere), else a hub id."""
-    for folder in (Path(name), Path(__file__).parent / name):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    if Path(name).exists() or name.count("/") != 1 or name.startswith("models/"):
+def load_pretrained(kind, name, **options):
+    """kind.from_pretrained of a folder as given, or beside this script (the defaults work from
+    anywhere), or of a hub id. Raises BadInput with the first line of what went wrong.
+    """
+    folders = [str(f) for f in (Path(name), Path(__file__).parent / name) if (f / "config.json").is_file()]
+    if not folders and (Path(name).exists() or name.count("/") != 1 or name.startswith("models/")):
         raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
-    return name
+    try:
+        return kind.from_pretrained(folders[0] if folders else name, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        what = "tokenizer" if kind is AutoTokenizer else "weights"
+        raise BadInput(f"--model {name}: its {what} cannot be loaded ({first_line(error)})") from error
 
 
 def load_tokenizer(name):
-    """The tokenizer of a model, with a padding token. Raises BadInput when it has no eos."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(find_model(name))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
+    """The tokenizer of a model, with a padding token."""
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {name}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -301,11 +302,7 @@ def load_tokenizer(name):
 
 def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(find_model(name), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"--model {name}: its weights cannot be loaded ({first_line(error)})") from error
-    model = model.eval()
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
     with torch.no_grad():
         ids = torch.arange(4)[None]
         logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)

@@ -499,22 +499,6 @@ def two_policies(random_llama, seed=1):
     return model, start, groups
 
 
-class Reference:
-    """grpo_llm.frozen_reference's stand-in: a context that yields a given model."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __call__(self, policy):
-        return self
-
-    def __enter__(self):
-        return self.model
-
-    def __exit__(self, *error):
-        pass
-
-
 def reference_gradient(model, start, segments, args):
     """Gradient of one minibatch's loss on policy, from plain full forwards, sequence by sequence."""
     tokens = sum(sum(s.response_mask) for s in segments)
@@ -547,7 +531,7 @@ def test_the_update_has_the_gradient_of_the_written_loss_however_it_is_cut(rando
     expected, results = None, []
     for budget in (10_000, 12):
         args = Args(**common, microbatch_tokens=budget)
-        steps, metrics, passes = an_update(model, groups, args, Reference(start))
+        steps, metrics, passes = an_update(model, groups, args, start)
         assert len(steps) == 1
         assert passes == 1 if budget == 10_000 else passes >= 8
         results.append((steps[0], metrics))
