@@ -159,12 +159,15 @@ def test_the_log_passes_the_validator_and_holds_what_metrics_promises(script, tm
 
 def test_the_counters_and_rates_of_the_log_add_up(tmp_path):
     folder = train(grpo_llm, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
-    before = records(folder)[0]
+    before, seen = records(folder)[0], set()
     for record in records(folder)[1:]:
         step = f"train_step_{record['iteration']:06d}"
         episodes = [json.loads(path.read_text()) for path in (folder / "episodes" / step).glob("countdown*")]
         tokens = sum(sum(s["response_mask"]) for episode in episodes for s in episode["segments"])
         assert len(episodes) == 16
+        tasks = {episode["task_id"] for episode in episodes}
+        assert len(tasks) == 4 and not tasks & seen  # new ones in each iteration
+        seen |= tasks
         assert record["env_steps"] - before["env_steps"] == tokens
         updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
         assert record["opt_steps"] - before["opt_steps"] == updates
@@ -905,6 +908,23 @@ def test_several_files_are_one_data_set(tmp_path):
              str(write_rows(tmp_path / "more", "parquet", ROWS[4:])))
     folder = train(sft, tmp_path / "run", train_files=files, model=TINY, batch_size=3, steps=2)
     assert records(folder)[-1]["train/epoch"] == pytest.approx(2 * 3 / (len(ROWS) - 1))
+
+
+def test_an_epoch_of_sft_sees_every_row_once_in_an_order_of_its_own(tmp_path, monkeypatch):
+    steps, cut = [], sft.batches
+
+    def watched(rows, *rest):
+        if len(rows) == 3:  # not the held-out one
+            steps.append([tuple(ids) for ids, _ in rows])
+        return cut(rows, *rest)
+
+    monkeypatch.setattr(sft, "batches", watched)
+    train(sft, tmp_path / "run", train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY, batch_size=3,
+          steps=6, eval_every=0)
+    epochs = [steps[start] + steps[start + 1] for start in (0, 2, 4)]
+    assert len(set(epochs[0])) == len(ROWS) - 1 == 6
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_changed_data_are_refused_on_resume(tmp_path):
