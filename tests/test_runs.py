@@ -377,21 +377,21 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, tmp_path):
     """From the third record on, no file may grow to the size of the weights; the log still may grow."""
     flags = dict(model=TINY) if script is sft else {}
     whole = train(script, tmp_path / "whole", **flags)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patch:
         record = script.Run.record
 
         def filling(run, values):
             record(run, values)
             if run.counters["iteration"] == 3:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
 
         patch.setattr(script.Run, "record", filling)
         try:
             with pytest.raises(SystemExit, match=rf"{LAST} could not be written.*earlier checkpoints stay"):
                 train(script, tmp_path / "run", **flags)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     folder = tmp_path / "run"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["state.json", "step_000002"]
     assert validate(folder)["errors"] == 1 and validate(folder)["ok"]
