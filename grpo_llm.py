@@ -438,7 +438,8 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every beginning that several responses have in common. A response that ended leaves.
+    once, and so is every beginning that several responses have in common. Those that ended leave when they
+    are an eighth of the batch: leaving copies the cache.
     """
     decoder, head = decoder_and_head(model)
     device, size, unique = model.device, head.out_features, {}
@@ -451,15 +452,18 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     ids = torch.full((len(row), max_new_tokens), -1, device=device)
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos_ids(model, tokenizer), device=device)
+    done = torch.zeros_like(row, dtype=torch.bool)
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
         token, logprob = sample(head(hidden)[row], temperature)                          # (live,)
-        ids[live, t], logprobs[live, t] = token, logprob
-        going = ~torch.isin(token, eos)
-        if t + 1 == max_new_tokens or not going.any():
+        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
+        done = done | torch.isin(token, eos)
+        ended = int(done.sum())
+        if t + 1 == max_new_tokens or ended == len(done):
             break
-        live, row, token = live[going], row[going], token[going]
+        if ended > len(done) // 8:
+            live, row, token, done = (x[~done] for x in (live, row, token, done))
         pairs, row = torch.unique(row * size + token, return_inverse=True)
         parent, tokens = pairs // size, (pairs % size)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
@@ -507,8 +511,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        self.buffer = None
+        end, self.buffer = self.get_seq_length(), self.buffer[:, indices]  # with its room to grow
+        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
 
 
 # Rollout: tasks to scored token sequences
