@@ -634,7 +634,8 @@ def rollout(model, tokenizer, env, tasks, num_samples, temperature, args, pool, 
         list(pool.map(step_environments, [live[i::args.max_concurrent] for i in range(args.max_concurrent)]))
         live = [r for r in live if not r.termination and observe(r, tokenizer, args)]
     for r in rollouts:
-        r.episode.close()
+        with contextlib.suppress(Exception):  # what an environment leaves behind must not end the run
+            r.episode.close()
         r.reward = float(score(r))
     return rollouts
 
