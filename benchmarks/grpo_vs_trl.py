@@ -320,23 +320,36 @@ def compare(options, mode, size_name, sides, seed, blocks):
 
 
 def summarise(rows, sides):
-    """Print each side's median block per iteration, and how many times as long TRL takes."""
-    print(f"\n| {rows[0]['mode']} {rows[0]['size']}, CPU s per iteration | "
-          + " | ".join(sides) + " | " + " | ".join(f"{side} / ours" for side in sides[1:]) + " |")
-    print("|---" * (2 * len(sides)) + "|")
-    parts = {name: lambda r, name=name: r[name] / r["iterations"] for name in ("rollout", "update", "other")}
-    parts |= {"rollout + update": lambda r: (r["rollout"] + r["update"]) / r["iterations"],
-              "total": lambda r: r["total"] / r["iterations"]}
-    for name, of in parts.items():
-        costs = {side: [of(r) for r in rows if r["side"] == side] for side in sides}
-        medians = [statistics.median(costs[side]) for side in sides]
-        # Blocks were measured in turns: the ratio of each pair first, then the median.
-        ratios = [statistics.median(b / a for a, b in zip(costs["ours"], costs[side], strict=True))
-                  for side in sides[1:]] if name != "other" else []
-        print(f"| {name} | " + " | ".join(f"{m:.4f}" for m in medians) + " | "
-              + " | ".join([f"{ratio:.2f}" for ratio in ratios] or [""] * (len(sides) - 1)) + " |")
-    print("| whole, CPU s | " + " | ".join(f"{sum(r['total'] for r in rows if r['side'] == side):.1f}"
-                                           for side in sides) + " |" + " |" * (len(sides) - 1))
+    """Print what an iteration costs each side, and how many times as much it costs TRL.
+
+    step: medians of the blocks, and of the ratios of blocks measured in turn. run: means of all iterations,
+    since the work changes as the policy learns.
+    """
+    mode, others = rows[0]["mode"], sides[1:]
+    parts = {name: (name,) for name in ("rollout", "update")} | {"rollout + update": ("rollout", "update")}
+    parts |= {name: (name,) for name in ("other", "total")}
+    print(f"\n| {mode} {rows[0]['size']}, CPU s per iteration | {' | '.join(sides)} | "
+          + " | ".join(f"{side} / ours" for side in others) + " |\n" + "|---" * (2 * len(sides)) + "|")
+    for name, fields in parts.items():
+        costs = {side: [] for side in sides}
+        for r in rows:
+            costs[r["side"]].append(sum(r[field] for field in fields) / r["iterations"])
+        values = [statistics.median(costs[side]) for side in sides]
+        if mode == "step":
+            ratios = [statistics.median(b / a for a, b in zip(costs["ours"], costs[side], strict=True))
+                      for side in others]
+        else:
+            values = [sum(r[field] for r in rows if r["side"] == side for field in fields)
+                      / sum(r["iterations"] for r in rows if r["side"] == side) for side in sides]
+            ratios = [value / values[0] for value in values[1:]]
+        cells = [f"{value:.4f}" for value in values] + [f"{r:.2f}" if name != "other" else "" for r in ratios]
+        print(f"| {name} | {' | '.join(cells)} |")
+    if mode == "run":
+        whole = [f"{sum(r['total'] for r in rows if r['side'] == side):.1f}" for side in sides]
+        print(f"| the whole run, CPU s | {' | '.join(whole)} |" + " |" * len(others))
+        greedy = {r["side"]: r["greedy"] for r in rows if r["greedy"] is not None}
+        print(f"| held-out greedy at its end | {' | '.join(f'{greedy[side]:.3f}' for side in sides)} |"
+              + " |" * len(others))
 
 
 def main():

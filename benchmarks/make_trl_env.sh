@@ -3,13 +3,11 @@
 #
 #     benchmarks/make_trl_env.sh                   # .venv-trl in the repository
 #     benchmarks/make_trl_env.sh DIR [PYTHON]      # elsewhere, or with another Python than python3
+#
+# On Linux without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares some gigabytes.
 set -eu
 repository=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$repository/.venv-trl}
 "${2:-python3}" -m venv "$folder"
-if [ "$(uname -s)" = Linux ]; then  # elsewhere the default wheels are CPU wheels already
-    "$folder/bin/pip" install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu ||
-        "$folder/bin/pip" install torch==2.13.0
-fi
 "$folder/bin/pip" install torch==2.13.0 transformers==5.23.0 trl==1.16.0
-"$folder/bin/python" -c "from trl import GRPOTrainer; print('TRL is ready')"
+"$folder/bin/python" -c "from trl import GRPOTrainer; print('TRL is ready:', '$folder')"

@@ -66,7 +66,7 @@ def measure(way, num_tokens):
     loss = -(logprobs + 0.02 * entropy).mean()
     loss.backward()
     print(json.dumps(dict(mib=round(peak_mib() - before), cpu_s=round(time.process_time() - began, 2),
-                          loss=round(float(loss), 5))))
+                          loss=round(loss.item(), 5))))
 
 
 def main():
