@@ -511,7 +511,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices):
-        end, self.buffer = self.get_seq_length(), self.buffer[:, indices]  # with its room to grow
+        end, self.buffer = self.get_seq_length(), self.buffer.index_select(1, indices)  # with its room
         self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
 
 
