@@ -101,13 +101,18 @@ def make(name: str, **options) -> Env:
     else:
         raise BadInput(f"unknown environment {name!r}{_hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
                        "or path/to/file.py:Class")
-    hints = typing.get_type_hints(cls.Config)
+    return cls(make_config(cls.Config, name, options))
+
+
+def make_config(config: type, name: str, options: dict):
+    """The dataclass `config` of environment `name`, from options whose values may be strings."""
+    hints = typing.get_type_hints(config)
     for key in options:
         if key not in hints:
             raise BadInput(f"environment {name}: unknown option {key!r}{_hint(key, hints)}; "
                            f"known: {', '.join(hints)}")
         options[key] = _convert(options[key], hints[key], f"environment {name}: option {key}")
-    return cls(cls.Config(**options))
+    return config(**options)
 
 
 def parse_options(pairs: typing.Iterable[str]) -> dict[str, str]:

@@ -1,0 +1,99 @@
+"""Vectorised environments: what a2c_vecenv.py asks of them.
+
+    env = make_vec("pixel-goal", num_envs=64, device="cpu", difficulty=8)
+    obs = env.reset(seed=1)
+    obs, reward, terminated, truncated, info = env.step(actions)
+
+All in Gymnasium's meaning, a tensor of `num_envs` rows each. A row whose episode ends starts its next one in the
+same step (autoreset), so that `obs` is already the first observation of that one, while
+
+    info["reset_mask"]   terminated | truncated                                           (num_envs,) bool
+    info["final_obs"]    the last observations of the episodes that ended, in row order   (ended, *obs_shape)
+    info["dist"]         distance to the goal before the reset; goal environments only    (num_envs,) float32
+
+`obs` and what `info` holds are the environment's own buffers: valid until its next step, clone them to keep them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import envs
+
+
+class VecEnv:
+    """num_envs copies of one environment. Subclasses set the attributes below."""
+
+    num_envs: int
+    num_actions: int
+    obs_shape: tuple[int, ...]  # of one row
+    obs_dtype: torch.dtype  # uint8: shades 0..obs_high; float32: as the environment gives it
+    obs_high: float = 1.0  # what observations are divided by before the network [shades]
+    device: torch.device
+    action_names: list[str]
+    has_goal = False  # True: info["dist"], and a terminated episode is a success
+    log_meta: dict  # what a log's meta line says of it (spec: num_actions, action_codec_id, goal_sha256, ...)
+
+    def reset(self, seed: int) -> torch.Tensor:
+        """Begin new episodes, row i from seed + i.  -> obs (num_envs, *obs_shape)"""
+        raise NotImplementedError
+
+    def step(self, actions: torch.Tensor):
+        """actions: (num_envs,) of an integer dtype on `device`, each in 0..num_actions - 1; else an error.
+
+        -> obs, reward (num_envs,) float32, terminated and truncated (num_envs,) bool, info.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict | None:
+        """What an exact continuation needs, as torch.save and torch.load(weights_only=True) take it.
+
+        None: this environment cannot be saved, and a resumed run begins new episodes.
+        """
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict) -> torch.Tensor:
+        """Continue from a state.  -> obs, as the step before it returned"""
+        raise NotImplementedError
+
+    def frames(self, row: int = 0):
+        """A picture of a row as people look at it: uint8 (H, W) shades 0..255 or (H, W, 3); None: there is none."""
+        return None
+
+    def close(self) -> None:
+        """Release processes and windows."""
+
+    def check_actions(self, actions) -> torch.Tensor:
+        """actions as int64; TypeError or ValueError with what was expected."""
+        if not isinstance(actions, torch.Tensor):
+            raise TypeError(f"actions: expected a tensor, got {type(actions).__name__}")
+        if actions.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise TypeError(f"actions: expected an integer dtype, got {actions.dtype}")
+        if actions.shape != (self.num_envs,):
+            raise ValueError(f"actions: expected shape ({self.num_envs},), got {tuple(actions.shape)}")
+        if actions.device != self.device:
+            raise ValueError(f"actions: expected them on {self.device}, got {actions.device}")
+        if actions.device.type == "cpu":
+            low, high = actions.aminmax()
+            if low < 0 or high >= self.num_actions:
+                raise ValueError(f"actions: expected 0..{self.num_actions - 1}, got {low.item()}..{high.item()}")
+        else:  # a device-side assertion, which does not wait for the device
+            torch._assert_async(((actions >= 0) & (actions < self.num_actions)).all())
+        return actions.long()
+
+
+VEC_ENVS = {"pixel-goal": "envs.pixel_goal:PixelGoal", "pyboy": "envs.game_boy:GameBoy"}
+
+
+def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
+    """Build a vectorised environment: one of VEC_ENVS, or any Gymnasium id. Option values may be strings.
+
+    Raises BadInput for an unknown id or option, a wrong value, or a package that is not installed.
+    """
+    device = torch.device(device)
+    if env_id in VEC_ENVS:
+        cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
+        return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
+    from envs.gymnasium_vec import GymnasiumVec
+
+    return GymnasiumVec(env_id, num_envs, device, options)
