@@ -4,14 +4,14 @@
     obs = env.reset(seed=1)
     obs, reward, terminated, truncated, info = env.step(actions)
 
-All in Gymnasium's meaning, a tensor of `num_envs` rows each. A row whose episode ends starts its next one in the
-same step (autoreset), so that `obs` is already the first observation of that one, while
+All in Gymnasium's meaning, a tensor of `num_envs` rows each. A row whose episode ends starts its next one in
+the same step (autoreset), so that `obs` is already the first observation of that one, while
 
     info["reset_mask"]   terminated | truncated                                           (num_envs,) bool
     info["final_obs"]    the last observations of the episodes that ended, in row order   (ended, *obs_shape)
-    info["dist"]         distance to the goal before the reset; goal environments only    (num_envs,) float32
+    info["dist"]         distance to the goal before the reset, where there is a goal     (num_envs,) float32
 
-`obs` and what `info` holds are the environment's own buffers: valid until its next step, clone them to keep them.
+`obs` and what `info` holds are the environment's own buffers, valid until its next step: clone to keep them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VecEnv:
         raise NotImplementedError
 
     def frames(self, row: int = 0):
-        """A picture of a row as people look at it: uint8 (H, W) shades 0..255 or (H, W, 3); None: there is none."""
+        """A picture of a row for people, uint8 (H, W) grey or (H, W, 3); None where there is none."""
         return None
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class VecEnv:
         if actions.device.type == "cpu":
             low, high = actions.aminmax()
             if low < 0 or high >= self.num_actions:
-                raise ValueError(f"actions: expected 0..{self.num_actions - 1}, got {low.item()}..{high.item()}")
+                raise ValueError(f"actions: expected 0..{self.num_actions - 1}, got {int(low)}..{int(high)}")
         else:  # a device-side assertion, which does not wait for the device
             torch._assert_async(((actions >= 0) & (actions < self.num_actions)).all())
         return actions.long()
