@@ -1,0 +1,270 @@
+"""Any Gymnasium id as a vectorised environment: vector or image observations, discrete actions.
+
+Rows are stepped here, one after the other, rather than by Gymnasium's SyncVectorEnv, which spends 15 to 25 %
+of a CartPole step on copies and on its info dictionary. CartPole itself uses Gymnasium's vectorised version.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+
+import numpy as np
+import torch
+
+from envs import BadInput
+from envs.vec_env import VecEnv
+
+try:
+    import gymnasium
+except ImportError as error:
+    raise BadInput(f"Gymnasium ids need a package: pip install gymnasium ({error})") from error
+
+
+class GymnasiumVec(VecEnv):
+    """num_envs copies of a registered environment; options go to its constructor (and max_episode_steps).
+
+    Observations: Box of uint8 images (H, W, C), (C, H, W) or (H, W) -> (C, H, W) uint8; Box of one axis ->
+    float32; Discrete -> one-hot float32. BadInput: another space, an unknown id or option, a missing package.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, device="cpu", options: dict | None = None):
+        self.num_envs, self.device = num_envs, torch.device(device)
+        options = {key: _literal(value) for key, value in (options or {}).items()}
+        limit = options.get("max_episode_steps", 1)
+        if not isinstance(limit, int) or limit < 1:
+            raise BadInput(f"environment {env_id}: max_episode_steps: expected at least 1, got {limit!r}")
+        self._cartpole = None
+        try:
+            vectorised = str(gymnasium.spec(env_id).vector_entry_point)
+            if vectorised.endswith("cartpole:CartPoleVectorEnv") and "render_mode" not in options:
+                self._vector = gymnasium.make_vec(env_id, num_envs, "vector_entry_point", **options)
+                self._cartpole = self._vector.unwrapped
+            else:
+                self._vector = gymnasium.make_vec(env_id, num_envs, "sync", **options)
+                self._rows = self._vector.envs
+        except Exception as error:  # an environment's constructor may raise anything at all
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            raise BadInput(f"environment {env_id}: {line}") from error
+        self._plan_observations(env_id, self._vector.single_observation_space)
+        actions = self._vector.single_action_space
+        if not isinstance(actions, gymnasium.spaces.Discrete):
+            raise BadInput(f"environment {env_id}: expected discrete actions, found {actions}")
+        self.num_actions, self._first_action = int(actions.n), int(actions.start)
+        self.action_names = [str(action) for action in range(self.num_actions)]
+        if self._cartpole is None and hasattr(self._rows[0].unwrapped, "get_action_meanings"):  # Atari
+            self.action_names = list(self._rows[0].unwrapped.get_action_meanings())
+        self.log_meta = {"num_actions": self.num_actions, "action_codec_id": f"gymnasium:{env_id}",
+                         "frames_per_step": 1, "stack_k": 1, "goal_dir": "", "goal_sha256": ""}
+        self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=self.obs_dtype)
+        self._array = self._obs.numpy()  # the same memory
+        self._none_ended = torch.zeros(0, *self.obs_shape, dtype=self.obs_dtype, device=self.device)
+
+    def reset(self, seed: int) -> torch.Tensor:
+        if self._cartpole is not None:
+            self._vector.reset(seed=seed)
+            self._rngs = [gymnasium.utils.seeding.np_random(seed + row)[0] for row in range(self.num_envs)]
+            self._restart_cartpole(range(self.num_envs))
+        else:
+            for row, env in enumerate(self._rows):
+                self._array[row] = self._convert(env.reset(seed=seed + row)[0])
+        return self._obs.to(self.device)
+
+    def step(self, actions: torch.Tensor):
+        actions = self.check_actions(actions)
+        step = self._step_rows if self._cartpole is None else self._step_cartpole
+        rewards, terminated, truncated, final = step(actions.cpu().numpy())
+        rewards, terminated, truncated = (torch.from_numpy(array).to(self.device)
+                                          for array in (rewards, terminated, truncated))
+        final = self._none_ended if final is None else torch.from_numpy(final).to(self.device)
+        info = {"reset_mask": terminated | truncated, "final_obs": final}
+        return self._obs.to(self.device), rewards, terminated, truncated, info
+
+    def _step_rows(self, actions: np.ndarray):
+        """Fills the buffer.  -> rewards float32, terminated, truncated, final observations or None"""
+        rewards, terminated, truncated, final = [], [], [], []
+        for row, action in enumerate(actions + self._first_action):
+            env = self._rows[row]
+            obs, reward, ended, cut, _ = env.step(action)
+            if ended or cut:
+                final.append(self._convert(obs))
+                obs, _ = env.reset()
+            self._array[row] = self._convert(obs)
+            rewards.append(reward)
+            terminated.append(ended)
+            truncated.append(cut)
+        final = np.stack(final).astype(self._array.dtype, copy=False) if final else None
+        return np.array(rewards, np.float32), np.array(terminated, bool), np.array(truncated, bool), final
+
+    def _step_cartpole(self, actions: np.ndarray):
+        """As _step_rows. Left to itself, Gymnasium restarts a row a step later, from a shared generator."""
+        obs, rewards, terminated, truncated, _ = self._vector.step(actions)
+        self._array[:] = obs
+        final = None
+        ended = self._cartpole.prev_done
+        if ended.any():
+            final = obs[ended]
+            self._restart_cartpole(np.flatnonzero(ended))
+        return rewards, terminated, truncated, final
+
+    def _restart_cartpole(self, rows) -> None:
+        env = self._cartpole
+        for row in rows:
+            env.state[:, row] = self._rngs[row].uniform(env.low, env.high, size=4)
+            self._array[row] = env.state[:, row]
+        env.steps[rows] = 0
+        env.prev_done[rows] = False  # so that the next step does not begin this row's episode again
+
+    def _plan_observations(self, env_id: str, space) -> None:
+        """Set obs_shape, obs_dtype, obs_high and _convert: one row's observation -> an array of obs_shape."""
+        self._image = False
+        axes = len(space.shape or ()) if isinstance(space, gymnasium.spaces.Box) else 0
+        if isinstance(space, gymnasium.spaces.Discrete):
+            table, first = np.eye(int(space.n), dtype=np.float32), int(space.start)
+            self.obs_shape, self.obs_dtype = (int(space.n),), torch.float32
+            self._convert = lambda obs: table[int(obs) - first]
+        elif axes == 1:
+            self.obs_shape, self.obs_dtype = space.shape, torch.float32
+            self.obs_high = 255.0 if space.dtype == np.uint8 else 1.0
+            self._convert = lambda obs: obs
+        elif axes in (2, 3) and space.dtype == np.uint8:
+            self._image, self.obs_dtype, self.obs_high = True, torch.uint8, 255.0
+            if axes == 2:
+                self._convert = lambda obs: obs[None]
+            elif space.shape[2] <= space.shape[0]:  # channels are the shorter end
+                self._convert = lambda obs: obs.transpose(2, 0, 1)
+            else:
+                self._convert = lambda obs: obs
+            self.obs_shape = self._convert(np.zeros(space.shape, np.uint8)).shape
+        else:
+            raise BadInput(f"environment {env_id}: expected observations that are a vector, a uint8 image or "
+                           f"Discrete, found {' '.join(str(space).split())}")
+
+    def state_dict(self) -> dict | None:
+        if self._cartpole is not None:
+            env = self._cartpole
+            rows = _encode([env.state, env.steps, env.prev_done, self._rngs], set())
+        else:
+            try:
+                rows = _encode(list(self._rows), set())
+            except _Unknown:
+                return None
+        return {"rows": rows, "obs": self._obs.clone()}
+
+    def load_state_dict(self, state: dict) -> torch.Tensor:
+        if state["obs"].shape != self._obs.shape:
+            raise BadInput(f"environment state: expected observations of shape {tuple(self._obs.shape)}, "
+                           f"got {tuple(state['obs'].shape)}")
+        self.reset(seed=0)  # so that attributes which appear with the first reset exist
+        if self._cartpole is not None:
+            env = self._cartpole
+            env.state, env.steps, env.prev_done, self._rngs = _decode(state["rows"], None)
+        else:
+            _decode(state["rows"], self._rows)
+        self._obs.copy_(state["obs"])
+        return self._obs.to(self.device)
+
+    def frames(self, row: int = 0):
+        if self._cartpole is None and self._rows[row].render_mode == "rgb_array":
+            try:
+                return np.asarray(self._rows[row].render())
+            except gymnasium.error.DependencyNotInstalled as error:
+                raise BadInput(f"render_mode=rgb_array: {error}") from error
+        if not self._image:
+            return None
+        frame = self._array[row]
+        return frame[-1].copy() if len(frame) != 3 else frame.transpose(1, 2, 0).copy()
+
+    def close(self) -> None:
+        self._vector.close()
+
+
+def _literal(value):
+    """The Python value of an option's text: 3, 0.5, True, None, [1, 2]; other text stays text."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return value
+
+
+# Saving an environment. A pickle of it would be a program that loading a checkpoint executes, so the
+# attributes are written as plain data (numbers, text, arrays, generators' states), a tree that weights_only
+# loads. An attribute of any other kind, such as a physics engine written in C, makes it an environment
+# that cannot be saved: better no continuation than one that is silently not exact.
+
+class _Unknown(Exception):
+    """An attribute that may hold state and that cannot be written as plain data."""
+
+
+_SPACES = (gymnasium.spaces.Box, gymnasium.spaces.Discrete, gymnasium.spaces.MultiDiscrete,
+           gymnasium.spaces.MultiBinary)
+_CONSTANT = (gymnasium.envs.registration.EnvSpec, np.dtype, type, types.ModuleType, types.MethodType,
+             types.BuiltinFunctionType)
+
+
+def _encode(value, seen: set[int]):
+    """Plain data of a value. seen: ids of mutable objects before; two names of one would part on loading."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, _CONSTANT) or type(value).__module__.partition(".")[0] == "pygame" \
+            or (isinstance(value, types.FunctionType) and not value.__closure__):
+        return {"kind": "constant"}  # the new environment has its own
+    if not isinstance(value, (np.generic, tuple)):
+        owner = value.base if isinstance(value, np.ndarray) and value.base is not None else value
+        if id(owner) in seen:
+            raise _Unknown
+        seen.add(id(owner))
+    if isinstance(value, gymnasium.Env):
+        return {"kind": "env", "value": {name: _encode(part, seen) for name, part in vars(value).items()}}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSU":
+        data = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)
+        return {"kind": "array" if isinstance(value, np.ndarray) else "number", "value": data,
+                "dtype": value.dtype.str, "shape": list(value.shape)}
+    if isinstance(value, np.random.Generator):
+        return {"kind": "generator", "value": _encode(value.bit_generator.state, set())}
+    if isinstance(value, _SPACES):
+        return {"kind": "space", "value": _encode(value._np_random, seen)}
+    if type(value) in (list, tuple):
+        return {"kind": type(value).__name__, "value": [_encode(part, seen) for part in value]}
+    if type(value) is dict:
+        pairs = [[_encode(key, seen), _encode(part, seen)] for key, part in value.items()]
+        return {"kind": "dict", "value": pairs}
+    raise _Unknown
+
+
+def _decode(data, current):
+    """The value that `data` stands for. An existing environment, generator or space (current) is refilled."""
+    if not isinstance(data, dict):
+        return data
+    kind, value = data["kind"], data.get("value")
+    if kind == "constant":
+        return current
+    if kind == "env":
+        for name, part in value.items():
+            setattr(current, name, _decode(part, getattr(current, name, None)))
+        return current
+    if kind in ("array", "number"):
+        dtype = np.dtype(data["dtype"])
+        size = int(np.prod(data["shape"], dtype=int)) * dtype.itemsize
+        array = np.frombuffer(value.numpy().tobytes()[:size], dtype).reshape(data["shape"]).copy()
+        return array if kind == "array" else array[()]
+    if kind == "generator":
+        state = _decode(value, None)
+        if not isinstance(current, np.random.Generator):
+            current = np.random.Generator(np.random.PCG64(0))
+        current.bit_generator.state = state  # refuses the state of another kind of generator
+        return current
+    if kind == "space":
+        current._np_random = _decode(value, current._np_random)
+        return current
+    if kind == "dict":
+        old = current if isinstance(current, dict) else {}
+        return {key: _decode(part, old.get(key)) for key, part in ((_decode(k, None), p) for k, p in value)}
+    if not isinstance(current, (list, tuple)) or len(current) != len(value):
+        current = [None] * len(value)
+    parts = [_decode(part, before) for part, before in zip(value, current, strict=True)]
+    return tuple(parts) if kind == "tuple" else parts

@@ -1,0 +1,270 @@
+"""Gymnasium ids as vectorised environments, against single environments stepped by hand."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+np = pytest.importorskip("numpy")
+
+from envs import BadInput  # noqa: E402
+from envs.vec_env import make_vec  # noqa: E402
+
+
+class Counter(gymnasium.Env):
+    """Counts its steps. Ends after `end` steps; its observations are made by `show(count)`."""
+
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, end=5, kind="vector"):
+        box = gymnasium.spaces.Box
+        self.observation_space = {
+            "vector": box(-1e6, 1e6, (2,), np.float64), "grey": box(0, 255, (5, 6), np.uint8),
+            "rgb": box(0, 255, (5, 6, 3), np.uint8), "chw": box(0, 255, (3, 5, 6), np.uint8),
+            "ram": box(0, 255, (9,), np.uint8), "discrete": gymnasium.spaces.Discrete(9, start=2),
+            "dict": gymnasium.spaces.Dict(a=box(0, 1)), "cube": box(0, 1, (4, 4, 4)),
+        }[kind]
+        self.end, self.kind = end, kind
+
+    def show(self):
+        if self.kind == "discrete":
+            return 2 + self.count
+        if self.kind == "vector":
+            return np.array([self.count, self.start])
+        frame = np.arange(np.prod(self.observation_space.shape)).reshape(self.observation_space.shape)
+        return (frame + self.count).astype(np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.start = 0, self.np_random.random()
+        return self.show(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.show(), float(action), self.count >= self.end, False, {}
+
+
+class Held(Counter):
+    """State in an object that cannot be written as plain data."""
+
+    def reset(self, *, seed=None, options=None):
+        self.engine = object()
+        return super().reset(seed=seed)
+
+
+class Start2(Counter):
+    """Actions 2, 3 and 4; the reward says which one came."""
+
+    action_space = gymnasium.spaces.Discrete(3, start=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    torch.set_num_threads(1)
+    gymnasium.register("Counter-v0", Counter)
+    gymnasium.register("Held-v0", Held)
+    gymnasium.register("Start2-v0", Start2)
+    yield
+    for name in ("Counter-v0", "Held-v0", "Start2-v0"):
+        del gymnasium.registry[name]
+
+
+def by_hand(env_id, seed, actions, **options):
+    """One environment with autoreset.  -> first obs, [(obs, reward, terminated, truncated, final or None)]"""
+    env = gymnasium.make(env_id, **options)
+    first, _ = env.reset(seed=seed)
+    steps = []
+    for action in actions:
+        obs, reward, terminated, truncated, _ = env.step(int(action))
+        final = None
+        if terminated or truncated:
+            final = obs
+            obs, _ = env.reset()
+        steps.append((obs, reward, terminated, truncated, final))
+    env.close()
+    return first, steps
+
+
+@pytest.mark.parametrize(("env_id", "options"), [
+    ("CartPole-v1", {}), ("CartPole-v1", {"max_episode_steps": "15"}), ("CartPole-v0", {}),
+    ("CartPole-v1", {"render_mode": "rgb_array", "max_episode_steps": "15"}),
+    ("Acrobot-v1", {"max_episode_steps": "7"}),
+])
+def test_rows_are_single_environments(env_id, options):
+    rows, steps = 3, 120
+    env = make_vec(env_id, rows, **options)
+    actions = torch.randint(0, env.num_actions, (steps, rows), generator=torch.Generator().manual_seed(3))
+    if env_id == "CartPole-v0":  # balance row 0 until its limit of 200, so that it is the limit that ends it
+        steps, actions = 210, torch.zeros(210, rows, dtype=torch.int64)
+    singles = []
+    obs = env.reset(seed=11)
+    assert obs.dtype == torch.float32 and obs.shape == (rows, *env.obs_shape)
+    if env_id == "CartPole-v0":
+        balance = gymnasium.make(env_id)
+        state, _ = balance.reset(seed=11)
+        for step in range(steps):
+            actions[step, 0] = int(state[2] + 0.3 * state[3] + 0.05 * state[0] + 0.1 * state[1] > 0)
+            state, _, terminated, truncated, _ = balance.step(int(actions[step, 0]))
+            if terminated or truncated:
+                assert truncated and step == 199
+                state, _ = balance.reset()
+    kwargs = {key: int(value) if value.isdigit() else value for key, value in options.items()}
+    for row in range(rows):
+        first, hand = by_hand(env_id, 11 + row, actions[:, row], **kwargs)
+        assert torch.allclose(obs[row], torch.as_tensor(first).float(), atol=1e-6)
+        singles.append(hand)
+    ends = cuts = 0
+    for step in range(steps):
+        obs, reward, terminated, truncated, info = env.step(actions[step])
+        expected = [hand[step] for hand in singles]
+        assert terminated.tolist() == [one[2] for one in expected]
+        assert truncated.tolist() == [one[3] for one in expected]
+        assert reward.dtype == torch.float32 and reward.tolist() == [one[1] for one in expected]
+        # The vectorised CartPole may round the last bit differently.
+        assert torch.allclose(obs, torch.from_numpy(np.stack([one[0] for one in expected])), atol=1e-5)
+        assert torch.equal(info["reset_mask"], terminated | truncated)
+        finals = [torch.from_numpy(one[4]) for one in expected if one[4] is not None]
+        assert info["final_obs"].shape == (len(finals), *env.obs_shape)
+        for got, final in zip(info["final_obs"], finals, strict=True):
+            assert torch.allclose(got, final, atol=1e-5)
+        ends, cuts = ends + int(terminated.sum()), cuts + int(truncated.sum())
+    assert ends + cuts >= 5  # the test has seen what it is about
+    assert cuts > 0 or not options
+    env.close()
+
+
+def test_an_episode_may_end_and_be_cut_in_one_step():
+    env = make_vec("Counter-v0", 2, max_episode_steps=3, end="3")
+    first = env.reset(seed=5).clone()
+    for step in range(3):
+        obs, _, terminated, truncated, info = env.step(torch.tensor([0, 2]))
+        assert (terminated & truncated).all() if step == 2 else not (terminated | truncated).any()
+        assert len(info["final_obs"]) == (2 if step == 2 else 0)
+    assert info["final_obs"][:, 0].tolist() == [3, 3] and obs[:, 0].tolist() == [0, 0]
+    assert torch.equal(info["final_obs"][:, 1], first[:, 1]) and not torch.equal(obs[:, 1], first[:, 1])
+
+
+def test_seeds_give_the_rows():
+    one, two = make_vec("Counter-v0", 3), make_vec("Counter-v0", 3)
+    assert torch.equal(one.reset(7)[1:], two.reset(8)[:2])
+    assert one.reset(7)[:, 1].unique().numel() == 3
+
+
+@pytest.mark.parametrize(("kind", "shape", "dtype", "high"), [
+    ("vector", (2,), torch.float32, 1.0), ("ram", (9,), torch.float32, 255.0),
+    ("grey", (1, 5, 6), torch.uint8, 255.0), ("rgb", (3, 5, 6), torch.uint8, 255.0),
+    ("chw", (3, 5, 6), torch.uint8, 255.0), ("discrete", (9,), torch.float32, 1.0),
+])
+def test_observation_kinds(kind, shape, dtype, high):
+    env = make_vec("Counter-v0", 2, kind=kind, end=2)
+    obs = env.reset(seed=1)
+    assert (env.obs_shape, env.obs_dtype, env.obs_high) == (shape, dtype, high)
+    assert obs.dtype == dtype and obs.shape == (2, *shape)
+    single = Counter(kind=kind)
+    single.reset(seed=1)
+    for _ in range(2):
+        obs, *_, info = env.step(torch.tensor([1, 0]))
+        seen = single.step(1)[0]
+    expected = torch.as_tensor(seen)
+    if kind == "discrete":
+        expected = torch.nn.functional.one_hot(expected - 2, 9)
+    elif kind == "rgb":
+        expected = expected.permute(2, 0, 1)
+    assert torch.equal(info["final_obs"][0], expected.reshape(shape).to(dtype))
+    picture = env.frames(0)
+    if dtype == torch.float32:
+        assert picture is None
+    else:
+        assert picture.shape == ((5, 6) if kind == "grey" else (5, 6, 3))
+    if kind == "rgb":
+        assert (picture == single.reset(seed=1)[0]).all()
+
+
+def test_actions_start_where_the_space_starts_and_are_checked():
+    env = make_vec("Start2-v0", 3)
+    env.reset(seed=1)
+    assert env.step(torch.tensor([0, 1, 2], dtype=torch.int32))[1].tolist() == [2, 3, 4]
+    for wrong in (torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1])):
+        with pytest.raises(ValueError):
+            env.step(wrong)
+    with pytest.raises(TypeError):
+        env.step(torch.tensor([0.0, 1, 1]))
+
+
+@pytest.mark.parametrize(("env_id", "options", "message"), [
+    ("NoSuchThing-v0", {}, "NoSuchThing"), ("CartPole-v7", {}, "CartPole"),
+    ("no_such_module:X-v0", {}, "no_such_module"), ("CartPole-v1", {"gravity": "5"}, "gravity"),
+    ("CartPole-v1", {"max_episode_steps": "soon"}, "max_episode_steps"),
+    ("Acrobot-v1", {"max_episode_steps": "0"}, "max_episode_steps"), ("Pendulum-v1", {}, "discrete actions"),
+    ("Blackjack-v1", {}, "Tuple"), ("Counter-v0", {"kind": "dict"}, "Dict"),
+    ("Counter-v0", {"kind": "cube"}, "Box"), ("Counter-v0", {"knid": "grey"}, "knid"),
+])
+def test_bad_input_is_one_line(env_id, options, message):
+    with pytest.raises(BadInput) as error:
+        make_vec(env_id, 2, **options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_log_meta():
+    env = make_vec("CartPole-v1", 2)
+    assert env.log_meta == {"num_actions": 2, "action_codec_id": "gymnasium:CartPole-v1",
+                            "frames_per_step": 1, "stack_k": 1, "goal_dir": "", "goal_sha256": ""}
+
+
+CONTINUE = """
+import sys, torch
+from envs.vec_env import make_vec
+env_id, path, out = sys.argv[1:]
+options = dict(max_episode_steps=13) | ({"render_mode": "rgb_array"} if env_id.endswith("+") else {})
+env = make_vec(env_id.rstrip("+"), 3, **options)
+env.reset(seed=99)  # another past
+seen = [env.load_state_dict(torch.load(path, weights_only=True)).clone()]
+generator = torch.Generator().manual_seed(4)
+for _ in range(60):
+    actions = torch.randint(0, env.num_actions, (3,), generator=generator)
+    obs, reward, terminated, truncated, info = env.step(actions)
+    seen += [obs.clone(), reward, terminated, truncated, info["final_obs"].clone()]
+torch.save(seen, out)
+"""
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "CartPole-v1+", "FrozenLake-v1", "Taxi-v4"])
+def test_a_saved_environment_continues_bit_for_bit_in_a_fresh_process(env_id, tmp_path):
+    if env_id == "Taxi-v4" and env_id not in gymnasium.registry:
+        env_id = "Taxi-v3"
+    options = dict(max_episode_steps=13) | ({"render_mode": "rgb_array"} if env_id.endswith("+") else {})
+    env = make_vec(env_id.rstrip("+"), 3, **options)
+    env.reset(seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(40):
+        obs = env.step(torch.randint(0, env.num_actions, (3,), generator=generator))[0]
+    torch.save(env.state_dict(), tmp_path / "state.pt")
+    seen = [obs.clone()]
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(60):
+        obs, reward, terminated, truncated, info = env.step(
+            torch.randint(0, env.num_actions, (3,), generator=generator))
+        seen += [obs.clone(), reward, terminated, truncated, info["final_obs"].clone()]
+    assert sum(len(final) for final in seen[5::5]) >= 5  # new starts were drawn
+    subprocess.run([sys.executable, "-c", CONTINUE, env_id, tmp_path / "state.pt", tmp_path / "out.pt"],
+                   check=True, timeout=120)
+    other = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert len(other) == len(seen)
+    assert all(torch.equal(left, right) for left, right in zip(seen, other, strict=True))
+
+
+def test_what_cannot_be_saved_says_so():
+    env = make_vec("Held-v0", 2)
+    env.reset(seed=1)
+    assert env.state_dict() is None
+    env = make_vec("Counter-v0", 2)
+    env.reset(seed=1)
+    state = env.state_dict()
+    assert state is not None
+    with pytest.raises(BadInput, match="shape"):
+        make_vec("Counter-v0", 3).load_state_dict(state)
+    env.envs_alias = env._rows[0].unwrapped.alias = np.zeros(2)
+    env._rows[0].unwrapped.alias_again = env.envs_alias[:1]  # two names for one memory: they would part
+    assert env.state_dict() is None
