@@ -110,8 +110,8 @@ class PixelGoal(VecEnv):
         self._seed, self._episode = self._zeros(), self._zeros()
         self._steps, self._streak = self._zeros(), self._zeros()
         self._dist = self._zeros(dtype=torch.float32)
-        width = WIDTH if config.pack == "none" else WIDTH // 4
-        self._obs = torch.zeros(num_envs, channels, HEIGHT, width, dtype=torch.uint8, device=self.device)
+        self._canvas = self._new_canvas(num_envs)
+        self._obs = self._canvas[0]
         self.log_meta = dict(num_actions=8, action_codec_id=CODEC, frames_per_step=FRAMES_PER_STEP, stack_k=K,
                              goal_dir=config.goal_dir, goal_sha256=self.goal_sha256)
 
@@ -124,14 +124,14 @@ class PixelGoal(VecEnv):
         self._seed[:] = torch.arange(seed, seed + self.num_envs)
         self._episode.zero_()
         self._begin(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
-        return self._render(self._codes, self._obs)
+        return self._render(self._codes, self._canvas)
 
     def step(self, actions: torch.Tensor):
         actions = self.check_actions(actions)
-        codes = self._codes
+        codes, newest = self._codes, self._codes[:, -1]
         if self.config.stack_k > 1:
             codes[:, -self.config.stack_k:-1] = codes[:, 1 - self.config.stack_k:].clone()
-        codes[:, -1] = self._next[codes[:, -1] * 8 + actions]
+        torch.index_select(self._next, 0, torch.add(actions, newest, alpha=8), out=newest)
         dist = self._distance()
         reward, terminated, truncated, self._streak, self._steps = goal_step(
             dist, self._dist, self._streak, self._steps, self.config)
@@ -141,7 +141,7 @@ class PixelGoal(VecEnv):
         if self.device.type != "cpu" or bool(done.any()):  # asking would make the host wait for a GPU
             self._final.copy_(codes)
             self._begin(done)
-        return self._render(codes, self._obs), reward, terminated, truncated, info
+        return self._render(codes, self._canvas), reward, terminated, truncated, info
 
     def state_dict(self) -> dict:
         return {name: getattr(self, name).clone() for name in self._STATE}
@@ -151,7 +151,7 @@ class PixelGoal(VecEnv):
             if state[name].shape != getattr(self, name).shape:
                 raise ValueError(f"state of {len(state[name])} environments, expected {self.num_envs}")
             setattr(self, name, state[name].to(self.device).clone())
-        return self._render(self._codes, self._obs)
+        return self._render(self._codes, self._canvas)
 
     _STATE = ("_codes", "_goal", "_seed", "_episode", "_steps", "_streak", "_dist")
 
@@ -167,9 +167,10 @@ class PixelGoal(VecEnv):
 
     def _distance(self):
         """Distance of the newest frame (of the stack, if the goal is a stack) to each row's goal."""
-        tables = self._distances  # (1 or stack_k, codes * goals)
+        tables = self._distances  # 1 or stack_k of them, (codes * goals)
         if len(tables) == 1:
-            return tables[0][self._codes[:, -1] * self.config.num_goals + self._goal]
+            key = torch.add(self._goal, self._codes[:, -1], alpha=self.config.num_goals)
+            return tables[0].index_select(0, key)
         seen = self._codes[:, -len(tables):]
         return torch.stack([table[seen[:, k]] for k, table in enumerate(tables)]).mean(0)
 
@@ -191,17 +192,21 @@ class PixelGoal(VecEnv):
         self._streak.masked_fill_(mask, 0)
         self._dist = torch.where(mask, self._distance(), self._dist)
 
-    def _render(self, codes, out=None):
-        """Pictures of (n, channels) codes, into `out` (n, channels, 72, 80 or 20) or a new tensor."""
-        n, channels = codes.shape
+    def _new_canvas(self, n):
+        """New observations of n rows, and views into them: their words, and those of the player's tile."""
+        width = WIDTH if self.config.pack == "none" else WIDTH // 4
+        obs = torch.zeros(n, self.obs_shape[0], HEIGHT, width, dtype=torch.uint8, device=self.device)
+        words = obs.view(self._windows.dtype).view(-1, HEIGHT, VIEW_COLUMNS)
+        return obs, words.flatten(1), words[:, ABOVE * TILE:(ABOVE + 1) * TILE, LEFT_OF]
+
+    def _render(self, codes, canvas):
+        """Draw (n, channels) codes.  -> the observations of the canvas, (n, channels, 72, 80 or 20)"""
+        obs, words, player = canvas
         codes = codes.flatten()
-        if out is None:
-            out = torch.empty(n, *self._obs.shape[1:], dtype=torch.uint8, device=self.device)
-        words = out.view(self._windows.dtype).view(n * channels, HEIGHT * VIEW_COLUMNS)
-        torch.index_select(self._windows, 0, self._window_of[codes], out=words)
-        words.view(-1, HEIGHT, VIEW_COLUMNS)[:, ABOVE * TILE:(ABOVE + 1) * TILE, LEFT_OF] = (
-            self._sprites[self._sprite_of[codes]])
-        return out
+        # index_select is the cheapest gather there is, which counts where one world is stepped at a time.
+        torch.index_select(self._windows, 0, self._window_of.index_select(0, codes), out=words)
+        player.copy_(self._sprites.index_select(0, self._sprite_of.index_select(0, codes)))
+        return obs
 
     # The tables
 
@@ -239,9 +244,9 @@ class PixelGoal(VecEnv):
 
         self._window_of, self._sprite_of = table(window_of), table(sprite_of)
         self._next = table([(base[i] + world.next).ravel() for i, world in enumerate(worlds)])
-        self._distances = torch.stack([
+        self._distances = [
             table([world.distances[k].ravel() for world in worlds], torch.float32)
-            for k in range(len(worlds[0].distances))])
+            for k in range(len(worlds[0].distances))]
         self.paths = table([world.paths for world in worlds], torch.int16)
         self._start_codes = table([base[i] + world.start_states for i, world in enumerate(worlds)])
         self._start_goals = table([world.start_goals for world in worlds])
@@ -269,7 +274,8 @@ class _Info(dict):
     def __missing__(self, key):
         if key != "final_obs":
             raise KeyError(key)
-        self[key] = self.env._render(self.env._final[self["reset_mask"]])
+        codes = self.env._final[self["reset_mask"]]
+        self[key] = self.env._render(codes, self.env._new_canvas(len(codes)))
         return self[key]
 
 
