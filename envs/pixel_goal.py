@@ -37,6 +37,7 @@ VIEW_ROWS, VIEW_COLUMNS = 9, 10
 HEIGHT, WIDTH = VIEW_ROWS * TILE, VIEW_COLUMNS * TILE  # 72 x 80 pixels
 ABOVE, LEFT_OF = 4, 5  # tiles of the view above and left of the player
 PAD_ROWS, PAD_COLUMNS = ROWS + VIEW_ROWS - 1, COLUMNS + VIEW_COLUMNS - 1
+FARTHEST = HEIGHT * WIDTH * 3  # sum of differences between a white screen and a black one
 CENTRE = np.s_[ABOVE * TILE:(ABOVE + 1) * TILE, LEFT_OF * TILE:(LEFT_OF + 1) * TILE]
 
 FLOOR, WALL, DOOR = range(3)
@@ -148,8 +149,9 @@ class PixelGoal(VecEnv):
 
     def load_state_dict(self, state: dict) -> torch.Tensor:
         for name in self._STATE:
-            if state[name].shape != getattr(self, name).shape:
-                raise ValueError(f"state of {len(state[name])} environments, expected {self.num_envs}")
+            found, expected = tuple(state[name].shape), tuple(getattr(self, name).shape)
+            if found != expected:
+                raise ValueError(f"state {name}: shape {found}, expected {expected}")
             setattr(self, name, state[name].to(self.device).clone())
         return self._render(self._codes, self._canvas)
 
@@ -172,13 +174,14 @@ class PixelGoal(VecEnv):
             key = torch.add(self._goal, self._codes[:, -1], alpha=self.config.num_goals)
             return tables[0].index_select(0, key)
         seen = self._codes[:, -len(tables):]
-        return torch.stack([table[seen[:, k]] for k, table in enumerate(tables)]).mean(0)
+        total = torch.stack([table[seen[:, k]] for k, table in enumerate(tables)]).sum(0)
+        return total / torch.full((), len(tables) * FARTHEST, device=self.device)  # as l1_distance divides
 
     def _begin(self, mask):
         """New episodes where mask is set. Which ones follows from (seed, episode), whatever other rows do."""
         draw = hash32(hash32(self._seed) + self._episode)
         slot = draw % len(self._start_codes)
-        menu = hash32(draw + 1) < self.config.menu_prob * 2**32
+        menu = hash32(draw + 1) < int(self.config.menu_prob * 2**32)  # a float would compare in float32
         code = self._start_codes[slot] + menu * (NUM_STATES // 2)
         goal = self._start_goals[slot]
         self._codes[:, -self.config.stack_k:] = torch.where(
@@ -247,6 +250,8 @@ class PixelGoal(VecEnv):
         self._distances = [
             table([world.distances[k].ravel() for world in worlds], torch.float32)
             for k in range(len(worlds[0].distances))]
+        if len(self._distances) > 1:  # totals, so that the mean over a stack is exact
+            self._distances = [(distance * FARTHEST).round() for distance in self._distances]
         self.paths = table([world.paths for world in worlds], torch.int16)
         self._start_codes = table([base[i] + world.start_states for i, world in enumerate(worlds)])
         self._start_goals = table([world.start_goals for world in worlds])
@@ -308,10 +313,14 @@ class _World:
                            f"{config.map_seed} has {len(self.goal_states)} cells that no other resembles "
                            f"within tau {config.tau}")
         self.goal_pictures = self.views[self.goal_states]
-        self.paths = shortest_paths(self.next, self.distances.mean(0) < config.tau)
+        del self.views  # 17 MB
+        self.paths = shortest_paths(self.next, self._nearest_walks(1) < config.tau)
         starts = self.legal & (self.menu_open == 0) & (self.door_open == int(not config.door))
         starts = starts[:, None] & (self.paths > 0) & (self.paths <= (config.difficulty or UNREACHABLE - 1))
         self.start_states, self.start_goals = np.nonzero(starts)
+        if not len(self.start_states):
+            raise BadInput(f"pixel-goal: difficulty {config.difficulty}: no start from which the goal can be "
+                           "reached" + " in so few actions" * (config.difficulty > 0))
 
     def _own_goals(self, config) -> bool:
         """The most enclosed cells, facing down, door open; of these the first that nothing else resembles."""
@@ -319,6 +328,9 @@ class _World:
         cells = sorted(map(tuple, np.argwhere(self.tiles == FLOOR).tolist()), key=lambda cell: -blocked[cell])
         found, distances = [], []
         for row, column in cells:
+            # A pocket closed off by obstacles is the most enclosed place of all, and not worth a visit.
+            if connected(self.tiles, (row, column)).sum() < 0.8 * (self.tiles != WALL).sum():
+                continue
             goal = np.ravel_multi_index((0, 1, row, column, DOWN - UP), STATES)
             distance = self._distances(self.views[goal])
             here = (self.row == row) & (self.column == column) & (self.menu_open == 0)
@@ -335,11 +347,37 @@ class _World:
         """The goal of goal_dir: one picture, or one for each frame of the stack."""
         frames = goal_frames.reshape(-1, HEIGHT, WIDTH)
         self.distances = np.stack([self._distances(frame) for frame in frames])[..., None]
-        nearest = self.distances[-1, self.legal, 0].min()
-        if nearest >= config.tau:
+        distance = self._nearest_walks(1)[:, 0]
+        if distance.min() >= config.tau:
             raise BadInput(f"{config.goal_dir}: nothing on the map resembles the goal: the nearest is at "
-                           f"distance {nearest:.3f}, tau is {config.tau}")
+                           f"distance {distance.min():.3f}, tau is {config.tau}")
+        alike = distance < config.tau
+        cells = sorted(set(zip(self.row[alike].tolist(), self.column[alike].tolist(), strict=True)))
+        if len(cells) > 1:  # the menu, for one, looks the same wherever it is opened
+            raise BadInput(f"{config.goal_dir}: {len(cells)} cells look like the goal within tau "
+                           f"{config.tau}, (row, column) {cells[0]} to {cells[-1]}: expected one")
+        if len(frames) > 1 and self._nearest_walks(config.k_consecutive).min() >= config.tau:
+            raise BadInput(f"{config.goal_dir}: its frames differ so much that no walk shows them for "
+                           f"{config.k_consecutive} steps in a row: set k_consecutive 1, or record a rest")
         self.goal_states = np.array([self.distances[-1, :, 0].argmin() % (NUM_STATES // 2)])
+
+    def _nearest_walks(self, windows):
+        """Distance of the best walk that ends in each state, over as many stacks in a row as `windows`.
+
+        -> (NUM_STATES, num_goals): of one frame its distance; of several the smallest mean that any walk of
+        so many steps can have, inf where there is none that keeps to the map.
+        """
+        depth = len(self.distances)
+        cost = np.zeros((depth + windows - 1, *self.distances.shape[1:]), np.float32)
+        for start in range(windows):
+            cost[start:start + depth] += self.distances
+        best = np.where(self.legal[:, None], cost[0], np.float32(np.inf))
+        for here in cost[1:]:
+            before = np.full_like(best, np.inf)
+            for action in range(len(ACTIONS)):
+                np.minimum.at(before, self.next[:, action], best)
+            best = before + here
+        return best / (depth * windows)
 
     def _view(self, state) -> np.ndarray:
         """What a state with the menu closed shows, (72, 80)."""
@@ -401,6 +439,19 @@ def shortest_paths(following, reached) -> np.ndarray:
         if (shorter == paths).all():
             return paths
         paths = shorter
+
+
+def connected(tiles, cell) -> np.ndarray:
+    """The cells that can be walked to from a cell, doors included.  tiles (18, 20) -> (18, 20) bool"""
+    inside = np.zeros(tiles.shape, bool)
+    inside[cell] = True
+    while True:
+        grown = inside.copy()
+        for step in STEP:
+            grown |= np.roll(inside, step, (0, 1)) & (tiles != WALL)  # nothing rolls round: walls all about
+        if (grown == inside).all():
+            return inside
+        inside = grown
 
 
 def draw_map(with_door, seeds):
