@@ -347,11 +347,11 @@ class _World:
         """The goal of goal_dir: one picture, or one for each frame of the stack."""
         frames = goal_frames.reshape(-1, HEIGHT, WIDTH)
         self.distances = np.stack([self._distances(frame) for frame in frames])[..., None]
-        distance = self._nearest_walks(1)[:, 0]
-        if distance.min() >= config.tau:
+        nearest = self._nearest_walks(1).min()
+        if nearest >= config.tau:
             raise BadInput(f"{config.goal_dir}: nothing on the map resembles the goal: the nearest is at "
-                           f"distance {distance.min():.3f}, tau is {config.tau}")
-        alike = distance < config.tau
+                           f"distance {nearest:.3f}, tau is {config.tau}")
+        alike = self.legal & (self.distances[-1, :, 0] < config.tau)  # its newest frame
         cells = sorted(set(zip(self.row[alike].tolist(), self.column[alike].tolist(), strict=True)))
         if len(cells) > 1:  # the menu, for one, looks the same wherever it is opened
             raise BadInput(f"{config.goal_dir}: {len(cells)} cells look like the goal within tau "

@@ -1,0 +1,707 @@
+"""A2C: synchronous advantage actor-critic on thousands of vectorised pixel environments.
+
+    loss = mean[ -A_t log pi(a_t|s_t) + value_coef (R_t - V(s_t))^2 - entropy_coef H(pi(.|s_t)) ]
+
+n-step returns (arXiv:1602.01783, algorithm S3), or their average by GAE (arXiv:1506.02438). The actors of the
+paper are rows of one tensor here, and all of them wait for the update. An episode that a time limit cut is not
+over: its last observation still has a value (arXiv:1712.00378).
+
+A2C updates once on what it collected, with the weights that collected it. So the forward pass that chose the
+actions *is* that of the update: its graph is kept, no observation is stored, and nothing is computed twice.
+
+    python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
+    python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
+    python a2c_vecenv.py --num-envs 16384 --num-steps 4 --network nature --dtype bfloat16 --cudagraphs
+    python a2c_vecenv.py --self-test                            # a toy world in 20 s: JSON, exit code 0 or 1
+
+Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampled and greedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+import tyro
+from PIL import Image
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import envs
+from envs import BadInput
+from envs.vec_env import VEC_ENVS, make_vec
+
+
+@dataclasses.dataclass
+class Args:
+    # Environment
+    env_id: str = "pixel-goal"
+    """pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions"""
+    env_kwargs: tuple[str, ...] = ()
+    """options of the environment, as key=value (docs/pixel_goal.md)"""
+    alpha: float = 10.0
+    """goal environments: reward of coming closer, per distance; one step comes 0.03 closer"""
+    num_envs: int = 64
+    """environments, stepped together"""
+
+    # Algorithm
+    iterations: int = 1600
+    """rollouts, of num_envs x num_steps environment steps each"""
+    num_steps: int = 8
+    """steps of each environment per rollout; 1 is TD(0)"""
+    update_every: int = 1
+    """rollouts per optimiser step; their gradients are averaged"""
+    gamma: float = 0.99
+    """discount per step"""
+    gae_lambda: float = 0.95
+    """1: n-step returns; 0: one-step TD"""
+    bootstrap_truncated: bool = True
+    """a time limit is not an end: the value of the last observation counts"""
+    normalize_advantages: bool = True
+    """mean 0, standard deviation 1 over the rollout"""
+    value_coef: float = 0.5
+    """weight of the squared error of the values"""
+    entropy_coef: float = 0.03
+    """weight of the policy's entropy [per nat]"""
+    learning_rate: float = 7e-4
+    """of Adam"""
+    anneal: bool = True
+    """learning rate and entropy bonus fall linearly to a tenth; without it the greedy policy lags behind"""
+    max_grad_norm: float = 0.5
+    """the gradient is clipped to this norm"""
+
+    # Network
+    network: Literal["small", "nature", "patch"] = "small"
+    """encoder of pictures; an environment with vectors gets an MLP"""
+    hidden_size: int = 128
+    """width of the last layer before policy and value (nature: 512 in the paper)"""
+
+    # Speed: none of these changes the result beyond rounding
+    chunk: int = 512
+    """rows per forward and backward pass, so that they stay in the cache"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast; the weights, the losses and the sums stay in float32"""
+    recompute: bool = False
+    """keep observations instead of activations: a tenth of the memory, a fifth slower"""
+    compile: bool = False
+    """torch.compile of the network"""
+    cudagraphs: bool = False
+    """compile it into CUDA graphs (mode reduce-overhead)"""
+    device: str = "auto"
+    """auto (CUDA if there is one), cpu, cuda, cuda:1, ..."""
+    threads: int = 1
+    """CPU threads; a second one hardly helps networks of this size"""
+
+    # Evaluation, log and checkpoints
+    eval_every: int = 100
+    """iterations between evaluations; 0: only at the end"""
+    eval_episodes: int = 256
+    """episodes per evaluation, sampled and again greedy"""
+    eval_envs: int = 64
+    """separate environments that play them; each plays the same number"""
+    log_every: int = 20
+    """iterations per record"""
+    checkpoint_every: int = 200
+    """iterations between checkpoints"""
+    keep_checkpoints: int = 2
+    """the last so many are kept; 0: all"""
+    run_dir: str = ""
+    """run folder; one that holds a checkpoint is continued (empty: runs/<experiment>/<run_id>)"""
+    experiment: str = "a2c"
+    """runs of one experiment share a folder"""
+    track: bool = False
+    """mirror TensorBoard to Weights & Biases"""
+    seed: int = 1
+    """of weights, actions and environments"""
+    self_test: bool = False
+    """learn a toy world, print the verdict as JSON and exit with 0 or 1"""
+
+    def __post_init__(self):
+        for name in ("num_envs", "iterations", "num_steps", "update_every", "chunk", "threads", "hidden_size",
+                     "eval_episodes", "eval_envs", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 1 or more")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 to 1")
+        for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
+                           ("iterations", "log_every"), ("log_every", "update_every")):
+            if getattr(self, name) % getattr(self, unit):  # no window and no gradient is left half full
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a multiple of "
+                               f"--{unit.replace('_', '-')} {getattr(self, unit)}")
+        if self.normalize_advantages and self.num_envs * self.num_steps < 2:
+            raise BadInput("--normalize-advantages needs two steps or more in a rollout")
+
+
+METRICS = {
+    "reward_mean": "reward per environment step",
+    "done_rate": "steps that ended an episode by themselves (terminated) [fraction]",
+    "trunc_rate": "steps at which a limit cut the episode [fraction]",
+    "reset_rate": "steps after which a new episode began [fraction]",
+    "success_rate": "done / reset: episodes that reached the goal [fraction]; 0 without a goal or a reset",
+    "dist_p10": "distance to the goal over the last rollout, 10th percentile [0..1]; 0 without a goal",
+    "dist_p50": "the median of it",
+    "dist_p90": "the 90th percentile of it",
+    "entropy_mean": "of the policy [nats]; log(number of actions) is random play",
+    "value_mean": "predicted value",
+    "value_std": "its spread over all steps of the record",
+    "action_hist": "how often each action was chosen [count]",
+    "policy_loss": "mean of -A log pi; near 0 by construction where advantages are normalised",
+    "value_loss": "mean squared error of the values",
+    "explained_variance": "1 - var(R - V) / var(R) of the values; 0 is a constant guess",
+    "grad_norm": "norm of the gradient before clipping",
+    "episode_return": "mean undiscounted return of the episodes that ended; 0 if none did",
+    "episode_length": "their mean length [steps]",
+    "eval/success_rate": "evaluation, actions sampled: episodes that reached the goal [fraction]",
+    "eval/steps": "lower median length of those [steps]; 0 if none",
+    "eval/return": "mean undiscounted return of all",
+    "eval/greedy_success_rate": "the same with the likeliest action",
+    "eval/greedy_steps": "the same with the likeliest action [steps]",
+    "eval/greedy_return": "the same with the likeliest action",
+    "wall_time_s": "seconds since the start, earlier parts of a continued run included [s]",
+    "sps": "environment steps per second since the record before, evaluation included",
+    "iteration": "rollouts so far",
+    "env_steps": "environment steps so far",
+    "opt_steps": "optimiser steps so far",
+    "system/memory_usage": "resident memory of the process [GiB]",
+    "system/gpu_memory": "most GPU memory used so far [GiB], with CUDA",
+}
+
+
+# Maths
+
+
+def gae(rewards, values, next_values, terminated, done, gamma, lam):
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16). All (T, E) -> (T, E).
+
+    terminated stops the bootstrap (that state has no future); done stops the trace (the next row is another
+    episode). next_values[t] is V of the observation that step t returned *before* any autoreset, so that a
+    time limit still bootstraps. lam = 1 gives n-step returns minus values, lam = 0 the TD error.
+    """
+    deltas = rewards + gamma * next_values * ~terminated - values                            # (T, E)
+    decay = gamma * lam * ~done
+    advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = trace = deltas[t] + decay[t] * trace
+    return advantages
+
+
+def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entropy_coef):
+    """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  (T, E) -> scalars
+
+    The gradient flows through logprobs, entropies and values; advantages and returns are constants.
+    -> loss, policy loss, value loss
+    """
+    policy_loss = -(advantages * logprobs).mean()
+    value_loss = (returns - values).square().mean()
+    return policy_loss + value_coef * value_loss - entropy_coef * entropies.mean(), policy_loss, value_loss
+
+
+def choose_actions(logits, greedy=False):
+    """An action from each row of logits (E, A), on their device: the first of A exponential clocks to ring."""
+    clocks = 1.0 if greedy else torch.empty_like(logits).exponential_()
+    return (logits.softmax(-1) / clocks).argmax(-1)                                          # (E,)
+
+
+# Network
+
+
+class Agent(nn.Module):
+    """Encoder with a policy head and a value head.  obs (E, *obs_shape) -> logits (E, A), values (E,)"""
+
+    def __init__(self, env, network="small", hidden_size=128):
+        super().__init__()
+        self.decode, self.high = getattr(env, "decode", lambda obs: obs), env.obs_high
+        channels = env.obs_shape[0]
+        if len(env.obs_shape) == 1:
+            body = [nn.Linear(channels, hidden_size), nn.Tanh()]
+            body += [nn.Linear(hidden_size, hidden_size), nn.Tanh()]
+        elif network == "patch":  # one linear map of tiles of 8 x 8 pixels
+            body = [nn.Conv2d(channels, 16, 8, 8), nn.ReLU()]
+        elif network == "nature":  # Mnih et al., 2015, extended data table 1
+            body = [nn.Conv2d(channels, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
+            body += [nn.Conv2d(64, 64, 3, 1), nn.ReLU()]
+        else:  # its predecessor of arXiv:1312.5602, section 4.1
+            body = [nn.Conv2d(channels, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU()]
+        if len(env.obs_shape) == 3:
+            try:
+                size = nn.Sequential(*body)(torch.zeros(1, *env.obs_shape)).numel()
+            except RuntimeError as error:
+                raise BadInput(f"--network {network}: {env.obs_shape} pictures are too small") from error
+            body += [nn.Flatten(), nn.Linear(size, hidden_size), nn.ReLU()]
+        self.body = nn.Sequential(*body)
+        self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, math.sqrt(2))  # first, act at random
+                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):
+        hidden = self.body(self.decode(obs).float() / self.high)
+        return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
+
+
+def forward(agent, obs, args):
+    """The agent on any number of rows, in chunks that stay in the cache."""
+    if torch.is_grad_enabled() and args.recompute:  # what a pass keeps must outlive the environment's buffer
+        parts = [recompute(agent, part, use_reentrant=False) for part in obs.clone().split(args.chunk)]
+    else:
+        parts = [agent(part) for part in obs.split(args.chunk)]
+    return [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
+
+
+def precision(args, device):
+    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+# Rollout and evaluation
+
+
+def make_env(args, num_envs, device):
+    goal = {"alpha": args.alpha} if args.env_id in VEC_ENVS else {}
+    return make_vec(args.env_id, num_envs, device, **goal | envs.parse_options(args.env_kwargs))
+
+
+def rollout(agent, env, obs, episodes, args):
+    """num_steps of every environment with the current policy.
+
+    -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry the
+    graph. episodes ("return" and "length" so far, (num_envs,)) is updated.
+    """
+    steps = []
+    for _ in range(args.num_steps):
+        logits, values = forward(agent, obs, args)
+        log_pi = logits.log_softmax(-1)                                                      # (E, A)
+        actions = choose_actions(logits.detach())
+        obs, rewards, terminated, truncated, info = env.step(actions)
+        # V of the last observation of an episode that was cut: what the environment returned is already the
+        # first observation of the next one.
+        cut_values = torch.zeros_like(rewards)
+        if args.bootstrap_truncated and bool(truncated.any()):
+            cut = truncated[info["reset_mask"]]
+            with torch.no_grad():
+                cut_values[truncated] = forward(agent, info["final_obs"][cut], args)[1]
+        done = terminated | truncated
+        episodes["return"] += rewards
+        episodes["length"] += 1
+        steps.append(dict(
+            logprobs=log_pi.gather(-1, actions[:, None]).squeeze(-1), values=values,
+            entropies=-(log_pi.exp() * log_pi).sum(-1), rewards=rewards, terminated=terminated,
+            truncated=truncated, done=done, cut_values=cut_values, actions=actions,
+            dist=info.get("dist", torch.zeros_like(rewards)).clone(),
+            ended_return=episodes["return"] * done, ended_length=episodes["length"] * done))
+        episodes["return"] = episodes["return"] * ~done
+        episodes["length"] = episodes["length"] * ~done
+    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
+    # Autocast keeps the weights it has cast, so this pass must come after one with gradient.
+    with torch.no_grad():
+        last_values = forward(agent, obs, args)[1]
+    next_values = torch.cat([batch["values"].detach()[1:], last_values[None]])
+    batch["next_values"] = torch.where(batch["truncated"], batch["cut_values"], next_values)
+    return obs, batch
+
+
+@torch.no_grad()
+def evaluate(agent, env, args, greedy):
+    """Exactly eval_episodes episodes: each environment plays its share, so that short ones are not preferred.
+
+    -> success rate, lower median of the steps of successes, mean return
+    """
+    torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
+    obs = env.reset(args.seed + 1_000_000)  # starts that training seeds do not begin with
+    rows = torch.arange(env.num_envs, device=env.device)
+    played, returns, lengths = (torch.zeros(env.num_envs, device=env.device) for _ in range(3))
+    found = []
+    while sum(map(len, found)) < args.eval_episodes:
+        obs, rewards, terminated, _, info = env.step(choose_actions(forward(agent, obs, args)[0], greedy))
+        returns += rewards
+        lengths += 1
+        counts = info["reset_mask"] & (played * env.num_envs + rows < args.eval_episodes)
+        if counts.any():
+            found.append(torch.stack([returns, lengths, terminated & env.has_goal], -1)[counts])
+        played += info["reset_mask"]
+        returns, lengths = returns * ~info["reset_mask"], lengths * ~info["reset_mask"]
+    returns, lengths, success = torch.cat(found).unbind(-1)
+    steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
+    return success.mean().item(), steps, returns.mean().item()
+
+
+def evaluation_metrics(agent, env, args):
+    metrics = {}
+    for prefix, greedy in (("eval/", False), ("eval/greedy_", True)):
+        numbers = evaluate(agent, env, args, greedy)
+        for name, number in zip(("success_rate", "steps", "return"), numbers, strict=True):
+            metrics[prefix + name] = number
+    return metrics
+
+
+# Log and checkpoint: the run folder
+
+
+SUMS = ("rewards", "terminated", "truncated", "done", "entropies", "ended_return", "ended_length", "values",
+        "values_squared", "returns", "returns_squared", "errors", "errors_squared", "policy_loss", "value_loss")
+
+
+def window_sums(batch, returns, policy_loss, value_loss, num_actions):
+    """What one rollout adds to the record's sums, on its device.  -> (len(SUMS) + num_actions,) float64"""
+    values = batch["values"].detach()
+    sums = batch | dict(values=values, values_squared=values**2, returns=returns, returns_squared=returns**2,
+                        errors=returns - values, errors_squared=(returns - values)**2,
+                        policy_loss=policy_loss.detach(), value_loss=value_loss.detach())
+    counts = torch.zeros(num_actions, dtype=torch.float64, device=values.device)
+    actions = batch["actions"].flatten()
+    counts.scatter_add_(0, actions, torch.ones_like(actions, dtype=torch.float64))
+    return torch.cat([torch.stack([sums[name].detach().sum(dtype=torch.float64) for name in SUMS]), counts])
+
+
+def window_metrics(sums, norms, batch, args, has_goal):
+    """A record's numbers from its sums; all of them cross to the host in one tensor."""
+    levels = torch.tensor([0.1, 0.5, 0.9], device=sums.device)
+    percentiles = torch.quantile(batch["dist"].flatten(), levels)
+    *numbers, p10, p50, p90, grad_norm = torch.cat(
+        [sums, percentiles.double(), torch.stack(norms).mean().double()[None]]).tolist()
+    n = args.log_every * args.num_steps * args.num_envs
+    s = dict(zip(SUMS, numbers, strict=False))
+
+    def variance(name):
+        return max(0.0, s[name + "_squared"] / n - (s[name] / n) ** 2)
+
+    spread = variance("returns")
+    return dict(
+        reward_mean=s["rewards"] / n, done_rate=s["terminated"] / n, trunc_rate=s["truncated"] / n,
+        reset_rate=s["done"] / n, success_rate=s["terminated"] / max(s["done"], 1) if has_goal else 0.0,
+        dist_p10=p10, dist_p50=p50, dist_p90=p90, entropy_mean=s["entropies"] / n, value_mean=s["values"] / n,
+        value_std=math.sqrt(variance("values")), action_hist=[int(count) for count in numbers[len(SUMS):]],
+        policy_loss=s["policy_loss"] / args.log_every, value_loss=s["value_loss"] / args.log_every,
+        explained_variance=1 - variance("errors") / spread if spread else 0.0, grad_norm=grad_norm,
+        episode_return=s["ended_return"] / max(s["done"], 1),
+        episode_length=s["ended_length"] / max(s["done"], 1))
+
+
+def meta_line(args, env):
+    """What identifies a run."""
+    def git(*command):
+        with contextlib.suppress(OSError):  # a copy without git runs too
+            here = Path(__file__).parent
+            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=here)
+            return done.stdout.strip() if done.returncode == 0 else None
+
+    flags = vars(args) | dict(env_kwargs=list(args.env_kwargs))
+    now, gpu = datetime.now(UTC), env.device.type == "cuda"
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    return dict(
+        run_id=f"{now:%Y%m%d_%H%M%S}__a2c__{args.env_id.replace('/', '-')}__s{args.seed}", schema_version=1,
+        algo="a2c", env=args.env_id, seed=args.seed, args=flags, argv=sys.argv, num_envs=args.num_envs,
+        config_hash=sha256(json.dumps(flags)), git_sha=git("rev-parse", "HEAD"),
+        git_dirty=bool(git("status", "--porcelain")), started_at=now.isoformat(),
+        versions=versions | ({"cuda": torch.version.cuda} if gpu else {}),
+        device=torch.cuda.get_device_name(env.device) if gpu else platform.machine()) | env.log_meta
+
+
+class RunFolder:
+    """The log (train_log.jsonl and TensorBoard), checkpoints, receipts; and the counters.
+
+    A folder that holds a checkpoint is continued. Whatever a kill could tear is written beside its place,
+    flushed to the disk and renamed.
+    """
+
+    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}  # no number changes
+
+    def __init__(self, args, meta):
+        self.args, self.meta, self.state, self.checkpoint = args, meta, None, ""
+        self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
+        try:
+            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (self.dir / "train_log.jsonl").open("ab").close()
+        except OSError as error:
+            raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
+        files = sorted((self.dir / "checkpoints").glob("step_*.pt"), reverse=True)
+        for path in files:
+            try:
+                self.state, self.checkpoint = torch.load(path, weights_only=True), path.name
+                break
+            except Exception as error:  # torch.load raises many kinds for a torn file
+                print(f"checkpoint {path} is damaged ({error}): trying the one before", file=sys.stderr)
+        if files and not self.state:
+            raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        if (self.dir / "train_log.jsonl").stat().st_size:
+            self.check_same_run()
+        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
+        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - start["elapsed"]
+        self.since = (time.perf_counter(), self.counters["env_steps"])
+
+    def check_same_run(self):
+        """Refuse, by name, whatever would make the continued run another run."""
+        try:
+            with (self.dir / "train_log.jsonl").open() as log:
+                old = json.loads(log.readline())["meta"]
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
+        for name, value in self.meta["args"].items():
+            if name not in self.MAY_CHANGE and old["args"].get(name) != value:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
+                               f"{old['args'].get(name)}; use that, or another --run-dir")
+        if old.get("goal_sha256") != self.meta.get("goal_sha256"):
+            raise BadInput(f"--run-dir {self.dir}: the goal changed since that run was started")
+        self.meta["run_id"] = old["run_id"]
+
+    def open(self):
+        """Write the meta line; or cut the log to the checkpoint and mark the place."""
+        path, content = self.dir / "train_log.jsonl", json.dumps({"meta": self.meta}).encode() + b"\n"
+        if self.state:
+            data, end = path.read_bytes(), self.state["log_bytes"]
+            kept = [line for line in data[end:].splitlines(True) if line.startswith(b'{"resume"')
+                    or line.startswith(b'{"trace_id"') and line.endswith(b"\n")]
+            mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
+                        checkpoint=self.checkpoint, git_sha=self.meta["git_sha"], at=self.meta["started_at"])
+            content = data[:end] + b"".join(kept) + json.dumps({"resume": mark}).encode() + b"\n"
+        replace_file(path, content)
+        self.log = path.open("ab")
+        self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + 1)
+
+    @property
+    def trace_id(self):
+        return f"{self.meta['run_id']}:{self.counters['opt_steps']}"
+
+    def record(self, values):
+        """One line of numbers, all finite."""
+        now, env_steps = time.perf_counter(), self.counters["env_steps"]
+        sps = (env_steps - self.since[1]) / (now - self.since[0])
+        values = dict(wall_time_s=now - self.started, sps=sps) | values
+        values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
+        if torch.cuda.is_available():
+            values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
+        for name, value in values.items():
+            if name != "action_hist":
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"{name} is {value}")
+                self.writer.add_scalar(name, value, self.counters["iteration"])
+        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+        self.since = (now, env_steps)
+
+    def write(self, line):
+        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.log.flush()
+
+    def save(self, state):
+        """checkpoints/step_<iteration>.pt, complete or not at all; then drop the oldest."""
+        path = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}.pt"
+        elapsed = time.perf_counter() - self.started
+        state = state | self.counters | dict(elapsed=elapsed, log_bytes=self.log.tell(), meta=self.meta)
+        temporary = path.with_name(f".{path.name}.writing")
+        try:
+            os.fsync(self.log.fileno())
+            torch.save(state, temporary)
+            flush_to_disk(temporary)
+            temporary.replace(path)
+            flush_to_disk(path.parent)
+            replace_file(path.parent / "state.json", json.dumps({"last": path.name}).encode())
+        except Exception as error:  # a full disk raises RuntimeError here
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"{path} could not be written ({error}); earlier checkpoints stay") from error
+        if self.args.keep_checkpoints:
+            # A later one is a damaged one that this run fell back from; it must not count as the newest.
+            complete = sorted(old for old in path.parent.glob("step_*.pt") if old.name <= path.name)
+            for old in complete[:-self.args.keep_checkpoints]:
+                old.unlink()
+
+    def fail(self, error, env, batch):
+        """Leave a receipt, with the last frames of four environments, and end with a non-zero exit."""
+        what = dict(type=type(error).__name__, message=str(error))
+        folder = self.dir / "receipts" / self.trace_id
+        receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
+        for name in ("actions", "dist", "rewards"):
+            receipt[f"last_{name}"] = batch[name][:, :4].tolist() if batch else []
+        with contextlib.suppress(OSError):  # a full disk must not hide the first error
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "receipt.json").write_text(json.dumps(receipt, indent=1))
+            for row in range(min(4, env.num_envs)):
+                if (frame := env.frames(row)) is not None:
+                    Image.fromarray(frame).save(folder / f"frame_{row}.png")
+            self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
+        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+            raise error
+        raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
+
+
+def sha256(data):
+    """Of bytes, a text, or what a file holds."""
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+def flush_to_disk(path):
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def replace_file(path, data):
+    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_bytes(data)
+    flush_to_disk(temporary)
+    temporary.replace(path)
+
+
+def start_tracking(run, args):
+    """Mirror TensorBoard to Weights & Biases; before the writer is opened, or it would see nothing."""
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            raise BadInput(f"--track: {error}; pip install wandb") from error
+        wandb.init(project="plainrl", name=run.meta["run_id"], config=run.meta["args"], dir=run.dir,
+                   sync_tensorboard=True)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def choose_device(args):
+    """The device that --device names. Raises BadInput when there is none such."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"--device {name}: {first_line(error)}") from error
+
+
+def main(args):
+    """Train.  -> the last evaluation"""
+    # Set-up: whatever is wrong with the input is found here, before anything is trained.
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
+    device = choose_device(args)
+    env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
+    torch.manual_seed(args.seed)
+    agent = Agent(env, args.network, args.hidden_size).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    run = RunFolder(args, meta_line(args, env))
+    obs = env.reset(args.seed)
+    episodes = {name: torch.zeros(args.num_envs, device=device) for name in ("return", "length")}
+    if run.state:
+        agent.load_state_dict(run.state["agent"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        if run.state["env"] is not None:
+            obs = env.load_state_dict(run.state["env"])
+            episodes = {name: run.state["episodes"][name].to(device) for name in episodes}
+    # The compiled network is for rollouts, whose shapes never change.
+    mode = "reduce-overhead" if args.cudagraphs else "default"
+    fast = torch.compile(agent, mode=mode) if args.compile or args.cudagraphs else agent
+    start_tracking(run, args)
+    run.open()
+    print(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
+          f"{args.num_envs * args.num_steps} steps a rollout; {args.update_every} rollout(s) an optimiser step; "
+          f"{sum(p.numel() for p in agent.parameters()):,} weights on {device}"
+          + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
+    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
+    sums, norms, batch, metrics = 0, [], None, {}
+
+    try:
+        for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
+            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
+
+            with precision(args, device):
+                # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
+                obs, batch = rollout(fast, env, obs, episodes, args)
+
+            # 2. Advantages, and the returns that the values should have predicted.
+            terminated = batch["terminated"] if args.bootstrap_truncated else batch["done"]
+            values = batch["values"].detach()
+            advantages = gae(batch["rewards"], values, batch["next_values"], terminated, batch["done"],
+                             args.gamma, args.gae_lambda)
+            returns = advantages + values
+            if args.normalize_advantages:
+                advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+            # 3. Update: one gradient on the whole rollout.
+            share = 1 - 0.9 * args.anneal * iteration / args.iterations
+            loss, policy_loss, value_loss = a2c_loss(
+                batch["logprobs"], batch["entropies"], batch["values"], advantages, returns, args.value_coef,
+                args.entropy_coef * share)
+            (loss / args.update_every).backward()
+            if iteration % args.update_every == 0:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * share
+                norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+                optimizer.step()
+                optimizer.zero_grad()
+                run.counters["opt_steps"] += 1
+            run.counters["iteration"] = iteration
+            run.counters["env_steps"] += args.num_envs * args.num_steps
+            sums = sums + window_sums(batch, returns, policy_loss, value_loss, env.num_actions)
+            batch = {name: tensor.detach() for name, tensor in batch.items()}  # let go of the graph
+
+            # 4. Log, evaluate, checkpoint.
+            progress.update()
+            last = iteration == args.iterations
+            if not last and iteration % args.log_every:
+                continue
+            metrics = window_metrics(sums, norms, batch, args, env.has_goal)
+            sums, norms = 0, []
+            if last or args.eval_every and iteration % args.eval_every == 0:
+                metrics |= evaluation_metrics(agent, eval_env, args)
+            run.record(metrics)
+            shown = {name: f"{metrics[name]:.3f}" for name in SHOWN if name in metrics}
+            progress.set_postfix(shown, refresh=False)
+            if progress.disable:
+                print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
+            if last or iteration % args.checkpoint_every == 0:
+                run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), env=env.state_dict(),
+                              episodes=episodes))
+    except (Exception, KeyboardInterrupt) as error:
+        run.fail(error, env, batch)
+    finally:
+        progress.close()
+        run.writer.close()
+        env.close()
+        eval_env.close()
+    return metrics
+
+
+SHOWN = ("episode_return", "success_rate", "eval/success_rate", "eval/greedy_success_rate", "entropy_mean",
+         "grad_norm")
+
+
+def self_test():
+    """Learn a toy world in some 20 s; the verdict as JSON on the last line, and as exit code."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=500,
+                            device="cpu", eval_every=0, run_dir=folder))
+    ok = metrics["eval/success_rate"] >= 0.95
+    print(json.dumps(dict(ok=ok, seconds=round(time.perf_counter() - began, 1)) | metrics))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    try:
+        flags = tyro.cli(Args)
+        sys.exit(self_test()) if flags.self_test else main(flags)
+    except BadInput as problem:
+        sys.exit(f"error: {problem}")
