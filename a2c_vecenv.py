@@ -409,7 +409,7 @@ def meta_line(args, env):
 
     flags = vars(args) | dict(env_kwargs=list(args.env_kwargs))
     now, gpu = datetime.now(UTC), env.device.type == "cuda"
-    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__)
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__a2c__{args.env_id.replace('/', '-')}__s{args.seed}", schema_version=1,
         algo="a2c", env=args.env_id, seed=args.seed, args=flags, argv=sys.argv, num_envs=args.num_envs,
