@@ -504,8 +504,8 @@ def _door(closed):
 def sprite_pictures() -> np.ndarray:
     """The player facing up, down, left, right: (4, 8, 8) shades, a beetle with its dark head in front.
 
-    Half of its pixels tell where it faces. With a face of a few pixels a small network takes facing the door for
-    standing beside it, and its greedy policy pushes the wrong button there for ever.
+    Half of its pixels tell where it faces. With a few pixels of face a small network takes facing the door
+    for standing beside it, and its greedy policy pushes the wrong button there for ever.
     """
     rows = "03333330 33033033 33333333 03333330 30000003 30011003 30011003 03333330"
     up = np.array([list(map(int, row)) for row in rows.split()], np.uint8)
