@@ -162,9 +162,9 @@ def load_goal(folder, **expected) -> tuple[np.ndarray, dict]:
     if hashlib.sha256(frames.tobytes()).hexdigest() != meta["template_sha256"]:
         raise envs.BadInput(f"{where}: {ARRAY} is not the picture whose template_sha256 {META} holds")
     for field, value in expected.items():
-        for name, wanted in value.items() if field == "sha256" else [(None, value)]:
+        for name, wanted in (value or {}).items() if field == "sha256" else [(None, value)]:
             found = meta[field].get(name) if name else meta.get(field)
-            if wanted is not None and wanted != "" and found != wanted:
+            if wanted not in (None, "", {}) and found != wanted:
                 label = f"{field}.{name}" if name else field
                 raise envs.BadInput(f"{where}: {label} is {_short(found)}, expected {wanted!r}")
     return frames, meta

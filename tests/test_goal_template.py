@@ -1,0 +1,235 @@
+"""Goal templates: what is stored, what is refused, distance and reward."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from envs import BadInput, goal_template
+from envs.goal_template import ARRAY, META, GoalConfig, goal_step, l1_distance, load_goal, save_goal
+
+FIELDS = dict(action_codec_id="gb8", frames_per_step=24, downsample_h=6, downsample_w=5, stack_k=2, tau=0.05,
+              k_consecutive=4, pipeline_version="p1", sha256={"world": "ab" * 32})
+
+
+def picture(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 4, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
+def test_what_is_saved_is_loaded(tmp_path, shape):
+    frames = picture(*shape)
+    folder = tmp_path / "new" / "goal"
+    meta = save_goal(folder, frames, **FIELDS, note="extra fields are kept")
+    found, found_meta = load_goal(folder, **FIELDS)
+    assert found.dtype == np.uint8 and (found == frames).all() and found_meta == meta
+    assert meta["schema_version"] == 1 and meta["shade_levels"] == 4 and meta["dist_metric"] == "l1_mean_norm"
+    assert meta["created_at"].endswith("+00:00") and meta["note"] == "extra fields are kept"
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["goal"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([ARRAY, META])
+
+
+def test_views_and_fortran_order_are_saved_as_seen(tmp_path):
+    for index, frames in enumerate((np.asfortranarray(picture(6, 5)), picture(12, 10)[::2, ::2])):
+        save_goal(tmp_path / str(index), frames, **FIELDS)
+        assert (load_goal(tmp_path / str(index))[0] == frames).all()
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("action_codec_id", "gb4", "action_codec_id is 'gb8', expected 'gb4'"),
+    ("frames_per_step", 12, "frames_per_step is 24, expected 12"), ("stack_k", 1, "stack_k is 2, expected 1"),
+    ("tau", 0.04, "tau is 0.05, expected 0.04"), ("k_consecutive", 5, "k_consecutive is 4, expected 5"),
+    ("pipeline_version", "p2", "pipeline_version is 'p1', expected 'p2'"),
+    ("downsample_w", 80, "downsample_w is 5, expected 80"), ("nonsense", 1, "nonsense is None, expected 1"),
+    ("sha256", {"world": "cd" * 32}, "sha256.world is 'abab"),
+    ("sha256", {"rom": "cd" * 32}, "sha256.rom is None"),
+])
+def test_expectations(tmp_path, field, value, message):
+    save_goal(tmp_path / "goal", picture(6, 5), **FIELDS)
+    with pytest.raises(BadInput) as error:
+        load_goal(tmp_path / "goal", **FIELDS | {field: value})
+    assert message in str(error.value) and str(tmp_path / "goal") in str(error.value)
+    for nothing in (None, "", {}):  # is not checked
+        load_goal(tmp_path / "goal", **{field: nothing})
+
+
+@pytest.mark.parametrize(("frames", "change", "message"), [
+    (picture(6, 5).astype(np.int64), {}, "dtype is int64"), (picture(6, 5).tolist(), {}, "expected an array"),
+    (picture(5, 6), {}, "shape is (5, 6)"), (picture(3, 6, 5), {}, "shape is (3, 6, 5)"),
+    (picture(6, 5) + np.uint8(1), {}, "shade 4"), (picture(6, 5), {"tau": 0.0}, "tau is 0.0"),
+    (picture(6, 5), {"tau": float("nan")}, "tau is nan"), (picture(6, 5), {"tau": "0.05"}, "tau is '0.05'"),
+    (picture(6, 5), {"stack_k": 0}, "stack_k is 0"), (picture(6, 5), {"stack_k": True}, "stack_k is True"),
+    (picture(6, 5), {"k_consecutive": 2.0}, "k_consecutive is 2.0"),
+    (picture(6, 5), {"shade_levels": 5}, "shade_levels is 5"),
+    (picture(6, 5), {"sha256": {"rom": "x"}}, "sha256.rom is 'x'"),
+    (picture(6, 5), {"sha256": []}, "sha256 is []"),
+])
+def test_what_cannot_be_a_goal_is_not_saved(tmp_path, frames, change, message):
+    with pytest.raises(BadInput) as error:
+        save_goal(tmp_path / "goal", frames, **FIELDS | change)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+    fewer = {key: value for key, value in FIELDS.items() if key != "pipeline_version"}
+    with pytest.raises(BadInput, match="pipeline_version is missing"):
+        save_goal(tmp_path / "goal", picture(6, 5), **fewer)
+
+
+def rewrite(folder, **change):
+    meta = json.loads((folder / META).read_text())
+    meta.update(change)
+    (folder / META).write_text(json.dumps({key: value for key, value in meta.items() if value is not None}))
+
+
+def save_array(folder, array, **options):
+    with open(folder / ARRAY, "wb") as file:
+        np.save(file, array, **options)
+
+
+def claim(folder, header):
+    """An array file whose header says what it likes."""
+    text = header.encode().ljust(117) + b"\n"
+    (folder / ARRAY).write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(30))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.abort, ()
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda f: (f / ARRAY).unlink(), "goal_template.npy is missing"),
+    (lambda f: (f / META).unlink(), "goal_template.meta.json is missing"),
+    (lambda f: (f / META).write_text("{"), "meta.json cannot be read"),
+    (lambda f: (f / META).write_bytes(b"\xff\xfe{}"), "meta.json cannot be read"),
+    (lambda f: (f / META).write_text("[" * 100_000), "meta.json cannot be read"),
+    (lambda f: (f / META).write_text("[]"), "no object"),
+    (lambda f: rewrite(f, schema_version=2), "schema_version is 2, expected 1"),
+    (lambda f: rewrite(f, schema_version="1"), "schema_version is '1', expected int"),
+    (lambda f: rewrite(f, schema_version=True), "schema_version is True"),
+    (lambda f: rewrite(f, created_at=None), "created_at is missing"),
+    (lambda f: rewrite(f, tau=float("inf")), "tau is inf"),
+    (lambda f: rewrite(f, downsample_h=7), "shape is (6, 5), expected (7, 5)"),
+    (lambda f: rewrite(f, dist_metric="l2"), "dist_metric is 'l2'"),
+    (lambda f: rewrite(f, sha256={"rom": 5}), "sha256.rom is 5"),
+    (lambda f: rewrite(f, template_sha256="0" * 64), "template_sha256"),
+    (lambda f: rewrite(f, pipeline_version="x" * 10**6, k_consecutive="y" * 10**6), "k_consecutive is 'yyy"),
+    (lambda f: save_array(f, picture(6, 5, seed=1)), "template_sha256"),
+    (lambda f: save_array(f, picture(6, 5).astype(float)), "dtype is float64"),
+    (lambda f: save_array(f, picture(6, 5) + np.uint8(9)), "shade"),
+    (lambda f: save_array(f, np.zeros((0, 5), np.uint8)), "goal"),  # empty files cannot be mapped everywhere
+    (lambda f: save_array(f, np.array([Bomb()]), allow_pickle=True), "cannot be read"),
+    (lambda f: (f / ARRAY).write_bytes(b""), "cannot be read"),
+    (lambda f: (f / ARRAY).write_bytes(os.urandom(500)), "cannot be read"),
+    (lambda f: (f / ARRAY).write_bytes((f / ARRAY).read_bytes()[:-5]), "cannot be read"),
+    (lambda f: np.savez(open(f / ARRAY, "wb"), a=picture(6, 5)), "no array"),
+    (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (9999999, 9999999)}"), "be read"),
+    (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (-1, 5)}"), "npy"),
+    (lambda f: claim(f, "__import__('os').abort()"), "cannot be read"),
+    (lambda f: claim(f, "((((((((((((((((((((((((((((((((((((((((("), "cannot be read"),
+])
+def test_damage_is_one_line(tmp_path, damage, message):
+    folder = tmp_path / "goal"
+    save_goal(folder, picture(6, 5), **FIELDS)
+    damage(folder)
+    with pytest.raises(BadInput) as error:
+        load_goal(folder)
+    assert message in str(error.value) and str(folder) in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_only_force_replaces_and_only_a_goal(tmp_path):
+    folder = tmp_path / "goal"
+    save_goal(folder, picture(6, 5), **FIELDS)
+    with pytest.raises(BadInput, match="exists"):
+        save_goal(folder, picture(6, 5, seed=1), **FIELDS)
+    save_goal(folder, picture(6, 5, seed=1), force=True, **FIELDS)
+    assert (load_goal(folder)[0] == picture(6, 5, seed=1)).all() and len(list(tmp_path.iterdir())) == 1
+    (folder / "thesis.txt").write_text("the only copy")
+    with pytest.raises(BadInput, match="more than a goal template"):
+        save_goal(folder, picture(6, 5), force=True, **FIELDS)
+    (tmp_path / "file").write_text("x")
+    for force in (False, True):
+        with pytest.raises(BadInput):
+            save_goal(tmp_path / "file", picture(6, 5), force=force, **FIELDS)
+    with pytest.raises(BadInput, match="cannot be written"):
+        save_goal(tmp_path / "file" / "below", picture(6, 5), **FIELDS)
+    assert (folder / "thesis.txt").exists() and (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange):
+    folder = tmp_path / "goal"
+    save_goal(folder, picture(6, 5), **FIELDS)
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(goal_template, "_sync", full)
+    with pytest.raises(BadInput, match="No space left"):
+        save_goal(folder, picture(6, 5, seed=1), force=True, **FIELDS)
+    with pytest.raises(BadInput, match="No space left"):
+        save_goal(tmp_path / "other", picture(6, 5), **FIELDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["goal"]
+    assert (load_goal(folder)[0] == picture(6, 5)).all()
+    monkeypatch.undo()
+    if not exchange:
+        monkeypatch.setattr(goal_template, "_exchange", lambda left, right: False)
+    save_goal(folder, picture(6, 5, seed=2), force=True, **FIELDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["goal"]
+    assert (load_goal(folder)[0] == picture(6, 5, seed=2)).all()
+
+
+def test_folders_are_swapped_in_one_step(tmp_path):
+    (tmp_path / "a" / "x").mkdir(parents=True)
+    (tmp_path / "b" / "y").mkdir(parents=True)
+    if not goal_template._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system cannot")
+    assert (tmp_path / "a" / "y").is_dir() and (tmp_path / "b" / "x").is_dir()
+
+
+def test_distance():
+    frames = torch.from_numpy(picture(7, 2, 6, 5))
+    real = frames.double()
+    shapes = (6, 5), (2, 6, 5), (7, 2, 6, 5)
+    one, stack, each = (torch.from_numpy(picture(*shape, seed=3)) for shape in shapes)
+    for goal, expected in ((one, (real[:, -1] - one.double()).abs().mean((1, 2)) / 3),
+                           (stack, (real - stack.double()).abs().mean((1, 2, 3)) / 3),
+                           (each, (real - each.double()).abs().mean((1, 2, 3)) / 3)):
+        dist = l1_distance(frames, goal)
+        assert dist.dtype == torch.float32 and torch.allclose(dist.double(), expected, atol=1e-7)
+    light, dark = torch.zeros(1, 1, 6, 5, dtype=torch.uint8), torch.full((1, 1, 6, 5), 3, dtype=torch.uint8)
+    assert l1_distance(light, dark[0]).item() == l1_distance(dark, light[0]).item() == 1  # no wrap below 0
+    assert l1_distance(dark, dark[0, 0]).item() == 0
+    for shape, dtype in (((3, 6, 5), torch.uint8), ((5, 6), torch.uint8), ((6, 5), torch.float32)):
+        with pytest.raises(ValueError):
+            l1_distance(frames, torch.zeros(shape, dtype=dtype))
+
+
+def step(dist, before, streak=0, steps=0, **options):
+    tensors = torch.tensor([dist]), torch.tensor([before]), torch.tensor([streak]), torch.tensor([steps])
+    reward, terminated, truncated, streak, steps = goal_step(*tensors, GoalConfig(**options))
+    assert reward.dtype == torch.float32 and terminated.dtype == truncated.dtype == torch.bool
+    assert streak.dtype == steps.dtype == torch.int64
+    return round(reward.item(), 5), terminated.item(), truncated.item(), streak.item(), steps.item()
+
+
+def test_steps_towards_a_goal():
+    assert step(0.4, 0.5) == (0.09, False, False, 0, 1)
+    assert step(0.4, 0.5, streak=3, tau=0.41) == (10.09, True, False, 4, 1)
+    assert step(0.5, 0.4, alpha=2.0, step_cost=0.0) == (-0.2, False, False, 0, 1)
+    assert step(0.05, 0.05, streak=3) == (-0.01, False, False, 0, 1)  # not below tau: the streak is broken
+    assert step(0.04, 0.04, streak=2) == (-0.01, False, False, 3, 1)
+    assert step(0.5, 0.5, steps=126) == (-0.01, False, False, 0, 127)
+    assert step(0.5, 0.5, steps=127) == (-0.01, False, True, 0, 128)
+    assert step(0.0, 0.0, streak=3, steps=127, goal_bonus=5.0) == (4.99, True, True, 4, 128)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("max_steps", 0), ("k_consecutive", 0), ("tau", 0.0), ("tau", 1.5), ("alpha", float("nan")),
+    ("goal_bonus", float("inf")),
+])
+def test_options_are_checked(field, value):
+    with pytest.raises(BadInput, match=field):
+        GoalConfig(**{field: value})
