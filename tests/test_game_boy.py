@@ -1,0 +1,305 @@
+"""Game Boys: a ROM of our own in PyBoy, against an emulator that the test itself steps."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import make_rom
+import numpy as np
+import pytest
+import torch
+
+pyboy = pytest.importorskip("pyboy")
+
+from envs import BadInput  # noqa: E402
+from envs.game_boy import ACTION_CODEC, Config, GameBoy, goal_meta, record_frames  # noqa: E402
+from envs.goal_template import save_goal  # noqa: E402
+from envs.vec_env import make_vec  # noqa: E402
+
+NAMES = ["NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT"]
+TAU = 0.003  # the sprite is 16 of 5,760 cells: a distance of 0.0028 without, 0.0047 in another place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """game.gb; start.state, one step to the right and with DOWN held; goals: two steps to the right."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("game_boy")
+    (folder / "game.gb").write_bytes(make_rom.rom())
+    boy = boot(folder)
+    press(boy, "RIGHT")
+    boy.button_press("down")
+    boy.tick(1, False, False)  # nothing drawn, and a button held: what a state of a user's own may be like
+    with open(folder / "start.state", "wb") as file:
+        boy.save_state(file)
+    for stack_k in (1, 2):
+        config = Config(rom=str(folder / "game.gb"), tau=TAU, k_consecutive=2, stack_k=stack_k)
+        frames = record_frames(config, ["RIGHT", "RIGHT", "NOOP"])
+        save_goal(folder / f"goal{stack_k}", frames, **goal_meta(config))
+    return folder
+
+
+def boot(folder, state=None, frames=300):
+    boy = pyboy.PyBoy(io.BytesIO((folder / "game.gb").read_bytes()), window="null", sound_emulated=False)
+    boy.set_emulation_speed(0)
+    if state:
+        with open(state, "rb") as file:
+            boy.load_state(file)
+        boy.button_release("down")
+    else:
+        boy.tick(frames, False, False)
+    boy.tick(1, True, False)
+    return boy
+
+
+def press(boy, name, held=8, frames=24):
+    if name != "NOOP":
+        boy.button_press(name.lower())
+    boy.tick(held, True, False)
+    if name != "NOOP":
+        boy.button_release(name.lower())
+    boy.tick(frames - held, True, False)
+
+
+def shrink(boy):
+    """Shades by hand: PyBoy's greys are 255, 153, 85 and 0."""
+    image = np.asarray(boy.screen.image.convert("L")).astype(int)
+    shade = np.select([image > 200, image > 120, image > 40], [0, 1, 2], 3)
+    mean = shade.reshape(72, 2, 80, 2).sum(axis=(1, 3)) / 4
+    return np.floor(mean + 0.5).astype(np.uint8)
+
+
+def options(folder, stack_k=1, **other):
+    return dict(rom=str(folder / "game.gb"), goal_dir=str(folder / f"goal{stack_k}"), tau=TAU,
+                k_consecutive=2, stack_k=stack_k) | other
+
+
+def sprite(frame):
+    """(x, y) of the block's corner, in cells."""
+    ys, xs = np.where(frame == 3)
+    assert len(xs) == 16 and np.ptp(xs) == np.ptp(ys) == 3
+    return int(xs.min()), int(ys.min())
+
+
+def test_the_rom_shows_every_button(folder):
+    config = Config(rom=str(folder / "game.gb"))
+    corner = (make_rom.START_X - 8) // 2, (make_rom.START_Y - 16) // 2
+    assert sprite(record_frames(config, [])[0]) == corner
+    for name, dx, dy in (("NOOP", 0, 0), ("RIGHT", 8, 0), ("LEFT", -8, 0), ("UP", 0, -8), ("DOWN", 0, 8)):
+        assert sprite(record_frames(config, [name])[0]) == (corner[0] + dx, corner[1] + dy)
+    assert (record_frames(config, ["A"]) < 3).all() and (record_frames(config, ["A", "B"]) == 3).sum() == 16
+    short = Config(rom=str(folder / "game.gb"), release_after_frames=3)  # 3 frames of 2 pixels
+    assert sprite(record_frames(short, ["RIGHT"])[0]) == (corner[0] + 3, corner[1])
+    held = Config(rom=str(folder / "game.gb"), release_after_frames=23)
+    assert (record_frames(config, ["START"]) == 0).mean() > 0.5
+    assert (record_frames(held, ["START"]) == 0).mean() < 0.1  # released a frame ago: not seen yet
+
+
+@pytest.mark.parametrize(("stack_k", "state"), [(1, ""), (2, "start.state")])
+def test_steps_are_those_of_an_emulator_stepped_by_hand(folder, stack_k, state):
+    rows, max_steps = 3, 6
+    state = str(folder / state) if state else ""
+    env = make_vec("pyboy", rows, workers=2, max_steps=max_steps, state=state, **options(folder, stack_k))
+    goal = np.load(folder / f"goal{stack_k}" / "goal_template.npy").astype(int)
+    # Row 0 comes to the goal, row 1 walks about, row 2 reaches the goal in the very step of its limit.
+    right = ["RIGHT"] if state else ["RIGHT", "RIGHT"]
+    late = right + ["NOOP"] * stack_k  # a stack of two shows the goal one step later
+    script = [(right + ["NOOP"] * 3) * 6, list(np.random.default_rng(0).choice(NAMES, 18)),
+              (["NOOP"] * (max_steps - len(late)) + late) * 3]
+    boys = [boot(folder, state) for _ in range(rows)]
+    first = shrink(boys[0])
+    stacks = [np.stack([first] * stack_k) for _ in range(rows)]
+    first_dist = np.abs(stacks[0] - goal).mean() / 3
+    counts, streaks, before = [0] * rows, [0] * rows, [first_dist] * rows
+    obs = env.reset(seed=3)
+    assert obs.dtype == torch.uint8 and (obs.numpy() == np.stack(stacks)).all()
+    seen = []
+    for step in range(18):
+        names = [script[row][step] for row in range(rows)]
+        actions = torch.tensor([NAMES.index(name) for name in names])
+        obs, reward, terminated, truncated, info = env.step(actions)
+        finals = iter(info["final_obs"])
+        for row in range(rows):
+            press(boys[row], names[row])
+            stacks[row] = np.concatenate([stacks[row][1:], shrink(boys[row])[None]])
+            dist = np.abs(stacks[row].astype(int) - goal).mean() / 3
+            counts[row] += 1
+            streaks[row] = streaks[row] + 1 if dist < TAU else 0
+            ended, cut = streaks[row] >= 2, counts[row] >= max_steps
+            assert info["dist"][row].item() == pytest.approx(dist, abs=1e-6)  # before the reset
+            assert (terminated[row].item(), truncated[row].item()) == (ended, cut)
+            assert info["reset_mask"][row].item() == (ended or cut)
+            assert reward[row].item() == pytest.approx(-0.01 + before[row] - dist + 10 * ended, abs=1e-5)
+            before[row] = dist
+            seen.append((ended, cut))
+            if ended or cut:
+                assert (next(finals).numpy() == stacks[row]).all()
+                boys[row].stop(save=False)
+                boys[row] = boot(folder, state)
+                stacks[row] = np.stack([first] * stack_k)
+                counts[row], streaks[row], before[row] = 0, 0, first_dist
+            assert (obs[row].numpy() == stacks[row]).all()  # after it
+        assert next(finals, None) is None
+    assert {(True, False), (False, True), (True, True), (False, False)} <= set(seen)
+    env.close()
+
+
+def test_a_saved_env_continues_bit_for_bit(folder, tmp_path):
+    kwargs = options(folder, 2, max_steps=9, k_consecutive=2)
+    env = make_vec("pyboy", 3, workers=2, **kwargs)
+    actions = torch.randint(0, 8, (40, 3), generator=torch.Generator().manual_seed(1))
+    env.reset(seed=1)
+    for step in range(18):  # the last one ends all episodes: the resets are still to come
+        obs, *_, info = env.step(actions[step])
+    assert info["reset_mask"].any()
+    torch.save(env.state_dict(), tmp_path / "state.pt")
+
+    def walk(env):
+        return [[part.clone() for part in (*out[:4], out[4]["dist"], out[4]["final_obs"])]
+                for out in (env.step(actions[step]) for step in range(18, 40))]
+
+    saved, expected = obs.clone(), walk(env)
+    env.close()
+    other = make_vec("pyboy", 3, workers=1, **kwargs)  # other processes, and another number of them
+    other.step(actions[0])
+    obs = other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(obs, saved)
+    for left, right in zip(walk(other), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    other.close()
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_that_dies_is_named_and_nothing_stays_behind(folder):
+    env = make_vec("pyboy", 4, workers=2, **options(folder))
+    pids = [process.pid for process, *_ in env._workers]
+    assert len(pids) == 2 and all(map(alive, pids))
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=rf"worker {pids[1]} \(rows 2 to 3\) died, exit status -9"):
+        env.step(torch.zeros(4, dtype=torch.int64))
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # not even as zombies
+    with pytest.raises(RuntimeError, match="closed"):
+        env.step(torch.zeros(4, dtype=torch.int64))
+    env.close()
+
+
+ORPHAN = """
+import os, signal, sys
+from envs.vec_env import make_vec
+env = make_vec("pyboy", 2, workers=2, tau=0.003, k_consecutive=2, rom=sys.argv[1], goal_dir=sys.argv[2])
+print(*[process.pid for process, *_ in env._workers], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_leave_with_their_parent(folder):
+    out = subprocess.run([sys.executable, "-c", ORPHAN, folder / "game.gb", folder / "goal1"],
+                         capture_output=True, text=True, timeout=60)
+    pids = list(map(int, out.stdout.split()))
+    assert len(pids) == 2 and out.returncode == -signal.SIGKILL
+    deadline = time.time() + 5
+    while any(map(alive, pids)) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_log_meta_and_pictures(folder):
+    env = make_vec("pyboy", 1, **options(folder), state=str(folder / "start.state"))
+    meta = env.log_meta
+    assert (meta["num_actions"], meta["action_codec_id"], meta["frames_per_step"]) == (8, ACTION_CODEC, 24)
+    assert meta["release_after_frames"] == 8 and meta["stack_k"] == 1
+    for key in ("goal_sha256", "rom_sha256", "state_sha256"):
+        assert len(meta[key]) == 64
+    assert meta["rom_path"].endswith("game.gb") and meta["state_path"].endswith("start.state")
+    assert env.action_names == NAMES and env.has_goal and env.obs_high == 3
+    picture = env.frames(0)
+    assert picture.dtype == np.uint8 and picture.shape == (72, 80)
+    assert set(np.unique(picture)) == {0, 170, 255}
+    assert (picture == 0).sum() == 16
+    for wrong in (torch.tensor([8]), torch.tensor([-1]), torch.tensor([0, 0])):
+        with pytest.raises(ValueError):
+            env.step(wrong)
+    env.close()
+
+
+def broken(folder, name, data):
+    (folder / name).write_bytes(data)
+    return str(folder / name)
+
+
+def whole(folder):
+    return (folder / "start.state").read_bytes()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda f: {"rom": ""}, "rom: expected"),
+    (lambda f: {"rom": str(f / "none.gb")}, "none.gb: cannot be read"),
+    (lambda f: {"rom": str(f)}, "cannot be read"),
+    (lambda f: {"rom": broken(f, "empty.gb", b"")}, "sha256.rom"),
+    (lambda f: {"state": str(f / "none.state")}, "none.state: cannot be read"),
+    (lambda f: {"state": broken(f, "cut.state", whole(f)[:5000])}, "cut.state: PyBoy cannot load it"),
+    (lambda f: {"state": broken(f, "zero.state", bytes(200_000))}, "zero.state: PyBoy read"),
+    (lambda f: {"state": broken(f, "long.state", whole(f) + b"x")}, "long.state: PyBoy read"),
+    (lambda f: {"goal_dir": ""}, "make_goal.py"),
+    (lambda f: {"goal_dir": str(f / "nothing")}, "goal_template.npy is missing"),
+    (lambda f: {"goal_dir": str(f / "goal2")}, "stack_k is 2, expected 1"),
+    (lambda f: {"frames_per_step": "12"}, "frames_per_step is 24, expected 12"),
+    (lambda f: {"tau": "0.01"}, "tau is 0.003, expected 0.01"),
+    (lambda f: {"k_consecutive": 3}, "k_consecutive is 2, expected 3"),
+    (lambda f: {"release_after_frames": 24}, "release_after_frames"),
+    (lambda f: {"workers": -1}, "workers"),
+    (lambda f: {"max_steps": 0}, "max_steps"),
+    (lambda f: {"romm": "x"}, "romm"),
+])
+def test_bad_input_is_one_line(folder, change, message):
+    with pytest.raises(BadInput) as error:
+        make_vec("pyboy", 1, **options(folder) | change(folder))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("damage", [lambda rom: b"", lambda rom: rom[:100], lambda rom: rom[:0x8000 - 1],
+                                    lambda rom: rom[:0x134] + b"X" + rom[0x135:], lambda rom: bytes(0x8000)])
+def test_a_damaged_cartridge_is_one_line(tmp_path, damage):
+    (tmp_path / "bad.gb").write_bytes(damage(make_rom.rom()))
+    with pytest.raises(BadInput) as error:
+        record_frames(Config(rom=str(tmp_path / "bad.gb")), [])
+    assert "bad.gb: PyBoy cannot load it" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(BadInput, match="SELECT"):
+        record_frames(Config(rom=str(tmp_path / "bad.gb")), ["SELECT"])
+
+
+def test_colours_become_shades_by_luminance():
+    from envs.game_boy_worker import Emulator
+
+    class Boy:
+        class screen:
+            ndarray = np.zeros((144, 160, 4), np.uint8)
+
+    emulator = object.__new__(Emulator)
+    emulator.boy, emulator.colour = Boy, 1
+    colours = [(255, 255, 255), (0, 255, 0), (255, 0, 0), (0, 0, 255), (0, 0, 0), (255, 255, 0)]
+    for index, colour in enumerate(colours):
+        Boy.screen.ndarray[:2, 2 * index:2 * index + 2, :3] = colour
+    assert emulator.shades()[0, :6].tolist() == [0, 1, 2, 3, 3, 0]
+    emulator.colour = 0
+    for dark, cell in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3)):  # of four pixels in a block; 6 / 4 rounds up
+        block = np.full(4, 255, np.uint8)
+        block[:dark] = 0
+        Boy.screen.ndarray[:2, :2] = block.reshape(2, 2, 1)
+        assert emulator.shades()[0, 0] == cell
+
+
+def test_the_class_is_what_the_table_names():
+    from envs.vec_env import VEC_ENVS
+
+    assert VEC_ENVS["pyboy"] == f"{GameBoy.__module__}:{GameBoy.__name__}"
