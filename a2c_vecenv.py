@@ -2,8 +2,8 @@
 
     loss = mean[ -A_t log pi(a_t|s_t) + value_coef (R_t - V(s_t))^2 - entropy_coef H(pi(.|s_t)) ]
 
-n-step returns (arXiv:1602.01783, algorithm S3), or their average by GAE (arXiv:1506.02438). The actors of the
-paper are rows of one tensor here, and all of them wait for the update. An episode that a time limit cut is not
+n-step returns (arXiv:1602.01783, algorithm S3), or their average by GAE (arXiv:1506.02438). The actors of
+the paper are rows of one tensor here, and all wait for the update. An episode that a time limit cut is not
 over: its last observation still has a value (arXiv:1712.00378).
 
 A2C updates once on what it collected, with the weights that collected it. So the forward pass that chose the
@@ -84,7 +84,7 @@ class Args:
     learning_rate: float = 7e-4
     """of Adam"""
     anneal: bool = True
-    """learning rate and entropy bonus fall linearly to a tenth; without it the greedy policy lags behind"""
+    """learning rate and entropy bonus fall linearly to 0; without it the greedy policy lags behind"""
     max_grad_norm: float = 0.5
     """the gradient is clipped to this norm"""
 
@@ -113,7 +113,7 @@ class Args:
     # Evaluation, log and checkpoints
     eval_every: int = 100
     """iterations between evaluations; 0: only at the end"""
-    eval_episodes: int = 256
+    eval_episodes: int = 128
     """episodes per evaluation, sampled and again greedy"""
     eval_envs: int = 64
     """separate environments that play them; each plays the same number"""
@@ -157,16 +157,16 @@ METRICS = {
     "trunc_rate": "steps at which a limit cut the episode [fraction]",
     "reset_rate": "steps after which a new episode began [fraction]",
     "success_rate": "done / reset: episodes that reached the goal [fraction]; 0 without a goal or a reset",
-    "dist_p10": "distance to the goal over the last rollout, 10th percentile [0..1]; 0 without a goal",
-    "dist_p50": "the median of it",
-    "dist_p90": "the 90th percentile of it",
+    "dist_p10": "distance to the goal in the last rollout, 10th percentile [0..1]; 0 without a goal",
+    "dist_p50": "its median",
+    "dist_p90": "its 90th percentile",
     "entropy_mean": "of the policy [nats]; log(number of actions) is random play",
-    "value_mean": "predicted value",
-    "value_std": "its spread over all steps of the record",
+    "value_mean": "predicted value, in the last rollout",
+    "value_std": "its standard deviation",
     "action_hist": "how often each action was chosen [count]",
     "policy_loss": "mean of -A log pi; near 0 by construction where advantages are normalised",
     "value_loss": "mean squared error of the values",
-    "explained_variance": "1 - var(R - V) / var(R) of the values; 0 is a constant guess",
+    "explained_variance": "1 - var(R - V) / var(R) in the last rollout; 0 is a constant guess",
     "grad_norm": "norm of the gradient before clipping",
     "episode_return": "mean undiscounted return of the episodes that ended; 0 if none did",
     "episode_length": "their mean length [steps]",
@@ -216,7 +216,7 @@ def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entro
 
 
 def choose_actions(logits, greedy=False):
-    """An action from each row of logits (E, A), on their device: the first of A exponential clocks to ring."""
+    """An action from each row of logits (E, A), on their device: the first of A clocks to ring."""
     clocks = 1.0 if greedy else torch.empty_like(logits).exponential_()
     return (logits.softmax(-1) / clocks).argmax(-1)                                          # (E,)
 
@@ -263,8 +263,11 @@ class Agent(nn.Module):
 
 def forward(agent, obs, args):
     """The agent on any number of rows, in chunks that stay in the cache."""
-    if torch.is_grad_enabled() and args.recompute:  # what a pass keeps must outlive the environment's buffer
-        parts = [recompute(agent, part, use_reentrant=False) for part in obs.clone().split(args.chunk)]
+    if not torch.is_grad_enabled():
+        parts = [agent.forward(part) for part in obs.split(args.chunk)]  # not compiled: the rows may vary
+    elif args.recompute:  # what a pass keeps must outlive the environment's buffer
+        parts = [recompute(agent, part, use_reentrant=False, preserve_rng_state=False)
+                 for part in obs.clone().split(args.chunk)]
     else:
         parts = [agent(part) for part in obs.split(args.chunk)]
     return [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
@@ -286,8 +289,8 @@ def make_env(args, num_envs, device):
 def rollout(agent, env, obs, episodes, args):
     """num_steps of every environment with the current policy.
 
-    -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry the
-    graph. episodes ("return" and "length" so far, (num_envs,)) is updated.
+    -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry
+    the graph. episodes ("return" and "length" so far, (num_envs,)) is updated.
     """
     steps = []
     for _ in range(args.num_steps):
@@ -359,44 +362,39 @@ def evaluation_metrics(agent, env, args):
 # Log and checkpoint: the run folder
 
 
-SUMS = ("rewards", "terminated", "truncated", "done", "entropies", "ended_return", "ended_length", "values",
-        "values_squared", "returns", "returns_squared", "errors", "errors_squared", "policy_loss", "value_loss")
+MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="done",
+             entropy_mean="entropies", policy_loss="policy_loss", value_loss="value_loss",
+             grad_norm="grad_norm", episode_return="ended_return", episode_length="ended_length")
 
 
-def window_sums(batch, returns, policy_loss, value_loss, num_actions):
-    """What one rollout adds to the record's sums, on its device.  -> (len(SUMS) + num_actions,) float64"""
-    values = batch["values"].detach()
-    sums = batch | dict(values=values, values_squared=values**2, returns=returns, returns_squared=returns**2,
-                        errors=returns - values, errors_squared=(returns - values)**2,
-                        policy_loss=policy_loss.detach(), value_loss=value_loss.detach())
-    counts = torch.zeros(num_actions, dtype=torch.float64, device=values.device)
+def rollout_means(batch, num_actions):
+    """What one rollout adds to a record: its means and its count of actions.  -> (len(MEANS) + A,) float64"""
     actions = batch["actions"].flatten()
+    counts = torch.zeros(num_actions, dtype=torch.float64, device=actions.device)
     counts.scatter_add_(0, actions, torch.ones_like(actions, dtype=torch.float64))
-    return torch.cat([torch.stack([sums[name].detach().sum(dtype=torch.float64) for name in SUMS]), counts])
+    means = [batch[name].detach().mean(dtype=torch.float64) for name in MEANS.values()]
+    return torch.cat([torch.stack(means), counts])
 
 
-def window_metrics(sums, norms, batch, args, has_goal):
-    """A record's numbers from its sums; all of them cross to the host in one tensor."""
-    levels = torch.tensor([0.1, 0.5, 0.9], device=sums.device)
-    percentiles = torch.quantile(batch["dist"].flatten(), levels)
-    *numbers, p10, p50, p90, grad_norm = torch.cat(
-        [sums, percentiles.double(), torch.stack(norms).mean().double()[None]]).tolist()
-    n = args.log_every * args.num_steps * args.num_envs
-    s = dict(zip(SUMS, numbers, strict=False))
+def window_metrics(window, batch, returns, args, has_goal):
+    """A record: means over the rollouts of its window, percentiles and values of the last one.
 
-    def variance(name):
-        return max(0.0, s[name + "_squared"] / n - (s[name] / n) ** 2)
-
-    spread = variance("returns")
-    return dict(
-        reward_mean=s["rewards"] / n, done_rate=s["terminated"] / n, trunc_rate=s["truncated"] / n,
-        reset_rate=s["done"] / n, success_rate=s["terminated"] / max(s["done"], 1) if has_goal else 0.0,
-        dist_p10=p10, dist_p50=p50, dist_p90=p90, entropy_mean=s["entropies"] / n, value_mean=s["values"] / n,
-        value_std=math.sqrt(variance("values")), action_hist=[int(count) for count in numbers[len(SUMS):]],
-        policy_loss=s["policy_loss"] / args.log_every, value_loss=s["value_loss"] / args.log_every,
-        explained_variance=1 - variance("errors") / spread if spread else 0.0, grad_norm=grad_norm,
-        episode_return=s["ended_return"] / max(s["done"], 1),
-        episode_length=s["ended_length"] / max(s["done"], 1))
+    All is computed on the device and crosses to the host in one tensor.
+    """
+    values = batch["values"]
+    percentiles = batch["dist"].flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
+    explained = 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+    last = torch.stack([*percentiles, values.mean(), values.std(), explained]).double()
+    numbers = torch.cat([last, torch.stack(window).mean(0)]).tolist()
+    names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
+    metrics = dict(zip(names, numbers, strict=False))
+    metrics["action_hist"] = [round(count * len(window)) for count in numbers[len(names):]]
+    metrics["grad_norm"] *= args.update_every  # rollouts without an optimiser step count as 0
+    episodes = max(metrics["reset_rate"], 1e-12)  # ended per step
+    metrics["episode_return"] /= episodes
+    metrics["episode_length"] /= episodes
+    metrics["success_rate"] = metrics["done_rate"] / episodes if has_goal else 0.0
+    return metrics
 
 
 def meta_line(args, env):
@@ -426,7 +424,7 @@ class RunFolder:
     flushed to the disk and renamed.
     """
 
-    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}  # no number changes
+    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
 
     def __init__(self, args, meta):
         self.args, self.meta, self.state, self.checkpoint = args, meta, None, ""
@@ -611,17 +609,16 @@ def main(args):
         if run.state["env"] is not None:
             obs = env.load_state_dict(run.state["env"])
             episodes = {name: run.state["episodes"][name].to(device) for name in episodes}
-    # The compiled network is for rollouts, whose shapes never change.
-    mode = "reduce-overhead" if args.cudagraphs else "default"
-    fast = torch.compile(agent, mode=mode) if args.compile or args.cudagraphs else agent
+    if args.compile or args.cudagraphs:
+        agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     start_tracking(run, args)
     run.open()
     print(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
-          f"{args.num_envs * args.num_steps} steps a rollout; {args.update_every} rollout(s) an optimiser step; "
+          f"{args.num_envs * args.num_steps} steps a rollout, {args.update_every} of them an optimiser step; "
           f"{sum(p.numel() for p in agent.parameters()):,} weights on {device}"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
-    sums, norms, batch, metrics = 0, [], None, {}
+    window, batch, metrics = [], None, {}
 
     try:
         for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
@@ -629,7 +626,7 @@ def main(args):
 
             with precision(args, device):
                 # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
-                obs, batch = rollout(fast, env, obs, episodes, args)
+                obs, batch = rollout(agent, env, obs, episodes, args)
 
             # 2. Advantages, and the returns that the values should have predicted.
             terminated = batch["terminated"] if args.bootstrap_truncated else batch["done"]
@@ -641,29 +638,31 @@ def main(args):
                 advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
             # 3. Update: one gradient on the whole rollout.
-            share = 1 - 0.9 * args.anneal * iteration / args.iterations
+            share = 1 - args.anneal * (iteration - 1) / args.iterations
             loss, policy_loss, value_loss = a2c_loss(
                 batch["logprobs"], batch["entropies"], batch["values"], advantages, returns, args.value_coef,
                 args.entropy_coef * share)
             (loss / args.update_every).backward()
+            grad_norm = torch.zeros_like(loss)
             if iteration % args.update_every == 0:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * share
-                norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 run.counters["opt_steps"] += 1
             run.counters["iteration"] = iteration
             run.counters["env_steps"] += args.num_envs * args.num_steps
-            sums = sums + window_sums(batch, returns, policy_loss, value_loss, env.num_actions)
+            batch |= dict(policy_loss=policy_loss, value_loss=value_loss, grad_norm=grad_norm)
             batch = {name: tensor.detach() for name, tensor in batch.items()}  # let go of the graph
+            window.append(rollout_means(batch, env.num_actions))
 
             # 4. Log, evaluate, checkpoint.
             progress.update()
             last = iteration == args.iterations
-            if not last and iteration % args.log_every:
+            if iteration % args.log_every:
                 continue
-            metrics = window_metrics(sums, norms, batch, args, env.has_goal)
-            sums, norms = 0, []
+            metrics = window_metrics(window, batch, returns, args, env.has_goal)
+            window = []
             if last or args.eval_every and iteration % args.eval_every == 0:
                 metrics |= evaluation_metrics(agent, eval_env, args)
             run.record(metrics)
@@ -672,8 +671,8 @@ def main(args):
             if progress.disable:
                 print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
             if last or iteration % args.checkpoint_every == 0:
-                run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), env=env.state_dict(),
-                              episodes=episodes))
+                run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                              env=env.state_dict(), episodes=episodes))
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, env, batch)
     finally:
