@@ -1,0 +1,368 @@
+"""tools/dump_policy_gif.py: the GIF and the lines beside it show what happened, and bad input is JSON."""
+
+import copy
+import functools
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageSequence
+
+gymnasium = pytest.importorskip("gymnasium")
+
+import a2c_vecenv  # noqa: E402
+from envs.vec_env import make_vec  # noqa: E402
+from tools import dump_policy_gif, make_goal  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+STRIP = dump_policy_gif.STRIP
+
+
+class Lamp(gymnasium.Env):
+    """Counts its steps and shows the count as grey, by render or in its observation; ends after five."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, image=False, render=True, render_mode=None, broken=""):
+        if render_mode and not render:
+            raise TypeError("no render_mode here")
+        self.render_mode, self.image, self.broken, self.episodes = render_mode, image, broken, 0
+        shape, dtype = ((48, 40, 3), np.uint8) if image else ((1,), np.float32)
+        self.observation_space = gymnasium.spaces.Box(0, 255, shape, dtype)
+
+    def seen(self):
+        space = self.observation_space
+        return np.full(space.shape, 40 * self.count + self.episodes, space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.episodes += 1
+        return self.seen(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.seen(), 1.0, self.count == 5, False, {}
+
+    def render(self):
+        if self.broken:
+            return {"none": None, "list": [1], "float": np.zeros((4, 4))}[self.broken]
+        return np.full((30, 20, 3), 40 * self.count, np.uint8)
+
+
+gymnasium.register("Lamp-v0", Lamp, disable_env_checker=True)
+
+
+@functools.cache
+def fresh_state(env_id, env_kwargs, **flags):
+    torch.manual_seed(0)
+    args = a2c_vecenv.Args(env_id=env_id, env_kwargs=env_kwargs, **dict(hidden_size=16) | flags)
+    env = a2c_vecenv.make_env(args, 1, torch.device("cpu"))
+    agent = a2c_vecenv.Agent(env, args.network, args.hidden_size)
+    state = dict(agent=agent.state_dict(), meta=a2c_vecenv.meta_line(args, env), iteration=3)
+    env.close()
+    return state
+
+
+def checkpoint(path, env_id="pixel-goal", env_kwargs=(), change=None, **flags):
+    """As a2c_vecenv.py writes it, with random weights."""
+    state = copy.deepcopy(fresh_state(env_id, env_kwargs, **flags))
+    if change:
+        change(state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+    return path
+
+
+def steer(action):
+    """Weights that always prefer one action."""
+    def change(state):
+        state["agent"]["policy.bias"] += 50 * torch.eye(len(state["agent"]["policy.bias"]))[action]
+    return change
+
+
+@pytest.fixture
+def dump(tmp_path, capsys):
+    """Runs the command. -> exit status, what it said as JSON, folder"""
+    def run(*words, out=tmp_path / "out"):
+        capsys.readouterr()
+        status = dump_policy_gif.main([*map(str, words), "--out", str(out)])
+        (line,) = capsys.readouterr().out.splitlines()
+        said = json.loads(line)
+        assert said["ok"] is (status == 0)
+        return status, said, out
+    return run
+
+
+def frames_of(folder):
+    with Image.open(folder / "rollout.gif") as gif:
+        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(gif)]
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()]
+
+
+def replay(env, seed, actions):
+    """What a world of its own shows and says along the same actions: (1 + steps) frames, rewards, dists."""
+    def seen(obs):
+        return 255 - 85 * env.decode(obs)[0, -1].numpy()
+
+    frames, rewards, dists = [seen(env.reset(seed))], [], []
+    for action in actions:
+        obs, reward, _, _, info = env.step(torch.tensor([action]))
+        frames.append(seen(info["final_obs"] if info["reset_mask"] else obs))
+        rewards.append(float(reward))
+        dists.append(float(info["dist"]))
+    return frames, rewards, dists
+
+
+@pytest.mark.parametrize("mode", ["--sample", "--greedy"])
+@pytest.mark.parametrize("options", [(), ("pack=2bpp", "stack_k=2", "goal_in_obs=true", "num_goals=4")])
+def test_the_frames_and_lines_are_what_happened(mode, options, dump, tmp_path):
+    """Each pixel of the screen, and the last frame is the one before the reset."""
+    path = checkpoint(tmp_path / "a.pt", env_kwargs=("max_steps=9", *options))
+    status, said, out = dump("--checkpoint", path, mode, "--seed", 5, "--scale", 3)
+    steps, frames = steps_of(out), frames_of(out)
+    assert (status, said["frames"], len(frames), len(steps)) == (0, 10, 10, 9)
+    assert [step["step"] for step in steps] == [*range(1, 10)]
+    assert all(list(step) == ["step", "action", "reward", "value", "dist", "done", "trunc"] for step in steps)
+    assert [(step["done"], step["trunc"]) for step in steps] == [(False, False)] * 8 + [(False, True)]
+    env = make_vec("pixel-goal", 1, alpha=10.0, max_steps=9, **dict(pair.split("=") for pair in options))
+    shown, rewards, dists = replay(env, 5, [step["action"] for step in steps])
+    assert [step["reward"] for step in steps] == pytest.approx(rewards)
+    assert [step["dist"] for step in steps] == pytest.approx(dists)
+    assert {frame.shape for frame in frames} == {(3 * 72 + STRIP, 2 * 3 * 80 + dump_policy_gif.GAP, 3)}
+    for frame, picture in zip(frames, shown, strict=True):
+        assert (frame[:216:3, :240:3] == picture[..., None]).all()
+    assert not np.array_equal(shown[-1], 255 - 85 * env.decode(env._obs)[0, -1].numpy())  # the next episode's
+
+
+def test_the_values_and_greedy_actions_are_the_networks(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt", network="patch")
+    status, _, out = dump("--checkpoint", path, "--greedy", "--steps", 6)
+    env = make_vec("pixel-goal", 1, alpha=10.0)
+    agent = a2c_vecenv.Agent(env, "patch", 16)
+    agent.load_state_dict(torch.load(path, weights_only=True)["agent"])
+    obs = env.reset(0)
+    for step in steps_of(out):
+        with torch.no_grad():
+            logits, value = agent(obs)
+        assert step["action"] == int(logits.argmax())
+        assert step["value"] == pytest.approx(float(value), rel=1e-5)
+        obs = env.step(torch.tensor([step["action"]]))[0]
+
+
+def test_the_goal_is_shown_beside_the_screen(dump, tmp_path):
+    """The world's own goal, each of several, and a recorded one."""
+    goal, left = tmp_path / "goal", 80 + dump_policy_gif.GAP
+    assert make_goal.main(["--actions", "B UP*3 RIGHT*2 DOWN", "--seed", "7", "--out", str(goal)]) == 0
+    recorded = np.load(goal / "goal_template.npy")
+    cases = [((), None), (("num_goals=5", "num_maps=2"), None), ((f"goal_dir={goal}",), recorded)]
+    for options, picture in cases:
+        path = checkpoint(tmp_path / "a.pt", env_kwargs=options)
+        for seed in range(4 if "num_goals=5" in options else 1):
+            _, said, out = dump("--checkpoint", path, "--steps", 1, "--seed", seed, "--scale", 1)
+            assert said["ok"], said
+            shown = frames_of(out)[0][:72, left:left + 80, 0]
+            if picture is None:  # as the option that puts it into the observation
+                several = dict(pair.split("=") for pair in options)
+                env = make_vec("pixel-goal", 1, goal_in_obs=True, **several)
+                wanted = env.reset(seed)[0, 0].numpy()
+            else:
+                wanted = picture
+            assert np.array_equal(shown, 255 - 85 * wanted), (options, seed)
+
+
+def test_a_frame_stays_a_frame_where_nothing_moves(dump, tmp_path):
+    """Pillow leaves out pictures that repeat the one before."""
+    path = checkpoint(tmp_path / "a.pt", change=steer(0), env_kwargs=("menu_prob=0",))
+    _, said, out = dump("--checkpoint", path, "--steps", 12, "--episodes", 3)
+    frames = frames_of(out)
+    assert {step["action"] for step in steps_of(out)} == {0}
+    assert said["frames"] == len(frames) == 3 * 13
+    assert np.array_equal(frames[0][:-STRIP, :320], frames[12][:-STRIP, :320])
+    with Image.open(out / "rollout.gif") as gif:
+        times = [frame.info["duration"] for frame in ImageSequence.Iterator(gif)]
+    assert times == [800, *[120] * 11, 800] * 3 or times == [800, *[130] * 11, 800] * 3
+
+
+def test_episodes_follow_each_other_and_each_begins_anew(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt", env_kwargs=("max_steps=7",))
+    _, said, out = dump("--checkpoint", path, "--episodes", 3, "--seed", 4)
+    numbers = [step["step"] for step in steps_of(out)]
+    assert numbers == [*range(1, 8)] * 3 and [e["steps"] for e in said["episodes"]] == [7, 7, 7]
+    many = frames_of(out)
+    for index in range(3):
+        _, _, single = dump("--checkpoint", path, "--seed", 4 + index, out=tmp_path / f"{index}")
+        for one, other in zip(frames_of(single), many[8 * index:8 * (index + 1)], strict=True):
+            assert np.array_equal(one[:-STRIP], other[:-STRIP])
+
+
+def test_success_and_return_are_told(dump, tmp_path):
+    """Starts one step from the goal, which is reached by whoever tries long enough."""
+    path = checkpoint(tmp_path / "a.pt", env_kwargs=("difficulty=2", "menu_prob=0", "max_steps=2000"))
+    status, said, out = dump("--checkpoint", path, "--steps", 2000, "--scale", 1)
+    (episode,), steps = said["episodes"], steps_of(out)
+    assert status == 0 and episode["success"] is episode["done"] is steps[-1]["done"] is True
+    assert not episode["trunc"] and episode["steps"] == len(steps) < 2000
+    assert episode["return"] == pytest.approx(sum(step["reward"] for step in steps))
+    assert [step["dist"] < 0.05 for step in steps[-4:]] == [True] * 4
+
+
+def test_meta_names_everything_by_hash(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt", env_kwargs=("difficulty=9",))
+    _, _, out = dump("--checkpoint", path, "--steps", 2, "--seed", 3, "--greedy",
+                     "--env-kwargs", "max_steps=50")
+    meta, state = json.loads((out / "meta.json").read_text()), torch.load(path, weights_only=True)
+    assert meta["checkpoint_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert meta["goal_sha256"] == state["meta"]["goal_sha256"] and len(meta["goal_sha256"]) == 64
+    assert meta["args"] == state["meta"]["args"] and meta["run_id"] == state["meta"]["run_id"]
+    assert meta["env_kwargs"] == ["difficulty=9", "max_steps=50"]
+    assert (meta["seed"], meta["mode"], meta["frames"], meta["iteration"]) == (3, "greedy", 3, 3)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert meta["git_sha"] == (head.stdout.strip() or None)
+
+
+def test_the_same_seed_shows_the_same(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt")
+    told = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.manual_seed(len(told))
+        _, _, out = dump("--checkpoint", path, "--steps", 8, "--seed", seed, out=tmp_path / name)
+        told.append([(out / file).read_bytes() for file in ("rollout.gif", "rollout.jsonl")])
+    assert told[0] == told[1] and told[0][0] != told[2][0]
+
+
+# Gymnasium
+
+
+def test_a_rendering_environment_shows_its_last_frame_before_the_reset(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt", "Lamp-v0")
+    status, said, out = dump("--checkpoint", path, "--episodes", 2, "--scale", 2)
+    assert status == 0 and said["episodes"][0] == dict(steps=5, success=None, done=True, trunc=False) | {
+        "return": 5.0}
+    assert [frame[5, 5, 0] for frame in frames_of(out)] == [0, 40, 80, 120, 160, 200] * 2
+    assert {step["dist"] for step in steps_of(out)} == {None}
+
+
+@pytest.mark.parametrize("render", ["render=false", "broken=none", "broken=list", "broken=float"])
+def test_image_observations_are_shown_where_there_is_no_render(render, dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt", "Lamp-v0", ("image=true", render))
+    status, _, out = dump("--checkpoint", path, "--scale", 2)
+    shown = [int(frame[9, 9, 1]) for frame in frames_of(out)]
+    assert status == 0 and np.diff(shown).tolist() == [40] * 5 and shown[0] < 9
+    path = checkpoint(tmp_path / "a.pt", "Lamp-v0", (render,))  # a vector: there is nothing to show
+    status, said, _ = dump("--checkpoint", path)
+    assert status == 1 and "cannot be drawn" in said["reason"] and "no images" in said["reason"]
+
+
+# What cannot be shown is JSON
+
+
+def whole_run(folder, steps=(1, 2, 3)):
+    for step in steps:
+        checkpoint(folder / "checkpoints" / f"step_{step:06d}.pt",
+                   change=lambda state, step=step: state.update(iteration=step))
+    return folder
+
+
+def test_the_newest_checkpoint_that_loads_is_taken(dump, tmp_path):
+    run = whole_run(tmp_path / "run", (9, 999_999, 1_000_000))
+    (run / "checkpoints" / ".step_2000000.pt.writing").write_bytes(b"torn")
+    (run / "checkpoints" / "step_best.pt").write_bytes(b"no number")
+    status, said, out = dump("--run", run, "--steps", 1)
+    assert said["checkpoint"].endswith("step_1000000.pt") and said["damaged"] == []
+    newest = run / "checkpoints" / "step_1000000.pt"
+    os.truncate(newest, newest.stat().st_size // 2)
+    status, said, out = dump("--run", run, "--steps", 1)
+    assert status == 0 and said["damaged"] == ["step_1000000.pt"]
+    assert json.loads((out / "meta.json").read_text())["iteration"] == 999_999
+    for path in (run / "checkpoints").glob("step_*.pt"):
+        path.write_bytes(b"")
+    status, said, _ = dump("--run", run)
+    assert status == 1 and "every checkpoint in it is damaged" in said["reason"]
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch evil-was-here",))
+
+
+def poisoned(state):
+    state["agent"]["value.bias"] += float("nan")
+
+
+def with_flag(**flags):
+    """A checkpoint of a run with other flags than its weights and goal are of."""
+    return lambda path: checkpoint(path, change=lambda state: state["meta"]["args"].update(flags))
+
+
+BAD_FILES = {
+    "missing": (lambda path: None, "no such file"),
+    "folder": (lambda path: path.mkdir(), "no such file"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be loaded"),
+    "text": (lambda path: path.write_text("hello"), "cannot be loaded"),
+    "torn": (lambda path: os.truncate(checkpoint(path), 20_000), "cannot be loaded"),
+    "evil": (lambda path: torch.save({"agent": Evil(), "meta": {}}, path), "cannot be loaded"),
+    "evil-old": (lambda path: torch.save(Evil(), path, _use_new_zipfile_serialization=False), "be loaded"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(Evil(), 2)), "cannot be loaded"),
+    "list": (lambda path: torch.save([1, 2], path), "not of a2c_vecenv.py"),
+    "weights": (lambda path: torch.save({"weight": torch.ones(2)}, path), "not of a2c_vecenv.py"),
+    "no-tensors": (lambda path: checkpoint(path, change=lambda s: s.update(agent={"a": 1})), "not of a2c"),
+    "no-env": (lambda path: checkpoint(path, change=lambda s: s["meta"]["args"].pop("env_id")), "env_id"),
+    "flag": (with_flag(gamma="x"), "flags"),
+    "flag-range": (with_flag(gamma=2), "gamma"),
+    "size": (with_flag(hidden_size=8), "does not fit"),
+    "network": (with_flag(network="patch"), "does not fit"),
+    "environment": (with_flag(env_id="No-v1"), "No-v1"),
+    "other-environment": (with_flag(env_id="Lamp-v0", env_kwargs=["image=true"]), "goal of Lamp-v0"),
+    "option": (with_flag(env_kwargs=["a=1"]), "'a'"),
+    "goal": (with_flag(env_kwargs=["goal_dir=/nowhere"]), "is missing"),
+    "map": (with_flag(env_kwargs=["map_seed=2"]), "goal of pixel-goal is not the one"),
+    "nan": (lambda path: checkpoint(path, change=poisoned), "not finite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_checkpoint_that_cannot_be_shown_is_a_reason(case, dump, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, expected = BAD_FILES[case]
+    make(tmp_path / "a.pt")
+    status, said, out = dump("--checkpoint", tmp_path / "a.pt", "--steps", 3)
+    assert status == 1 and expected in said["reason"] and len(said["reason"]) < 600, said
+    assert not out.exists() and not (tmp_path / "evil-was-here").exists()
+
+
+def test_bad_flags_are_a_reason_too(dump, tmp_path):
+    path = checkpoint(tmp_path / "a.pt")
+    for words, expected in (
+            (["--steps", 0], "--steps"), (["--fps", 0], "--fps"), (["--fps", "nan"], "--fps"),
+            (["--scale", "x"], "--scale"), (["--greedy", "--sample"], "--sample"),
+            (["--speed", 1], "--speed"), (["--run", tmp_path], "not allowed with"),
+            (["--env-kwargs", "max_steps=0"], "max_steps")):
+        status, said, out = dump("--checkpoint", path, *words)
+        assert status == 1 and expected in said["reason"] and not out.exists(), said
+    assert dump()[1]["reason"] and dump("--run", tmp_path)[1]["reason"].endswith("step_*.pt in it")
+    (tmp_path / "file").write_text("")
+    status, said, _ = dump("--checkpoint", path, "--steps", 1, out=tmp_path / "file" / "out")
+    assert status == 1 and "--out" in said["reason"]
+
+
+def test_the_command_shows_a_run_of_the_script(tmp_path):
+    a2c_vecenv.main(a2c_vecenv.Args(
+        iterations=2, num_envs=4, hidden_size=16, log_every=1, checkpoint_every=1, eval_every=0, eval_envs=2,
+        eval_episodes=2, env_kwargs=("max_steps=8",), run_dir=str(tmp_path / "run")))
+    words = ["--run", tmp_path / "run", "--out", tmp_path / "out", "--steps", 5]
+    command = [sys.executable, "tools/dump_policy_gif.py", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["frames"] == 6 == len(frames_of(tmp_path / "out"))
