@@ -3,14 +3,13 @@
 import subprocess
 import sys
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 
-gymnasium = pytest.importorskip("gymnasium")
-np = pytest.importorskip("numpy")
-
-from envs import BadInput  # noqa: E402
-from envs.vec_env import make_vec  # noqa: E402
+from envs import BadInput
+from envs.vec_env import make_vec
 
 
 class Counter(gymnasium.Env):
@@ -180,6 +179,19 @@ def test_observation_kinds(kind, shape, dtype, high):
         assert picture.shape == ((5, 6) if kind == "grey" else (5, 6, 3))
     if kind == "rgb":
         assert (picture == single.reset(seed=1)[0]).all()
+
+
+def test_pictures_are_rendered_where_that_was_asked_for():
+    env = make_vec("CartPole-v1", 2, render_mode="rgb_array")
+    env.reset(seed=1)
+    try:
+        import pygame  # noqa: F401
+    except ImportError:
+        with pytest.raises(BadInput, match="pygame"):
+            env.frames(1)
+    else:
+        assert env.frames(1).shape == (400, 600, 3)
+    assert make_vec("CartPole-v1", 2).frames(1) is None
 
 
 def test_actions_start_where_the_space_starts_and_are_checked():
