@@ -1,0 +1,670 @@
+"""a2c_vecenv.py: advantages, loss, gradient, actions, metrics, evaluation, by independent formulas."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+gymnasium = pytest.importorskip("gymnasium")
+
+import a2c_vecenv as a2c  # noqa: E402
+from envs import BadInput  # noqa: E402
+from envs.vec_env import VecEnv, make_vec  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def args_for(**flags):
+    return a2c.Args(**dict(num_envs=4, num_steps=4, hidden_size=16, log_every=1, checkpoint_every=1,
+                           eval_every=0, eval_episodes=4, eval_envs=2, device="cpu") | flags)
+
+
+# Advantages
+
+
+def random_rollout(seed, T=9, E=7):
+    """rewards, values, next_values (T, E) float64; terminated, truncated (T, E), sometimes both at once."""
+    g = torch.Generator().manual_seed(seed)
+    numbers = [torch.randn(T, E, generator=g, dtype=torch.float64) for _ in range(3)]
+    ends = [torch.rand(T, E, generator=g) < 0.2 for _ in range(2)]
+    return *numbers, *ends
+
+
+def gae_by_sums(rewards, values, next_values, terminated, done, gamma, lam):
+    """Eq. 16 as it is printed: A_t = sum over l of (gamma lam)^l delta_{t+l}, up to the episode's end."""
+    T, E = rewards.shape
+    advantages = torch.zeros(T, E, dtype=torch.float64)
+    for e in range(E):
+        for t in range(T):
+            for later in range(t, T):
+                future = 0.0 if terminated[later, e] else float(next_values[later, e])
+                delta = float(rewards[later, e]) + gamma * future - float(values[later, e])
+                advantages[t, e] += (gamma * lam) ** (later - t) * delta
+                if done[later, e]:
+                    break
+    return advantages
+
+
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (0.9, 1.0), (1.0, 0.5), (0.7, 0.0), (0.0, 0.9)])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_is_equation_16(gamma, lam, seed):
+    rewards, values, next_values, terminated, truncated = random_rollout(seed)
+    assert (terminated & truncated).any() and (truncated & ~terminated).any() and terminated.sum() > 3
+    done = terminated | truncated
+    ours = a2c.gae(rewards, values, next_values, terminated, done, gamma, lam)
+    expected = gae_by_sums(rewards, values, next_values, terminated, done, gamma, lam)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_lambda_one_is_the_n_step_return_and_zero_the_td_error():
+    """One row by hand: an end after step 1, a time limit after step 3."""
+    rewards = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+    values = torch.tensor([[0.5], [0.25], [1.0], [2.0], [8.0]])
+    next_values = torch.tensor([[0.25], [9.0], [2.0], [6.0], [10.0]])
+    terminated = torch.tensor([[False], [True], [False], [False], [False]])
+    done = torch.tensor([[False], [True], [False], [True], [False]])
+    returns = a2c.gae(rewards, values, next_values, terminated, done, 0.5, 1.0) + values
+    assert returns.flatten().tolist() == [1 + 0.5 * 2, 2, 3 + 0.5 * (4 + 0.5 * 6), 4 + 0.5 * 6, 5 + 0.5 * 10]
+    targets = a2c.gae(rewards, values, next_values, terminated, done, 0.5, 0.0) + values
+    assert targets.flatten().tolist() == [1 + 0.5 * 0.25, 2, 3 + 0.5 * 2, 4 + 0.5 * 6, 5 + 0.5 * 10]
+
+
+def test_one_step_is_td_0_whatever_lambda_is():
+    rewards, values, next_values, terminated, truncated = random_rollout(5, T=1, E=200)
+    expected = rewards + 0.9 * torch.where(terminated, 0.0, next_values) - values
+    for lam in (0.0, 0.95, 1.0):
+        ours = a2c.gae(rewards, values, next_values, terminated, terminated | truncated, 0.9, lam)
+        torch.testing.assert_close(ours, expected)
+
+
+def test_a_gap_in_time_lets_nothing_through():
+    """What comes after an end changes no advantage before it."""
+    rewards, values, next_values, terminated, truncated = random_rollout(1, T=6, E=3)
+    done = terminated | truncated
+    done[2] = True
+    before = a2c.gae(rewards, values, next_values, terminated, done, 0.99, 0.95)[:3]
+    for changed in (rewards, values, next_values):
+        changed[3:] += 100
+    assert torch.equal(a2c.gae(rewards, values, next_values, terminated, done, 0.99, 0.95)[:3], before)
+
+
+# Rollout
+
+
+class Script(VecEnv):
+    """Every row as written: a list of (reward, terminated, truncated, observation, final observation)."""
+
+    obs_dtype, num_actions, device, action_names = torch.float32, 2, CPU, ["0", "1"]
+    obs_shape = (1,)
+
+    def __init__(self, *rows):
+        self.rows, self.num_envs, self.now = rows, len(rows), 0
+        self.buffer = torch.zeros(self.num_envs, 1)
+
+    def reset(self, seed):
+        self.now = 0
+        return self.buffer.fill_(1.0)
+
+    def step(self, actions):
+        reward, terminated, truncated, obs, final = zip(*(row[self.now] for row in self.rows), strict=True)
+        self.now += 1
+        terminated, truncated = torch.tensor(terminated), torch.tensor(truncated)
+        ended = terminated | truncated
+        info = {"reset_mask": ended, "final_obs": torch.tensor(final).view(-1, 1)[ended]}
+        self.buffer.copy_(torch.tensor(obs).view(-1, 1))
+        return self.buffer, torch.tensor(reward), terminated, truncated, info
+
+
+class Double(torch.nn.Module):
+    """V(s) = 2 s, learnable; both actions alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, obs):
+        return torch.zeros(len(obs), 2), self.weight * obs[:, 0]
+
+
+def played(*rows, **flags):
+    """A rollout of scripted rows. -> the environment, what follows from it, observation after it, episodes"""
+    args, env = args_for(num_steps=len(rows[0]), num_envs=len(rows), **flags), Script(*rows)
+    episodes = {name: torch.zeros(env.num_envs) for name in ("return", "length")}
+    obs, batch = a2c.rollout(Double(), env, env.reset(0), episodes, args)
+    return batch, obs, episodes
+
+
+NAN = math.nan
+CUT = [(1.0, False, False, 3.0, NAN), (2.0, False, True, 50.0, 7.0), (3.0, False, False, 4.0, NAN)]
+END = [(1.0, False, False, 3.0, NAN), (2.0, True, False, 50.0, 7.0), (3.0, False, False, 4.0, NAN)]
+BOTH = [(1.0, False, False, 3.0, NAN), (2.0, True, True, 50.0, 7.0), (3.0, False, False, 4.0, NAN)]
+LAST = [(1.0, False, False, 3.0, NAN), (2.0, False, False, 5.0, NAN), (3.0, False, True, 60.0, 9.0)]
+
+
+def returns_of(batch, gamma=0.5):
+    values = batch["values"].detach()
+    return a2c.gae(batch["rewards"], values, batch["next_values"], batch["terminated"], batch["done"], gamma,
+                   1.0) + values
+
+
+def test_a_time_limit_bootstraps_from_the_last_observation_not_from_the_next_episodes_first():
+    """V of the final observation 7 is 14, that of the first of the next episode, 50, would be 100."""
+    batch, obs, _ = played(CUT, END, BOTH, LAST)
+    after = 3 + 0.5 * 8
+    assert returns_of(batch).T.tolist() == [
+        [1 + 0.5 * (2 + 0.5 * 14), 2 + 0.5 * 14, after],
+        [1 + 0.5 * 2, 2, after],
+        [1 + 0.5 * 2, 2, after],  # the episode is over, even if its time was up at that very step
+        [1 + 0.5 * (2 + 0.5 * (3 + 0.5 * 18)), 2 + 0.5 * (3 + 0.5 * 18), 3 + 0.5 * 18]]
+    assert batch["values"].T.tolist() == [[2, 6, 100]] * 3 + [[2, 6, 10]]
+    assert batch["next_values"][0].tolist() == [6, 6, 6, 6]
+    assert obs.flatten().tolist() == [4, 4, 4, 60]
+
+
+def test_only_what_the_update_differentiates_carries_a_graph():
+    batch, _, _ = played(CUT, END)
+    carrying = {name for name, tensor in batch.items() if tensor.requires_grad}
+    assert carrying <= {"logprobs", "entropies", "values"} and "values" in carrying
+    assert all(tensor.shape == (3, 2) for tensor in batch.values())
+
+
+def test_returns_and_lengths_of_episodes_are_kept_across_rollouts():
+    args, env = args_for(num_steps=3, num_envs=2), Script(CUT + CUT, END + LAST)
+    episodes = {name: torch.zeros(2) for name in ("return", "length")}
+    obs, first = a2c.rollout(Double(), env, env.reset(0), episodes, args)
+    assert first["ended_return"].sum(0).tolist() == [3, 3] and first["ended_length"][1].tolist() == [2, 2]
+    assert [episodes["return"].tolist(), episodes["length"].tolist()] == [[3, 3], [1, 1]]
+    _, second = a2c.rollout(Double(), env, obs, episodes, args)
+    assert second["ended_return"].T.tolist() == [[0, 3 + 1 + 2, 0], [0, 0, 3 + 1 + 2 + 3]]
+    assert second["ended_length"].T.tolist() == [[0, 3, 0], [0, 0, 4]]
+
+
+class Clock(gymnasium.Env):
+    """Shows the time and pays it; ends at 4, and at 3 in every other episode. Its time limit is 3 too."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.episodes = 0, self.episodes + 1
+        return self.seen(), {}
+
+    def seen(self):
+        return np.array([self.time + self.episodes / 10], np.float32)
+
+    def step(self, action):
+        self.time += 1
+        return self.seen(), float(self.time), self.time >= 4 - self.episodes % 2, False, {}
+
+
+gymnasium.register("Clock3-v0", Clock, max_episode_steps=3, disable_env_checker=True)
+
+
+class Watch:
+    """Runs a2c.main and keeps what passes through its functions."""
+
+    def __init__(self, folder, **flags):
+        self.batches, self.losses, self.gradients, self.clipped = [], [], [], []
+        rollout, loss, clip = a2c.rollout, a2c.a2c_loss, torch.nn.utils.clip_grad_norm_
+
+        def watched_rollout(agent, *rest):
+            self.agent = agent
+            result = rollout(agent, *rest)
+            self.batches.append({name: tensor.detach().clone() for name, tensor in result[1].items()})
+            return result
+
+        def watched_loss(logprobs, entropies, values, advantages, returns, *coefficients):
+            result = loss(logprobs, entropies, values, advantages, returns, *coefficients)
+            self.losses.append((advantages.clone(), returns.clone(), *coefficients))
+            parameters = list(self.agent.parameters())
+            self.gradients.append(flat(torch.autograd.grad(result[0], parameters, retain_graph=True)))
+            return result
+
+        def watched_clip(parameters, *rest):
+            parameters = list(parameters)
+            self.clipped.append(flat([p.grad for p in parameters]))
+            return clip(parameters, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(a2c, "rollout", watched_rollout)
+            patch.setattr(a2c, "a2c_loss", watched_loss)
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", watched_clip)
+            a2c.main(args_for(run_dir=str(folder), **flags))
+        lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
+        self.records = [line for line in lines if "iteration" in line]
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_the_returns_that_training_uses(bootstrap, num_steps, tmp_path):
+    """The first update of a whole run against returns written out with a network made alike."""
+    watch = Watch(tmp_path / "run", env_id="Clock3-v0", num_envs=2, num_steps=num_steps,
+                  iterations=1, gamma=0.9, gae_lambda=1.0, normalize_advantages=False,
+                  bootstrap_truncated=bootstrap)
+    torch.manual_seed(1)
+    env = make_vec("Clock3-v0", 2)
+    agent = a2c.Agent(env, "small", 16)
+
+    def value(time, episode):
+        return float(agent(torch.tensor([[time + episode / 10]]))[1].detach())
+
+    # Episode 1 ends by itself as the limit strikes; episode 2 is cut by it at 3; the third is under way.
+    expected, future = [], None
+    steps = [(1, t) for t in (1, 2, 3)] + [(2, t) for t in (1, 2, 3)] + [(3, 1)]
+    for episode, time in reversed(steps[:num_steps]):
+        if time == 3:
+            future = value(3, 2) if bootstrap and episode == 2 else 0.0
+        elif future is None:
+            future = value(time, episode)
+        future = time + 0.9 * future
+        expected.insert(0, future)
+    (_, returns, *_), batch = watch.losses[0], watch.batches[0]
+    for row in range(2):
+        assert returns[:, row].tolist() == pytest.approx(expected, rel=1e-5)
+    ends = (batch["terminated"][:, 0].tolist(), batch["truncated"][:, 0].tolist())
+    assert ends == ([False] * num_steps,) * 2 or ends == ([s == 2 for s in range(7)], [s in (2, 5)
+                                                                                      for s in range(7)])
+
+
+# Loss and gradient
+
+
+def test_the_loss_is_that_of_torch_distributions():
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 3, 4, generator=g, dtype=torch.float64).requires_grad_()
+    values = torch.randn(5, 3, generator=g, dtype=torch.float64).requires_grad_()
+    actions = torch.randint(4, (5, 3), generator=g)
+    advantages, returns = torch.randn(2, 5, 3, generator=g, dtype=torch.float64)
+    policy = torch.distributions.Categorical(logits=logits)
+    policy_loss = -(advantages * policy.log_prob(actions)).sum() / 15
+    value_loss = torch.nn.functional.mse_loss(values, returns)
+    expected = policy_loss + 0.3 * value_loss - 0.07 * policy.entropy().mean()
+    log_pi = logits.log_softmax(-1)
+    ours = a2c.a2c_loss(log_pi.gather(-1, actions[..., None]).squeeze(-1), -(log_pi.exp() * log_pi).sum(-1),
+                        values, advantages, returns, 0.3, 0.07)
+    torch.testing.assert_close(torch.stack(ours), torch.stack([expected, policy_loss, value_loss]))
+    for one, other in zip(torch.autograd.grad(ours[0], (logits, values)),
+                          torch.autograd.grad(expected, (logits, values)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rollout_reports_the_logprobs_and_entropies_of_the_policy():
+    env, args = make_vec("pixel-goal", 6), args_for(num_steps=3)
+    agent = lively_agent(env)
+    episodes = {name: torch.zeros(6) for name in ("return", "length")}
+    seen = Seen(env)
+    _, batch = a2c.rollout(agent, seen, seen.reset(3), episodes, args)
+    with torch.no_grad():
+        logits, values = agent(torch.cat(seen.observations[:3]))
+    policy = torch.distributions.Categorical(logits=logits)
+    expected = dict(logprobs=policy.log_prob(batch["actions"].flatten()), entropies=policy.entropy(),
+                    values=values)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(batch[name].flatten(), tensor, rtol=1e-4, atol=1e-5)
+    assert batch["entropies"].std() > 0.01
+
+
+class Seen:
+    """An environment that keeps a copy of every observation it gave."""
+
+    def __init__(self, env):
+        self.env, self.observations = env, []
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, seed):
+        self.observations = [self.env.reset(seed).clone()]
+        return self.env._obs
+
+    def step(self, actions):
+        result = self.env.step(actions)
+        self.observations.append(result[0].clone())
+        return result
+
+
+def lively_agent(env, network="small", scale=30.0):
+    """Weights whose policy is far from uniform, so that gradients say something."""
+    torch.manual_seed(7)
+    agent = a2c.Agent(env, network, 16)
+    with torch.no_grad():
+        agent.policy.weight *= scale
+    return agent
+
+
+def update_gradient(network="small", env_options=(), second_pass=False, **flags):
+    """The gradient of one update on the pixel goal. second_pass: from copies of the observations."""
+    env, args = make_vec("pixel-goal", 12, max_steps=5, **dict(env_options)), args_for(num_steps=6, **flags)
+    agent, seen = lively_agent(env, network), Seen(env)
+    torch.manual_seed(11)
+    episodes = {name: torch.zeros(12) for name in ("return", "length")}
+    with a2c.precision(args, CPU):
+        _, batch = a2c.rollout(agent, seen, seen.reset(3), episodes, args)
+    values = batch["values"].detach()
+    advantages = a2c.gae(batch["rewards"], values, batch["next_values"], batch["terminated"], batch["done"],
+                         0.99, 0.95)
+    returns = advantages + values
+    if second_pass:
+        policies, values = zip(*(agent(obs) for obs in seen.observations[:6]), strict=True)
+        policy = torch.distributions.Categorical(logits=torch.stack(policies))
+        batch |= dict(logprobs=policy.log_prob(batch["actions"]), entropies=policy.entropy(),
+                      values=torch.stack(values))
+    loss, _, _ = a2c.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], advantages, returns,
+                              0.5, 0.01)
+    loss.backward()
+    return flat([p.grad for p in agent.parameters()]), batch
+
+
+def difference(one, other):
+    return float((one - other).norm() / one.norm())
+
+
+@pytest.mark.parametrize("network", ["small", "patch", "nature"])
+def test_the_gradient_does_not_depend_on_chunks_nor_on_recomputing(network):
+    whole, batch = update_gradient(network)
+    assert batch["truncated"].any() and len(batch["actions"].unique()) > 4
+    for flags in (dict(chunk=5), dict(chunk=1), dict(recompute=True), dict(recompute=True, chunk=7)):
+        other, again = update_gradient(network, **flags)
+        assert torch.equal(batch["actions"], again["actions"])
+        assert difference(whole, other) < 3e-6, flags
+
+
+def test_the_kept_graph_is_worth_a_second_forward_pass():
+    """The environment overwrites its observations; the graph must not have held on to them."""
+    for options in ({}, {"stack_k": 2, "goal_in_obs": True, "pack": "2bpp"}):
+        kept, _ = update_gradient(env_options=options)
+        second, _ = update_gradient(env_options=options, second_pass=True)
+        assert difference(kept, second) < 1e-6
+
+
+def test_bfloat16_is_close():
+    whole, batch = update_gradient()
+    for flags in ({}, dict(recompute=True, chunk=5)):
+        other, again = update_gradient(dtype="bfloat16", **flags)
+        assert all(tensor.dtype != torch.bfloat16 for tensor in again.values())
+        same = (batch["actions"] == again["actions"]).double().mean()
+        assert same > 0.9 and 1e-4 < difference(whole, other) < (0.1 if same == 1 else 1.0)
+
+
+def test_rollouts_of_one_update_are_averaged(tmp_path):
+    watch = Watch(tmp_path / "run", iterations=6, update_every=3, log_every=6, checkpoint_every=6)
+    assert (len(watch.gradients), len(watch.clipped), watch.records[-1]["opt_steps"]) == (6, 2, 2)
+    for update, gradient in enumerate(watch.clipped):
+        mean = torch.stack(watch.gradients[3 * update:3 * update + 3]).mean(0)
+        assert difference(mean, gradient) < 1e-6
+    norms = [float(gradient.norm()) for gradient in watch.clipped]
+    assert watch.records[-1]["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
+
+
+def test_advantages_are_normalised_and_returns_are_not(tmp_path):
+    plain, normal = (
+        Watch(tmp_path / str(on), iterations=1, normalize_advantages=on).losses[0]
+        for on in (False, True))
+    advantages = (plain[0] - plain[0].mean()) / plain[0].std()
+    torch.testing.assert_close(normal[0], advantages, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(normal[1], plain[1])
+    assert normal[0].mean().abs() < 1e-5 and not torch.allclose(normal[1], advantages)
+
+
+def test_learning_rate_and_entropy_bonus_fall_to_nothing_together(tmp_path, monkeypatch):
+    rates, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self, *a: (
+        rates.append(self.param_groups[0]["lr"]), step(self, *a)))
+    for anneal in (True, False):
+        rates.clear()
+        watch = Watch(tmp_path / str(anneal), iterations=4, anneal=anneal, learning_rate=0.01,
+                      entropy_coef=0.5)
+        bonus = [coefficients[-1] for coefficients in watch.losses]
+        assert rates == pytest.approx([2 * 0.01 * coefficient for coefficient in bonus])
+        assert bonus[0] == pytest.approx(0.5, rel=0.3) and bonus == sorted(bonus, reverse=True)
+        assert (bonus[-1] < 0.2) is anneal and (bonus[-1] == 0.5) is not anneal
+
+
+# Actions
+
+
+def test_actions_come_as_often_as_the_policy_says():
+    """Chi-square of 200,000 draws from each of three policies; 5 degrees of freedom, p = 0.001 at 20.5."""
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 0, 0, 0, 0, 0], [2.0, -1, 0.5, 3, 0, 1], [-60.0, 1, 1, 4, -2, -100]])
+    n = 200_000
+    actions = a2c.choose_actions(logits.repeat(n, 1)).view(n, 3)
+    for row in range(3):
+        counts = torch.bincount(actions[:, row], minlength=6).double()
+        expected = n * logits[row].double().softmax(-1)
+        likely = expected > 1
+        assert counts[~likely].sum() == 0
+        statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+        assert statistic < 20.5, (row, counts, expected)
+    pairs = torch.bincount(actions[:, 0] * 6 + a2c.choose_actions(logits.repeat(n, 1)).view(n, 3)[:, 0])
+    assert pairs.min() > 0.9 * n / 36  # the next draw is another one
+
+
+def test_greedy_is_the_likeliest_action():
+    logits = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(a2c.choose_actions(logits, greedy=True), logits.argmax(-1))
+    assert not torch.equal(a2c.choose_actions(logits), logits.argmax(-1))
+    torch.manual_seed(5)
+    one = a2c.choose_actions(logits)
+    torch.manual_seed(5)
+    assert torch.equal(one, a2c.choose_actions(logits))
+
+
+# Network
+
+
+@pytest.mark.parametrize("network, weights", [
+    ("small", 16 * 64 + 16 + 32 * 256 + 32 + 1792 * 128 + 128), ("patch", 16 * 64 + 16 + 1440 * 128 + 128),
+    ("nature", 32 * 64 + 32 + 64 * 512 + 64 + 64 * 576 + 64 + 1920 * 128 + 128)])
+def test_the_networks_are_as_described(network, weights):
+    """Sizes by hand for 72 x 80: small (7, 8) of 32; patch (9, 10) of 16; nature (5, 6) of 64."""
+    env = make_vec("pixel-goal", 5)
+    agent = a2c.Agent(env, network, 128)
+    logits, values = agent(env.reset(1))
+    assert logits.shape == (5, 8) and values.shape == (5,)
+    assert logits.dtype == values.dtype == torch.float32
+    assert sum(p.numel() for p in agent.parameters()) == weights + 128 * 8 + 8 + 128 + 1
+
+
+@pytest.mark.parametrize("network", ["small", "patch", "nature"])
+def test_packed_observations_give_the_same_numbers(network):
+    outputs = []
+    for pack in ("none", "2bpp"):
+        env = make_vec("pixel-goal", 5, stack_k=3, goal_in_obs=True, num_goals=4, pack=pack)
+        outputs.append(lively_agent(env, network)(env.reset(4)))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert outputs[0][0].std(0).min() > 0
+
+
+def test_vectors_get_a_perceptron_and_shades_are_scaled():
+    env = make_vec("CartPole-v1", 3)
+    agent = a2c.Agent(env, "nature", 32)
+    linear = [layer for layer in agent.body if isinstance(layer, torch.nn.Linear)]
+    assert [layer.weight.shape for layer in linear] == [(32, 4), (32, 32)]
+    logits, values = agent(env.reset(0))
+    assert logits.shape == (3, 2) and values.shape == (3,)
+    pixels, seen = make_vec("pixel-goal", 2), []
+    agent = a2c.Agent(pixels, "small", 16)
+    agent.body.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    agent(pixels.reset(0))
+    assert seen[0].max() == 1 and len(seen[0].unique()) <= 4
+
+
+def test_the_network_that_acts_at_first_acts_at_random():
+    env = make_vec("pixel-goal", 32)
+    agent = a2c.Agent(env, "small", 64)
+    assert agent(env.reset(0))[0].softmax(-1).sub(1 / 8).abs().max() < 0.02
+    for layer, gain in ((agent.policy, 0.01), (agent.value, 1.0),
+                        *((layer, math.sqrt(2)) for layer in agent.body if hasattr(layer, "weight"))):
+        weight = layer.weight.detach().flatten(1)
+        rows = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+        torch.testing.assert_close(rows, gain**2 * torch.eye(len(rows)), rtol=1e-4, atol=1e-4 * gain**2)
+        assert not layer.bias.any()
+
+
+def test_pictures_that_are_too_small_are_bad_input():
+    class Stamp(Script):
+        obs_shape = (1, 20, 20)
+
+    assert a2c.Agent(Stamp(CUT), "patch", 8)
+    with pytest.raises(BadInput, match="--network nature.*20, 20.*too small"):
+        a2c.Agent(Stamp(CUT), "nature", 8)
+
+
+# Metrics
+
+
+def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
+    watch = Watch(tmp_path / "run", iterations=6, log_every=3, checkpoint_every=3, num_envs=24,
+                  env_kwargs=("difficulty=2", "k_consecutive=1", "max_steps=6", "menu_prob=0"))
+    for index, record in enumerate(watch.records):
+        part = slice(3 * index, 3 * index + 3)
+        window = {name: np.stack([batch[name].double().numpy() for batch in watch.batches[part]])
+                  for name in watch.batches[0]}
+        last, done = watch.batches[part][-1], window["terminated"] + window["truncated"] > 0
+        assert done.any() and window["terminated"].any() and window["truncated"].any()
+        expected = dict(
+            reward_mean=window["rewards"].mean(), done_rate=window["terminated"].mean(),
+            trunc_rate=window["truncated"].mean(), reset_rate=done.mean(),
+            success_rate=window["terminated"].sum() / done.sum(), entropy_mean=window["entropies"].mean(),
+            episode_return=window["ended_return"].sum() / done.sum(),
+            episode_length=window["ended_length"].sum() / done.sum(),
+            grad_norm=np.mean([float(gradient.norm()) for gradient in watch.clipped[part]]))
+        dist = last["dist"].numpy()
+        for level in (10, 50, 90):
+            expected[f"dist_p{level}"] = np.percentile(dist, level)
+        returns, values = watch.losses[part][-1][1].numpy(), last["values"].numpy()
+        expected |= dict(value_mean=values.mean(), value_std=values.std(ddof=1),
+                         explained_variance=1 - np.var(returns - values) / np.var(returns))
+        for name, value in expected.items():
+            assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        counts = np.bincount(window["actions"].astype(int).ravel(), minlength=8)
+        assert record["action_hist"] == counts.tolist() and sum(record["action_hist"]) == 3 * 24 * 4
+        lengths = window["ended_length"][done]
+        assert lengths.min() >= 1 and lengths.max() == 6
+    first, last = watch.records
+    assert [first["env_steps"], last["env_steps"]] == [3 * 24 * 4, 6 * 24 * 4]
+    policy = [-(batch["logprobs"] * advantages).mean() for batch, (advantages, *_)
+              in zip(watch.batches[:3], watch.losses, strict=False)]
+    value = [(batch["values"] - returns).square().mean() for batch, (_, returns, *_)
+             in zip(watch.batches[:3], watch.losses, strict=False)]
+    assert first["policy_loss"] == pytest.approx(float(sum(policy)) / 3, abs=1e-5)
+    assert first["value_loss"] == pytest.approx(float(sum(value)) / 3, rel=1e-4)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if any(name in str(function) for name in ("_local_scalar_dense", "nonzero", "masked_select")):
+            self.found.append(str(function))
+        return function(*arguments, **options or {})
+
+
+def test_a_record_crosses_to_the_host_once(tmp_path, monkeypatch):
+    waits, transfers, metrics, tolist = Waits(), [], a2c.window_metrics, torch.Tensor.tolist
+
+    def watched(*arguments):
+        transfers.clear()
+        with waits:
+            result = metrics(*arguments)
+        crossed.append(len(transfers))
+        return result
+
+    crossed = []
+    monkeypatch.setattr(a2c, "window_metrics", watched)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (transfers.append(self.shape), tolist(self))[1])
+    Watch(tmp_path / "run", iterations=2)
+    assert crossed == [1, 1] and waits.found == []
+    with waits:
+        float(torch.ones(1))
+    assert waits.found  # the counter counts
+
+
+# Evaluation
+
+
+class Metronome(VecEnv):
+    """Row i ends every i + 2 steps, by itself if i is even; pays 1 a step."""
+
+    obs_shape, num_actions, device, has_goal = (1,), 2, CPU, True
+
+    def __init__(self, num_envs):
+        self.num_envs, self.resets = num_envs, []
+
+    def reset(self, seed):
+        self.time = torch.zeros(self.num_envs, dtype=torch.int64)
+        self.resets.append(seed)
+        return torch.zeros(self.num_envs, 1)
+
+    def step(self, actions):
+        self.time += 1
+        rows = torch.arange(self.num_envs)
+        ended = self.time >= rows + 2
+        self.time *= ~ended
+        info = {"reset_mask": ended, "final_obs": torch.zeros(int(ended.sum()), 1)}
+        return (torch.zeros(self.num_envs, 1), torch.ones(self.num_envs), ended & (rows % 2 == 0),
+                ended & (rows % 2 == 1), info)
+
+
+@pytest.mark.parametrize("num_envs, episodes", [(1, 3), (4, 4), (4, 10), (5, 7), (6, 3), (3, 1)])
+def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_its_share(num_envs, episodes):
+    """Short episodes are not preferred: row i plays the same number whether it ends early or late."""
+    shares = [episodes // num_envs + (row < episodes % num_envs) for row in range(num_envs)]
+    lengths = [(row + 2, row % 2 == 0) for row in range(num_envs) for _ in range(shares[row])]
+    successes = sorted(length for length, success in lengths if success)
+    expected = (len(successes) / episodes, successes[(len(successes) - 1) // 2] if successes else 0,
+                sum(length for length, _ in lengths) / episodes)
+    assert len(lengths) == episodes
+    env = Metronome(num_envs)
+    for greedy in (True, False):
+        found = a2c.evaluate(Double(), env, args_for(eval_episodes=episodes, eval_envs=num_envs), greedy)
+        assert found == pytest.approx(expected)
+
+
+def test_an_evaluation_without_successes_has_no_steps():
+    env = Metronome(2)
+    env.has_goal = False
+    success, steps, mean_return = a2c.evaluate(Double(), env, args_for(eval_episodes=4, eval_envs=2), False)
+    assert (success, steps, mean_return) == (0.0, 0.0, 2.5)
+
+
+def test_evaluations_are_alike_whenever_they_happen():
+    args = args_for(eval_episodes=9, eval_envs=4)
+    env = make_vec("pixel-goal", 4, difficulty=6, max_steps=20)
+    agent = lively_agent(env, scale=3.0)
+    told = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        told.append([a2c.evaluate(agent, env, args, greedy) for greedy in (False, True)])
+        env.step(torch.zeros(4, dtype=torch.int64))
+    assert told[0] == told[1] and told[0][0] != told[0][1]
+    assert all(0 <= success <= 1 and steps <= 20 for success, steps, _ in told[0])
+
+
+def test_an_evaluation_disturbs_no_training(tmp_path):
+    often, never = (Watch(tmp_path / str(every), iterations=4, eval_every=every,
+                          env_kwargs=("max_steps=9",)) for every in (1, 0))
+    assert all("eval/return" in record for record in often.records)
+    assert ["eval/return" in record for record in never.records] == [False, False, False, True]
+    for one, other in zip(often.batches, never.batches, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(one, other) for one, other in zip(often.clipped, never.clipped, strict=True))
