@@ -295,12 +295,13 @@ class _World:
     def __init__(self, config, index, goal_frames):
         self.menu_open, self.door_open, self.row, self.column, self.facing = np.unravel_index(
             np.arange(NUM_STATES), STATES)
-        for attempt in range(100):  # not every map has a cell that no other resembles
+        self.sprites = sprite_pictures()
+        for attempt in range(20):  # not every map has a cell that no other resembles
             self.tiles, self.pictures = draw_map(config.door, (config.map_seed, index, attempt))
             self.next = transitions(self.tiles)
             tile = self.tiles[self.row, self.column]
             self.legal = (tile == FLOOR) | ((tile == DOOR) & (self.door_open == 1))
-            self.views = np.stack([self._view(state) for state in range(NUM_STATES // 2)])
+            self.views = np.stack([*map(self._view, range(NUM_STATES // 2)), menu_picture()])
             if self._own_goals(config):
                 break
         else:
@@ -328,13 +329,17 @@ class _World:
         cells = sorted(map(tuple, np.argwhere(self.tiles == FLOOR).tolist()), key=lambda cell: -blocked[cell])
         found, distances = [], []
         for row, column in cells:
+            goal = np.ravel_multi_index((0, 1, row, column, DOWN - UP), STATES)
+            beside = abs(self.row - row) + abs(self.column - column) == 1
+            beside &= self.legal & (self.menu_open == 0)
+            if not beside.any() or self._distances(self.views[goal], beside).min() <= config.tau:
+                continue  # most that fail do so here, without a look at the whole map
             # A pocket closed off by obstacles is the most enclosed place of all, and not worth a visit.
             if connected(self.tiles, (row, column)).sum() < 0.8 * (self.tiles != WALL).sum():
                 continue
-            goal = np.ravel_multi_index((0, 1, row, column, DOWN - UP), STATES)
             distance = self._distances(self.views[goal])
             here = (self.row == row) & (self.column == column) & (self.menu_open == 0)
-            if blocked[row, column] < 4 and distance[self.legal & ~here].min() > config.tau:
+            if distance[self.legal & ~here].min() > config.tau:
                 found.append(goal)
                 distances.append(distance)
                 if len(found) == config.num_goals:
@@ -383,14 +388,14 @@ class _World:
         """What a state with the menu closed shows, (72, 80)."""
         top, left = self.row[state] * TILE, self.column[state] * TILE
         picture = self.pictures[self.door_open[state], top:top + HEIGHT, left:left + WIDTH].copy()
-        picture[CENTRE] = sprite_pictures()[self.facing[state]]
+        picture[CENTRE] = self.sprites[self.facing[state]]
         return picture
 
-    def _distances(self, goal) -> np.ndarray:
-        """Distance of what each state shows to a goal picture.  (72, 80) -> (NUM_STATES,)"""
-        shown = torch.as_tensor(np.concatenate([self.views, menu_picture()[None]]))
-        distance = l1_distance(shown[:, None], torch.as_tensor(goal)).numpy()
-        return np.concatenate([distance[:-1], np.repeat(distance[-1:], NUM_STATES // 2)])
+    def _distances(self, goal, states=slice(None)) -> np.ndarray:
+        """Distance of what each state shows, or each of `states`, to a goal picture.  (72, 80) -> (n,)"""
+        numbers = np.arange(NUM_STATES)[states]
+        shown, which = np.unique(numbers.clip(max=NUM_STATES // 2), return_inverse=True)  # all menus are one
+        return l1_distance(torch.as_tensor(self.views[shown])[:, None], torch.as_tensor(goal)).numpy()[which]
 
 
 # The world's rules and its looks
