@@ -82,7 +82,12 @@ PANELS = {
         Panel("throughput", "tokens/s", (Curve("train/throughput"),), "zero"),
     ),
     "a2c": (
-        Panel("success rate", "of finished episodes", (Curve("success_rate"),), "rate"),
+        Panel("success rate", "of finished episodes",
+              (Curve("success_rate", "training"), Curve("eval/success_rate", "evaluation", required=False),
+               Curve("eval/greedy_success_rate", "evaluation, greedy", required=False)), "rate"),
+        Panel("return", "mean per episode",
+              (Curve("episode_return", "training", required=False),
+               Curve("eval/greedy_return", "evaluation, greedy", required=False))),
         Panel("reward", "mean per step", (Curve("reward_mean"),)),
         Panel("ends of episodes", "per step",
               (Curve("done_rate", "terminated"), Curve("trunc_rate", "truncated")), "zero"),
