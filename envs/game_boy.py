@@ -97,7 +97,7 @@ class GameBoy(VecEnv):
         self._first = torch.from_numpy(emulator.shades()).repeat(config.stack_k, 1, 1)  # (K, 72, 80)
         emulator.close()
         self._first_dist = l1_distance(self._first[None], self._goal)  # (1,)
-        self._hashes = {"rom": hashes["rom"], "state": hashlib.sha256(start).hexdigest()}
+        self._hashes = hashes
         self.log_meta = {
             "num_actions": self.num_actions, "action_codec_id": ACTION_CODEC,
             "frames_per_step": config.frames_per_step, "release_after_frames": config.release_after_frames,
@@ -146,7 +146,7 @@ class GameBoy(VecEnv):
     def load_state_dict(self, state: dict) -> torch.Tensor:
         if state["obs"].shape != self._obs.shape or state["hashes"] != self._hashes:
             raise BadInput("environment state: of another num_envs, stack_k, cartridge or start")
-        self._command("load", {row: part.numpy().tobytes() for row, part in enumerate(state["emulators"])})
+        self._command("load", [part.numpy().tobytes() for part in state["emulators"]])
         self._resets[:] = 0
         self._obs.copy_(state["obs"])
         self._streak, self._steps = state["streak"].clone(), state["steps"].clone()

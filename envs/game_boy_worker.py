@@ -16,6 +16,7 @@ import numpy as np
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # which SDL it found; no window is opened
     from pyboy import PyBoy
+    from pyboy.utils import PyBoyException
 
 HEIGHT, WIDTH = 72, 80
 ACTIONS = ("NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT")
@@ -34,6 +35,10 @@ class Emulator:
             raise ValueError(f"PyBoy cannot load it ({_line(error)})") from error
         self.boy.set_emulation_speed(0)  # as fast as it goes
         self.colour = rom[0x143] & 0x80  # its header asks for a Game Boy Color
+        try:  # a cartridge's clock stands at zero: otherwise loading a state would move it on by real time
+            self.boy.rtc_lock_experimental(True)
+        except PyBoyException:
+            pass
 
     def begin(self, state: bytes | None, boot_frames: int) -> bytes:
         """Start from a save state, or by switching on and waiting.  -> the state in which episodes begin

@@ -41,6 +41,8 @@ class GymnasiumVec(VecEnv):
                 self._vector = gymnasium.make_vec(env_id, num_envs, "vector_entry_point", **options)
                 self._cartpole = self._vector.unwrapped
             else:
+                # The checker keeps the last observation, which may be a second name of a row's state.
+                options["disable_env_checker"] = True
                 self._vector = gymnasium.make_vec(env_id, num_envs, "sync", **options)
                 self._rows = self._vector.envs
         except Exception as error:  # an environment's constructor may raise anything at all
@@ -87,13 +89,13 @@ class GymnasiumVec(VecEnv):
             env = self._rows[row]
             obs, reward, ended, cut, _ = env.step(action)
             if ended or cut:
-                final.append(self._convert(obs))
+                final.append(np.array(self._convert(obs), self._array.dtype))  # reset may reuse its memory
                 obs, _ = env.reset()
             self._array[row] = self._convert(obs)
             rewards.append(reward)
             terminated.append(ended)
             truncated.append(cut)
-        final = np.stack(final).astype(self._array.dtype, copy=False) if final else None
+        final = np.stack(final) if final else None
         return np.array(rewards, np.float32), np.array(terminated, bool), np.array(truncated, bool), final
 
     def _step_cartpole(self, actions: np.ndarray):
@@ -210,6 +212,8 @@ def _encode(value, seen: set[int]):
     """Plain data of a value. seen: ids of mutable objects before; two names of one would part on loading."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, _SPACES) and value._np_random is None:
+        return {"kind": "constant"}  # a space that nobody samples from
     if isinstance(value, _CONSTANT) or type(value).__module__.partition(".")[0] == "pygame" \
             or (isinstance(value, types.FunctionType) and not value.__closure__):
         return {"kind": "constant"}  # the new environment has its own
