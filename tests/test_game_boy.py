@@ -310,7 +310,7 @@ def test_colours_become_shades_by_luminance():
         assert emulator.shades()[0, 0] == cell
 
 
-def test_a_cartridges_clock_does_not_know_the_real_time():
+def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
     from envs.game_boy_worker import Emulator
 
     rom = bytearray(make_rom.rom())
@@ -332,6 +332,7 @@ def test_a_cartridges_clock_does_not_know_the_real_time():
     assert hours() == 0
     emulator.boy.rtc_lock_experimental(False)
     assert hours() == 2  # what it would say
+    assert capfd.readouterr() == ("", "")  # PyBoy tells of the clock on stdout, where tools print JSON
 
 
 def test_the_class_is_what_the_table_names():
