@@ -103,7 +103,7 @@ class GameBoy(VecEnv):
             "frames_per_step": config.frames_per_step, "release_after_frames": config.release_after_frames,
             "stack_k": config.stack_k, "goal_dir": str(config.goal_dir),
             "goal_sha256": goal_info["template_sha256"], "rom_path": config.rom, "rom_sha256": hashes["rom"],
-            "state_path": config.state, "state_sha256": hashes.get("state", "")}
+            "state_path": config.state or None, "state_sha256": hashes.get("state")}
         self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=torch.uint8)
         self._start_workers(dataclasses.asdict(config) | {"rom": rom, "state": start})
         self.reset(seed=0)

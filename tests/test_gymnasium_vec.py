@@ -223,7 +223,7 @@ def test_bad_input_is_one_line(env_id, options, message):
 def test_log_meta():
     env = make_vec("CartPole-v1", 2)
     assert env.log_meta == {"num_actions": 2, "action_codec_id": "gymnasium:CartPole-v1",
-                            "frames_per_step": 1, "stack_k": 1, "goal_dir": "", "goal_sha256": ""}
+                            "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
 
 
 CONTINUE = """
