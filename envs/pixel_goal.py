@@ -393,9 +393,11 @@ class _World:
 
     def _distances(self, goal, states=slice(None)) -> np.ndarray:
         """Distance of what each state shows, or each of `states`, to a goal picture.  (72, 80) -> (n,)"""
-        numbers = np.arange(NUM_STATES)[states]
-        shown, which = np.unique(numbers.clip(max=NUM_STATES // 2), return_inverse=True)  # all menus are one
-        return l1_distance(torch.as_tensor(self.views[shown])[:, None], torch.as_tensor(goal)).numpy()[which]
+        numbers = np.arange(NUM_STATES)[states].clip(max=NUM_STATES // 2)  # all menus look the same
+        shown, which = np.unique(numbers, return_inverse=True)
+        parts = np.split(self.views[shown], range(128, len(shown), 128))  # the differences stay in the cache
+        goal = torch.as_tensor(goal)
+        return np.concatenate([l1_distance(torch.as_tensor(part)[:, None], goal) for part in parts])[which]
 
 
 # The world's rules and its looks
@@ -570,7 +572,7 @@ def unpack_2bpp(packed: torch.Tensor) -> torch.Tensor:
         table = (torch.arange(256, device=device)[:, None] >> shifts) & 3
         _UNPACK[device] = table.to(torch.uint8).view(torch.int32).flatten()  # four pixels at a time
     quads = _UNPACK[device].index_select(0, packed.flatten().int())
-    return quads.view(torch.uint8).view(*packed.shape[:-1], -1)
+    return quads.view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])  # -1 fails on no rows
 
 
 _UNPACK = {}
