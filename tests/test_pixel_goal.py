@@ -1,0 +1,714 @@
+"""The pixel-goal environment against a slow world of its own: one row, plain Python, tile by tile."""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import envs
+from envs import pixel_goal
+from envs.goal_template import save_goal
+from envs.pixel_goal import PixelGoal, PixelGoalConfig, pack_2bpp, unpack_2bpp
+from envs.vec_env import make_vec
+
+torch.set_num_threads(1)
+NOOP, A, B, START, UP, DOWN, LEFT, RIGHT = range(8)
+MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
+FLOOR, WALL, DOOR = range(3)
+
+
+# The slow world. A state is (menu open, door open, row, column, facing: the action that faces there).
+
+
+class SlowMap:
+    """A map with its own rules, pictures, goals and starts. Of the environment it takes the map's drawing."""
+
+    def __init__(self, map_seed, index, door, num_goals=1, tau=0.05):
+        for attempt in itertools.count():
+            self.pictures = {}
+            tiles, self.art = pixel_goal.draw_map(door, (map_seed, index, attempt))
+            self.tiles = {(r, c): int(tiles[r, c]) for r in range(18) for c in range(20)}
+            self.goals = self.find_goals(num_goals, tau)
+            if self.goals:
+                break
+        self.door = door
+        self.to_goal = [self.distances_to(self.picture(goal), tau) for goal in self.goals]
+
+    def move(self, state, action):
+        menu, door, row, column, facing = state
+        if menu:
+            return (0, door, row, column, facing) if action == B else state
+        if action == START:
+            return (1, door, row, column, facing)
+        if action == A:
+            row_ahead, column_ahead = np.add((row, column), MOVES[facing]).tolist()
+            return (0, 1, row, column, facing) if self.tiles[row_ahead, column_ahead] == DOOR else state
+        if action in MOVES:
+            there = tuple(np.add((row, column), MOVES[action]).tolist())
+            if self.tiles[there] == FLOOR or (self.tiles[there] == DOOR and door):
+                row, column = there
+            return (0, door, row, column, action)
+        return state
+
+    def picture(self, state):
+        if state[0]:
+            return pixel_goal.menu_picture()
+        if state not in self.pictures:
+            self.pictures[state] = self.draw(*state[1:])
+        return self.pictures[state]
+
+    def draw(self, door, row, column, facing):
+        picture = np.zeros((72, 80), np.uint8)
+        for y, x in np.ndindex(9, 10):  # the tiles of the view; the map's drawing has 4 more above, 5 left
+            top, left = 8 * (row + y), 8 * (column + x)
+            picture[8 * y:8 * y + 8, 8 * x:8 * x + 8] = self.art[door, top:top + 8, left:left + 8]
+        picture[32:40, 40:48] = pixel_goal.sprite_pictures()[FACINGS.index(facing)]
+        return picture
+
+    def states(self, menus=(0, 1)):
+        for menu, door, (row, column), facing in itertools.product(menus, (0, 1), sorted(self.tiles), MOVES):
+            tile = self.tiles[row, column]
+            if tile == FLOOR or (tile == DOOR and door):
+                yield menu, door, row, column, facing
+
+    def room(self, cell):
+        """Cells that can be walked to."""
+        found, queue = {cell}, deque([cell])
+        while queue:
+            here = queue.popleft()
+            for step in MOVES.values():
+                there = tuple(np.add(here, step).tolist())
+                if self.tiles[there] != WALL and there not in found:
+                    found.add(there)
+                    queue.append(there)
+        return len(found)
+
+    def find_goals(self, count, tau):
+        def blocked(cell):
+            return sum(self.tiles[tuple(np.add(cell, step).tolist())] != FLOOR for step in MOVES.values())
+
+        goals, cells = [], [cell for cell in sorted(self.tiles) if self.tiles[cell] == FLOOR]
+        walkable = sum(tile != WALL for tile in self.tiles.values())
+        for cell in sorted(cells, key=blocked, reverse=True):
+            if self.room(cell) >= 0.8 * walkable:
+                goal = (0, 1, *cell, DOWN)
+                others = [state for state in self.states((0,)) if state[2:4] != cell]
+                picture = self.picture(goal).astype(int)
+                nearest = min(np.abs(self.picture(state) - picture).sum() for state in others)
+                if min(nearest, np.abs(pixel_goal.menu_picture() - picture).sum()) > tau * 17280:
+                    goals.append(goal)
+            if len(goals) == count:
+                break
+        return goals
+
+    def distances_to(self, goal, tau):
+        """state -> length of the shortest way to a state whose picture is within tau of the goal's"""
+        before = {}
+        for state in self.states():
+            for action in range(8):
+                before.setdefault(self.move(state, action), []).append(state)
+        near = [s for s in self.states() if dist([self.picture(s)], goal[None]) < tau]
+        steps, queue = dict.fromkeys(near, 0), deque(near)
+        while queue:
+            here = queue.popleft()
+            for state in before.get(here, []):
+                if state not in steps:
+                    steps[state] = steps[here] + 1
+                    queue.append(state)
+        return steps
+
+    def starts(self, difficulty):
+        """(state, goal number), in the order in which episodes draw them"""
+        for state in self.states((0,)):
+            for number, steps in enumerate(self.to_goal):
+                if state[1] == (not self.door) and 0 < steps.get(state, 0) <= (difficulty or 9999):
+                    yield state, number
+
+
+slow_map = functools.cache(SlowMap)
+
+
+def dist(frames, goal):
+    """Of the newest frames, as many as the goal has, in whole numbers."""
+    total = sum(int(np.abs(f.astype(int) - g.astype(int)).sum())
+                for f, g in zip(frames[-len(goal):], goal, strict=True))
+    return np.float32(total) / np.float32(17280 * len(goal))
+
+
+def mix(x):
+    x %= 2**32
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+FACINGS = (UP, DOWN, LEFT, RIGHT)
+
+
+def code_of(state):
+    """The environment's number of a state of the first map."""
+    return int(np.ravel_multi_index((*state[:4], FACINGS.index(state[4])), pixel_goal.STATES))
+
+
+def state_of(code):
+    *rest, facing = map(int, np.unravel_index(code, pixel_goal.STATES))
+    return *rest, FACINGS[facing]
+
+
+class SlowEnv:
+    """One row of the environment."""
+
+    def __init__(self, config, goal=None):
+        self.config, self.recorded = config, goal
+        self.maps = [slow_map(config.map_seed, index, config.door, config.num_goals)
+                     for index in range(config.num_maps)]
+        self.starts = [(m, *start) for m in self.maps for start in m.starts(config.difficulty)]
+
+    def reset(self, seed):
+        self.seed, self.episode = seed, 0
+        return self.begin()
+
+    def begin(self):
+        draw = mix(mix(self.seed) + self.episode)
+        self.map, state, number = self.starts[draw % len(self.starts)]
+        menu = mix(draw + 1) < self.config.menu_prob * 2**32
+        self.state = (int(menu), *state[1:])
+        picture = self.map.picture(self.map.goals[number])[None]
+        self.goal = picture if self.recorded is None else self.recorded
+        self.frames = [self.map.picture(self.state)] * self.config.stack_k
+        self.dist = dist(self.frames, self.goal)
+        self.episode, self.steps, self.streak = self.episode + 1, 0, 0
+        return self.obs()
+
+    def obs(self):
+        return np.stack([self.goal[-1]] * self.config.goal_in_obs + self.frames)
+
+    def step(self, action):
+        """-> obs, reward, terminated, truncated, dist, final obs or None"""
+        config, before = self.config, self.dist
+        self.state = self.map.move(self.state, action)
+        self.frames = [*self.frames, self.map.picture(self.state)][1:]
+        self.dist = after = dist(self.frames, self.goal)
+        self.steps += 1
+        self.streak = self.streak + 1 if after < config.tau else 0
+        terminated, truncated = self.streak >= config.k_consecutive, self.steps >= config.max_steps
+        reward = config.step_cost + config.alpha * float(before - after) + config.goal_bonus * terminated
+        final = self.obs()
+        if terminated or truncated:
+            return self.begin(), reward, terminated, truncated, after, final
+        return final, reward, terminated, truncated, after, None
+
+
+def guide(env, codes, generator):
+    """Actions that often follow a shortest path, in every other episode, so that some succeed."""
+    following = env._next.view(-1, 8)[codes]
+    way = env.paths.flatten()[following * env.config.num_goals + env._goal[:, None]].argmin(1)
+    chance = torch.randint(0, 8, (env.num_envs,), generator=generator)
+    guided = (torch.rand(env.num_envs, generator=generator) < 0.7) & (env._episode % 2 == 1)
+    return torch.where(guided, way, chance)
+
+
+WORLDS = {
+    "defaults": {},
+    "no door": dict(door=False, map_seed=3),
+    "no menu": dict(menu_prob=0, map_seed=5, difficulty=6, max_steps=20),
+    "menu always": dict(menu_prob=1, map_seed=2, difficulty=9, alpha=10.0, max_steps=40),
+    "stack": dict(stack_k=3, difficulty=5, k_consecutive=2, max_steps=30),
+    "goals": dict(num_goals=3, goal_in_obs=True, difficulty=8, max_steps=25, step_cost=0.0),
+    "maps": dict(num_maps=2, num_goals=2, goal_in_obs=True, stack_k=2, difficulty=6, max_steps=25),
+    "packed": dict(pack="2bpp", stack_k=2, difficulty=4, k_consecutive=1, max_steps=8),
+    "pocket": dict(map_seed=60, difficulty=5, max_steps=20),  # its most enclosed cells are closed off
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_steps_like_the_slow_world(name):
+    config = PixelGoalConfig(**WORLDS[name])
+    env, seed, rows = PixelGoal(3, "cpu", config), 11, [SlowEnv(config) for _ in range(3)]
+    compare(env, rows, seed, [], 300)
+
+
+def compare(env, rows, seed, script, steps):
+    """Step both; the script's actions first, in every row."""
+    generator = torch.Generator().manual_seed(0)
+    obs, expected = env.reset(seed), [row.reset(seed + i) for i, row in enumerate(rows)]
+    ends = np.zeros(2, int)
+    for step in range(steps):
+        assert (env.decode(obs).numpy() == np.stack(expected)).all()
+        actions = guide(env, env._codes[:, -1], generator) if step >= len(script) else (
+            torch.full((env.num_envs,), script[step]))
+        obs, reward, terminated, truncated, info = env.step(actions)
+        results = [row.step(action) for row, action in zip(rows, actions.tolist(), strict=True)]
+        expected, rewards, terminations, truncations, distances, finals = zip(*results, strict=True)
+        assert terminated.tolist() == list(terminations) and truncated.tolist() == list(truncations)
+        assert info["dist"].tolist() == [float(d) for d in distances]
+        assert reward.numpy() == pytest.approx(np.array(rewards), abs=1e-5)
+        assert info["reset_mask"].tolist() == [final is not None for final in finals]
+        final = env.decode(info["final_obs"]).numpy()
+        assert len(final) == sum(final is not None for final in finals)
+        for got, wanted in zip(final, [f for f in finals if f is not None], strict=True):
+            assert (got == wanted).all()
+        ends += terminated.sum().item(), truncated.sum().item()
+    assert min(ends) > 0, "no episode of one of the two kinds: nothing was tested"
+    assert (reward.dtype, obs.dtype) == (torch.float32, torch.uint8)
+    assert terminated.dtype == truncated.dtype == info["reset_mask"].dtype == torch.bool
+
+
+def save(folder, frames, env, **meta):
+    fields = dict(action_codec_id="gb8", frames_per_step=24, downsample_h=72, downsample_w=80,
+                  stack_k=env.config.stack_k, tau=env.config.tau, k_consecutive=env.config.k_consecutive,
+                  pipeline_version="pixel-goal-1", sha256={"world": env.world_sha256})
+    save_goal(folder, frames, **fields | meta)
+    return str(folder)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_recorded_goals_step_like_the_slow_world(depth, tmp_path):
+    config = PixelGoalConfig(stack_k=3, k_consecutive=2, max_steps=30, goal_in_obs=True, menu_prob=0.5)
+    world, plain = slow_map(1, 0, True), PixelGoal(1, "cpu", config)
+    goal = np.stack([world.picture((0, 1, 14, 5, facing)) for facing in (DOWN, RIGHT, RIGHT)])[-depth:]
+    folder = save(tmp_path / "goal", goal if depth > 1 else goal[0], plain)
+    env = PixelGoal(3, "cpu", dataclasses.replace(config, goal_dir=folder))
+    rows = [SlowEnv(config, goal) for _ in range(3)]
+    # The starts are those of another goal: only their number and order are taken from the environment.
+    starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
+    if depth == 1:
+        ways = world.distances_to(goal, config.tau)
+        assert [start[1] for start in starts] == [
+            s for s in world.states((0,)) if s[1] == 0 and 0 < ways.get(s, 0) < 9999]
+    for row in rows:
+        row.starts = starts
+    compare(env, rows, 5, [], 400)
+
+
+def test_the_distance_of_a_stack_is_l1_distance_of_it(tmp_path):
+    config = PixelGoalConfig(stack_k=3, k_consecutive=1)
+    plain = PixelGoal(64, "cpu", config)
+    world = slow_map(1, 0, True)
+    goal = np.stack([world.picture((0, 1, row, 4, DOWN)) for row in (10, 11, 12)])
+    env = PixelGoal(64, "cpu", dataclasses.replace(config, goal_dir=save(tmp_path / "goal", goal, plain)))
+    env.reset(0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        obs, _, _, _, info = env.step(torch.randint(0, 8, (64,), generator=generator))
+        still = ~info["reset_mask"]
+        wanted = pixel_goal.l1_distance(obs, torch.from_numpy(goal))
+        assert torch.equal(info["dist"][still], wanted[still])
+
+
+# Distance, streak, reward
+
+
+def at(env, state):
+    """Put every row into a state, as if an episode had begun there."""
+    env._codes[:, -env.config.stack_k:] = code_of(state)
+    env._dist = env._distance()
+    env._streak.zero_()
+    env._steps.zero_()
+
+
+def act(env, *actions):
+    for action in actions:
+        result = env.step(torch.full((env.num_envs,), action))
+    return result
+
+
+def test_tau_is_a_strict_bound():
+    world = slow_map(1, 0, True)
+    goal = world.goals[0]
+    other = (*goal[:4], UP)  # the same cell, facing up: a few pixels away
+    near = dist([world.picture(other)], world.picture(goal)[None])
+    for tau, succeeds in ((float(near), False), (float(np.nextafter(near, np.float32(1))), True)):
+        env = PixelGoal(1, "cpu", PixelGoalConfig(tau=tau, k_consecutive=1))
+        env.reset(0)
+        at(env, other)
+        _, _, terminated, _, info = act(env, NOOP)
+        assert float(info["dist"]) == near and bool(terminated) is succeeds
+
+
+def test_the_streak_is_counted_and_broken():
+    goal = slow_map(1, 0, True).goals[0]
+    env = PixelGoal(1, "cpu", PixelGoalConfig())
+    env.reset(0)
+    at(env, goal)
+    ends = [bool(act(env, action)[2]) for action in
+            (NOOP, NOOP, NOOP, START, NOOP, B, NOOP, NOOP, NOOP)]  # the menu breaks it; B counts already
+    assert ends == [False] * 8 + [True]
+
+
+@pytest.mark.parametrize("k_consecutive, expected", [(4, 0.09), (1, 10.09)])
+def test_the_worked_example_of_the_reward(k_consecutive, expected):
+    """dist 0.5 -> 0.4 with the defaults: tables of distances that say just that."""
+    env = PixelGoal(1, "cpu", PixelGoalConfig(k_consecutive=k_consecutive))
+    env.reset(0)
+    env.config = dataclasses.replace(env.config, tau=0.45)
+    env._dist = torch.tensor([0.5])
+    env._distances = [torch.full_like(env._distances[0], 0.4)]
+    _, reward, terminated, _, info = act(env, NOOP)
+    assert float(reward) == pytest.approx(expected, abs=1e-6) and bool(terminated) is (k_consecutive == 1)
+    assert float(info["dist"]) == np.float32(0.4)
+
+
+def test_an_episode_may_be_terminated_and_truncated_at_once():
+    goal = slow_map(1, 0, True).goals[0]
+    env = PixelGoal(2, "cpu", PixelGoalConfig(max_steps=4))
+    env.reset(0)
+    at(env, goal)
+    for step in range(1, 5):
+        obs, reward, terminated, truncated, info = act(env, NOOP)
+        assert terminated.tolist() == truncated.tolist() == info["reset_mask"].tolist() == [step == 4] * 2
+    assert info["dist"].tolist() == [0, 0]  # before the reset
+    goal_picture = torch.from_numpy(slow_map(1, 0, True).picture(goal))
+    assert (info["final_obs"] == goal_picture).all() and not (obs == goal_picture).all(-1).all(-1).any()
+    assert (env._steps.tolist(), env._streak.tolist()) == ([0, 0], [0, 0])
+    assert torch.equal(env._dist, pixel_goal.l1_distance(obs, goal_picture))  # after it
+
+
+# Rows, seeds, resets
+
+
+def play(env, obs, steps, first_row=0, rows=None):
+    """Actions that depend on the row's number and the step alone. -> what was returned, in order"""
+    result = [obs.clone()]
+    for step in range(steps):
+        torch.manual_seed(step)
+        actions = torch.randint(0, 8, (1000,))[first_row:first_row + env.num_envs]
+        obs, reward, terminated, truncated, info = env.step(actions)
+        result += [obs.clone(), reward, terminated, truncated, info["dist"], info["final_obs"]]
+    return result
+
+
+@pytest.mark.parametrize("options", [
+    dict(max_steps=9), dict(max_steps=9, stack_k=3, num_maps=2, num_goals=2, goal_in_obs=True, pack="2bpp")])
+def test_one_row_alone_and_among_64(options):
+    many = PixelGoal(64, "cpu", PixelGoalConfig(**options))
+    together = play(many, many.reset(7), 30)
+    for row in (0, 13, 63):
+        one = PixelGoal(1, "cpu", many.config)
+        alone = play(one, one.reset(7 + row), 30, first_row=row)
+        for i, (a, b) in enumerate(zip(alone, together, strict=True)):
+            if i % 6 or i == 0:  # the sixth is final_obs, of the rows that ended
+                assert torch.equal(a[0], b[row])
+            elif len(a):
+                assert any(torch.equal(a[0], other) for other in b)
+
+
+def test_episodes_follow_from_seed_and_number_alone():
+    """Two rows of one seed, whose episodes end at different times, begin the same episodes."""
+    env = PixelGoal(2, "cpu", PixelGoalConfig(max_steps=6, num_maps=2))
+    env.reset(3)
+    env._seed[:] = 3
+    env._steps[1] = 3  # ends earlier
+    firsts = [[], []]
+    for _ in range(60):
+        obs, _, _, _, info = act(env, NOOP)
+        for row in info["reset_mask"].nonzero().flatten().tolist():
+            firsts[row].append(obs[row].clone())
+    count = min(map(len, firsts))
+    assert count >= 9 and all(torch.equal(a, b) for a, b in zip(*[f[:count] for f in firsts], strict=True))
+    assert len({first.numpy().tobytes() for first in firsts[0]}) > 5
+
+
+def test_starts_are_drawn_evenly():
+    env = PixelGoal(16384, "cpu", PixelGoalConfig())
+    env.reset(123)
+    codes = env._codes[:, 0]
+    menu, starts = codes >= pixel_goal.NUM_STATES // 2, codes % (pixel_goal.NUM_STATES // 2)
+    counts = torch.bincount(torch.searchsorted(env._start_codes, starts), minlength=len(env._start_codes))
+    expected, freedom = 16384 / len(counts), len(counts) - 1
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+    assert float(menu.float().mean()) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("share, expected", [(0, 0), (1, 4096)])
+def test_the_menu_is_never_or_always_open_at_first(share, expected):
+    env = PixelGoal(4096, "cpu", PixelGoalConfig(menu_prob=share))
+    env.reset(0)
+    assert int((env._codes[:, 0] >= pixel_goal.NUM_STATES // 2).sum()) == expected
+
+
+@pytest.mark.parametrize("options", [{}, dict(stack_k=2, goal_in_obs=True, num_goals=2, pack="2bpp")])
+def test_a_saved_state_continues_bit_for_bit(options, tmp_path):
+    env = PixelGoal(16, "cpu", PixelGoalConfig(max_steps=11, **options))
+    play(env, env.reset(1), 7)
+    torch.save(env.state_dict(), tmp_path / "state.pt")
+    before = env._obs.clone()
+    expected = play(env, env._obs, 30)
+    other = PixelGoal(16, "cpu", env.config)
+    other.reset(99)
+    obs = other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(obs, before)
+    for a, b in zip(play(other, obs, 30), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_state_is_a_copy_and_must_fit():
+    env = PixelGoal(4, "cpu", PixelGoalConfig())
+    env.reset(0)
+    state = env.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    env.load_state_dict(state)
+    play(env, env._obs, 5)
+    assert all(torch.equal(state[name], kept[name]) for name in state)
+    for other in (PixelGoal(5, "cpu", env.config), PixelGoal(4, "cpu", PixelGoalConfig(stack_k=2))):
+        other.reset(0)
+        with pytest.raises(ValueError, match="shape .4, 1., expected"):
+            other.load_state_dict(state)
+
+
+def test_observations_are_the_environments_own_buffer():
+    env = PixelGoal(2, "cpu", PixelGoalConfig(menu_prob=0))
+    obs = env.reset(0)
+    before = obs.clone()
+    assert act(env, START)[0].data_ptr() == obs.data_ptr() and not torch.equal(obs, before)
+
+
+def test_final_obs_is_drawn_when_it_is_asked_for():
+    env = PixelGoal(2, "cpu", PixelGoalConfig(max_steps=2, menu_prob=0))
+    env.reset(0)
+    *_, info = act(env, START)
+    assert info["final_obs"].shape == (0, 1, 72, 80)
+    *_, info = act(env, NOOP)
+    assert info["final_obs"] is info["final_obs"]
+    assert (info["final_obs"].numpy() == pixel_goal.menu_picture()).all()
+    with pytest.raises(KeyError):
+        info["nothing"]
+
+
+def test_frames_are_grey_pictures_for_people():
+    env = PixelGoal(3, "cpu", PixelGoalConfig(pack="2bpp", goal_in_obs=True, menu_prob=0))
+    obs = env.decode(env.reset(0)).numpy()
+    for row in range(3):
+        assert env.frames(row).dtype == np.uint8 and (env.frames(row) == 255 - 85 * obs[row, -1]).all()
+
+
+# What step must not do: wait for the device, or treat rows one by one
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+def test_a_step_reads_three_numbers_on_the_host():
+    counts = {}
+    for num_envs in (1, 256):
+        env = PixelGoal(num_envs, "cpu", PixelGoalConfig())
+        env.reset(0)
+        with Calls() as calls:
+            act(env, NOOP)
+        # The two bounds of the actions, and whether any episode ended: on the CPU alone.
+        assert sum("_local_scalar_dense" in name or "is_nonzero" in name for name in calls.names) == 3
+        counts[num_envs] = len(calls.names)
+    assert counts[1] == counts[256]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_on_another_device_nothing_is_read(name):
+    """Tensors of the meta device have shapes and no values: reading one would raise."""
+    env = make_vec("pixel-goal", 4, "meta", **WORLDS[name])
+    env.reset(0)
+    for _ in range(3):
+        obs, *rest, info = env.step(torch.zeros(4, dtype=torch.int64, device="meta"))
+    assert obs.shape[:2] == (4, env.obs_shape[0])
+    assert {x.device.type for x in (obs, *rest, info["dist"], info["reset_mask"])} == {"meta"}
+
+
+def test_resetting_without_asking_whether_any_row_ended_changes_nothing():
+    """The way of other devices, taken on the CPU."""
+    results = []
+    for device in ("cpu", "meta"):
+        env = PixelGoal(32, "cpu", PixelGoalConfig(max_steps=7))
+        obs = env.reset(5)
+        env.device, env.check_actions = torch.device(device), lambda actions: actions
+        torch.manual_seed(0)
+        results.append([])
+        for _ in range(30):
+            obs, *rest, info = env.step(torch.randint(0, 8, (32,)))
+            results[-1] += [obs.clone(), *rest, info["dist"]]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_as_many_environments_as_there_may_be():
+    env = PixelGoal(16384, "cpu", PixelGoalConfig(pack="2bpp"))
+    assert env.reset(0).shape == (16384, 1, 72, 20)
+    obs, *_ = act(env, DOWN)
+    small = PixelGoal(1, "cpu", env.config)
+    small.reset(16383)
+    assert torch.equal(obs[-1], act(small, DOWN)[0][0])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("actions, error, says", [
+    ([0, 0], TypeError, "expected a tensor, got list"),
+    (np.zeros(2, int), TypeError, "expected a tensor, got ndarray"),
+    (torch.zeros(2), TypeError, "expected an integer dtype, got torch.float32"),
+    (torch.zeros(2, dtype=torch.bool), TypeError, "expected an integer dtype, got torch.bool"),
+    (torch.zeros(3, dtype=torch.int64), ValueError, "expected shape (2,), got (3,)"),
+    (torch.zeros(2, 1, dtype=torch.int64), ValueError, "expected shape (2,), got (2, 1)"),
+    (torch.tensor(1), ValueError, "expected shape (2,), got ()"),
+    (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "expected them on cpu, got meta"),
+    (torch.tensor([0, 8]), ValueError, "expected 0..7, got 0..8"),
+    (torch.tensor([-1, 7]), ValueError, "expected 0..7, got -1..7"),
+])
+def test_bad_actions_are_refused_and_change_nothing(actions, error, says):
+    env = PixelGoal(2, "cpu", PixelGoalConfig())
+    env.reset(0)
+    before = env.state_dict()
+    with pytest.raises(error, match=re.escape(says)):
+        env.step(actions)
+    assert all(torch.equal(value, before[name]) for name, value in env.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_every_integer_dtype_is_taken(dtype):
+    env = PixelGoal(2, "cpu", PixelGoalConfig(menu_prob=0))
+    env.reset(0)
+    obs, *_ = env.step(torch.full((2,), START, dtype=dtype))
+    assert (obs.numpy() == pixel_goal.menu_picture()).all()
+
+
+@pytest.mark.parametrize("num_envs, options, says", [
+    (0, {}, "0 environments: expected 1 to 16384"),
+    (16385, {}, "16385 environments: expected 1 to 16384"),
+    (1, dict(stack_k=0), "stack_k 0: expected 1 or more"),
+    (1, dict(num_maps=0), "num_maps 0"),
+    (1, dict(num_goals=0), "num_goals 0"),
+    (1, dict(difficulty=-1), "difficulty -1"),
+    (1, dict(map_seed=-1), "map_seed -1"),
+    (1, dict(menu_prob=1.5), "menu_prob 1.5: expected 0 to 1"),
+    (1, dict(tau=0.0), "tau: expected 0 < tau <= 1"),
+    (1, dict(tau=1.5), "tau: expected 0 < tau <= 1"),
+    (1, dict(tau="nan"), "tau: expected 0 < tau <= 1"),
+    (1, dict(tau=0.5), "no map with a cell that no other resembles within tau 0.5"),
+    (1, dict(max_steps=0), "max_steps: expected at least 1"),
+    (1, dict(k_consecutive=0), "k_consecutive: expected at least 1"),
+    (1, dict(alpha="inf"), "alpha: expected a finite number"),
+    (1, dict(num_goals=300, tau=0.15), "num_goals 300: map 0 of map_seed 1 has "),
+    (1, dict(pack="4bpp"), "expected one of none, 2bpp"),
+    (1, dict(door="maybe"), "option door: expected bool"),
+    (1, dict(stack="2"), "unknown option 'stack' (did you mean 'stack_k'?)"),
+    (1, dict(goal_dir="nowhere"), "goal_template.npy is missing"),
+    (1, dict(goal_dir="nowhere", num_maps=2), "needs num_maps 1 and num_goals 1"),
+    (1, dict(goal_dir="nowhere", num_goals=2), "needs num_maps 1 and num_goals 1"),
+])
+def test_bad_options_are_one_line(num_envs, options, says):
+    with pytest.raises(envs.BadInput, match=re.escape(says)) as caught:
+        make_vec("pixel-goal", num_envs, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_recorded_goals_that_do_not_fit_are_named(tmp_path):
+    plain, world = PixelGoal(1), slow_map(1, 0, True)
+    picture = world.picture((0, 1, 14, 5, RIGHT))
+    other = slow_map(2, 0, True).picture((0, 1, 9, 9, RIGHT))
+    walk = np.stack([world.picture((0, 1, row, 4, DOWN)) for row in (10, 11, 12)])
+    stacked = PixelGoal(1, "cpu", PixelGoalConfig(stack_k=3))
+    for number, (frames, env, meta, says) in enumerate((
+            (picture, plain, dict(action_codec_id="gb4"), "action_codec_id is 'gb4', expected 'gb8'"),
+            (picture, plain, dict(frames_per_step=8), "frames_per_step is 8, expected 24"),
+            (picture, plain, dict(tau=0.1), "tau is 0.1, expected 0.05"),
+            (picture, plain, dict(k_consecutive=2), "k_consecutive is 2, expected 4"),
+            (picture, plain, dict(pipeline_version="x"), "pipeline_version is 'x'"),
+            (picture, plain, dict(sha256={"world": "0" * 64}), "recorded on another map"),
+            (picture, plain, dict(sha256={}), "recorded on another map"),
+            (picture, stacked, dict(stack_k=1), "stack_k is 1, expected 3"),
+            (picture[:36], plain, dict(downsample_h=36), "downsample_h is 36, expected 72"),
+            (other, plain, {}, "nothing on the map resembles the goal: the nearest is at distance 0."),
+            (pixel_goal.menu_picture(), plain, {}, "234 cells look like the goal within tau 0.05"),
+            (walk, stacked, {}, "no walk shows them for 4 steps in a row"),
+            (np.stack([picture, world.picture((0, 1, 1, 1, UP)), picture]), stacked, {}, "nothing on the map"))):
+        folder = save(tmp_path / str(number), frames, env, **meta)
+        with pytest.raises(envs.BadInput, match=re.escape(says)):
+            PixelGoal(1, "cpu", dataclasses.replace(env.config, goal_dir=folder))
+
+
+def test_a_world_without_a_start_is_named():
+    """In the far corner: nobody begins one action away from a picture that only one facing shows."""
+    world = slow_map(1, 0, True)
+    row, column, facing = world.goals[0][2:]
+    assert world.move((0, 1, row, column, UP), facing)[2:4] != (row, column)  # it cannot face there at rest
+    with pytest.raises(envs.BadInput, match="difficulty 1: no start from which the goal can be reached"):
+        PixelGoal(1, "cpu", PixelGoalConfig(tau=0.001, difficulty=1))
+
+
+# Packed frames
+
+
+def test_packed_bytes_and_pixels_are_inverse():
+    every = torch.arange(256, dtype=torch.uint8)
+    assert unpack_2bpp(every[:0].view(0, 8, 20)).shape == (0, 8, 80)
+    assert unpack_2bpp(every).shape == (1024,) and torch.equal(pack_2bpp(unpack_2bpp(every)), every)
+    low_bits_first = torch.tensor([0b11100100], dtype=torch.uint8)
+    assert unpack_2bpp(low_bits_first).tolist() == [0, 1, 2, 3]
+    pixels = torch.tensor(list(itertools.product(range(4), repeat=4)), dtype=torch.uint8)
+    assert torch.equal(unpack_2bpp(pack_2bpp(pixels)), pixels)
+    assert torch.equal(unpack_2bpp(pack_2bpp(pixels.view(4, 8, 32))), pixels.view(4, 8, 32))
+
+
+def test_packed_observations_are_the_others_in_1440_bytes():
+    plain, packed = (PixelGoal(5, "cpu", PixelGoalConfig(stack_k=2, pack=pack)) for pack in ("none", "2bpp"))
+    a, b = plain.reset(3), packed.reset(3)
+    for step in range(20):
+        assert b[0, 0].numel() == 1440 and torch.equal(packed.decode(b), a)
+        assert plain.decode(a) is a
+        a, b = act(plain, step % 8)[0], act(packed, step % 8)[0]
+
+
+# The margin: what makes the goal one place, and the shortest paths
+
+
+@pytest.mark.parametrize("map_seed", range(16))
+def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
+    env = PixelGoal(2048, "cpu", PixelGoalConfig(map_seed=map_seed, max_steps=100, menu_prob=0.5))
+    # Walls have entries too, in which nobody ever stands: what can be walked to from the starts, and no more.
+    following, seen = env._next.view(-1, 8), torch.zeros(pixel_goal.NUM_STATES, dtype=torch.bool)
+    seen[env._start_codes] = True
+    while not seen[following[seen]].all():
+        seen[following[seen].flatten()] = True
+    near = seen & (env._distances[0] < env.config.tau)
+    places = {state_of(code)[:1] + state_of(code)[2:4] for code in near.nonzero().flatten().tolist()}
+    assert len(places) == 1 and places.pop()[0] == 0  # one cell, with the menu closed
+    for difficulty in (0, 5):
+        env = PixelGoal(2048, "cpu", dataclasses.replace(env.config, difficulty=difficulty))
+        env.reset(map_seed)
+        codes = env._codes[:, 0]
+        left = env.paths[codes, 0].int()
+        assert int(left.min()) > 0
+        assert difficulty == 0 or int(env.paths[env._start_codes].max()) == difficulty
+        lengths, ended = left + 3, torch.zeros(2048, dtype=torch.int)  # 4 steps within tau: 3 more
+        for step in range(1, int(lengths.max()) + 1):
+            here = env.paths[env._codes[:, 0], 0]
+            actions = env.paths[env._next.view(-1, 8)[env._codes[:, 0]], 0].argmin(1)
+            actions[here == 0] = NOOP
+            _, _, terminated, truncated, _ = env.step(actions)
+            ended = torch.where(terminated & (ended == 0), step, ended)
+        assert torch.equal(ended, lengths)
+
+
+def test_the_slow_world_agrees_on_maps_and_paths():
+    env, world = PixelGoal(1), slow_map(1, 0, True)
+    assert env._next.numel() == pixel_goal.NUM_STATES * 8
+    for state in world.states():
+        wanted = world.to_goal[0].get(state, pixel_goal.UNREACHABLE)
+        assert int(env.paths[code_of(state), 0]) == wanted
+
+
+def test_goals_lie_in_the_open():
+    """Not in a pocket that obstacles close off: all starts would be in it too."""
+    for map_seed, door in ((60, True), (64, False), (98, True), (129, True)):
+        assert len(PixelGoal(1, "cpu", PixelGoalConfig(map_seed=map_seed, door=door))._start_codes) > 600
