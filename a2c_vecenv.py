@@ -63,7 +63,7 @@ class Args:
     """environments, stepped together"""
 
     # Algorithm
-    iterations: int = 1600
+    iterations: int = 1400
     """rollouts, of num_envs x num_steps environment steps each"""
     num_steps: int = 8
     """steps of each environment per rollout; 1 is TD(0)"""
