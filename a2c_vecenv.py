@@ -700,7 +700,7 @@ def self_test():
 
 if __name__ == "__main__":
     try:
-        flags = tyro.cli(Args)
-        sys.exit(self_test()) if flags.self_test else main(flags)
+        args = tyro.cli(Args)
+        sys.exit(self_test()) if args.self_test else main(args)
     except BadInput as problem:
         sys.exit(f"error: {problem}")

@@ -74,9 +74,9 @@ class VecEnv:
         if actions.device != self.device:
             raise ValueError(f"actions: expected them on {self.device}, got {actions.device}")
         if actions.device.type == "cpu":
-            low, high = actions.aminmax()
+            low, high = map(int, actions.aminmax())
             if low < 0 or high >= self.num_actions:
-                raise ValueError(f"actions: expected 0..{self.num_actions - 1}, got {int(low)}..{int(high)}")
+                raise ValueError(f"actions: expected 0..{self.num_actions - 1}, got {low}..{high}")
         else:  # a device-side assertion, which does not wait for the device
             torch._assert_async(((actions >= 0) & (actions < self.num_actions)).all())
         return actions.long()
@@ -90,7 +90,7 @@ def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
 
     Raises BadInput for an unknown id or option, a wrong value, or a package that is not installed.
     """
-    device = torch.device(device)
+    device = torch.empty(0, device=device).device  # cuda is cuda:0 from here on
     if env_id in VEC_ENVS:
         cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
         return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
