@@ -296,7 +296,10 @@ def test_every_required_key_has_a_type(algo, tmp_path):
 
 RATES = ["train/clipfrac", "response_length/clip_ratio", "rollout/finished", "rollout/termination/eos",
          "mismatch/frac_capped", "val/countdown/pass@1", "val/countdown/pass@16", "val/countdown/greedy"]
-A2C_RATES = ["done_rate", "trunc_rate", "reset_rate", "success_rate"]
+A2C_RATES = ["done_rate", "trunc_rate", "reset_rate", "success_rate", "eval/success_rate",
+             "eval/greedy_success_rate"]
+ROM = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sha256": None,
+       "release_after_frames": 8}
 BROKEN = [
     *(("grpo", RECORD, {key: value}, key) for key in RATES for value in (-0.01, 1.01, 2)),
     *(("ppo", RECORD, {"critic/vf_clipfrac": value}, "critic/vf_clipfrac") for value in (-1, 1.5)),
@@ -341,6 +344,15 @@ BROKEN = [
     ("sft", 1, {"model": None}, "meta.model"),
     ("sft", 1, {"model_sha256": ""}, "meta.model_sha256"),
     ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
+    ("a2c", 1, {"num_envs": -1}, "meta.num_envs"),
+    ("a2c", 1, {"goal_sha256": ""}, "meta.goal_sha256"),
+    *(("a2c", 1, ROM | {key: value}, f"meta.{key}") for key, values in {
+        "rom_path": (None, "", 1), "rom_sha256": (None, "", 1), "state_path": ("", 1, False),
+        "state_sha256": ("", 1), "release_after_frames": (None, -1, 1.5, "8", True)}.items()
+      for value in values),
+    *(("a2c", 1, {other: ROM[other] for other in ROM if other != key}, f"meta.{key}") for key in ROM),
+    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
+    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p50"),
     *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
     ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),

@@ -87,8 +87,8 @@ FAMILIES = {
 }
 # Keys that need not be there but have a kind when they are.
 OPTIONAL = {
-    "rate": "rollout/termination/.+|val/.+/(pass@[0-9]+|greedy|correct)|val/(.+/)?success_rate",
-    "number": "val/.+|system/gpu_utilization",
+    "rate": "rollout/termination/.+|val/.+/(pass@[0-9]+|greedy|correct)|(val|eval)/(.+[/_])?success_rate",
+    "number": "(val|eval)/.+|system/gpu_utilization",
 }
 PASS_AT = re.compile(r"val/(.+)/pass@([1-9][0-9]*)")
 
