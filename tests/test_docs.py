@@ -198,6 +198,16 @@ def test_tables_are_made_from_the_source(repository):
     assert rendered(text, "s.md", repository) == text
 
 
+def test_options_are_the_fields_of_any_class(repository):
+    page = "<!-- options: s.py:World -->\n<!-- end -->\n"
+    with pytest.raises(DocsError, match="s.py: no class World"):
+        rendered(page, "s.md", repository)
+    (repository / "s.py").write_text('class World:\n    map_seed: int = 1\n    """which map"""\n')
+    assert rendered(page, "s.md", repository) == (
+        "<!-- options: s.py:World -->\n| option | type | default | meaning |\n| --- | --- | --- | --- |\n"
+        "| `map_seed` | `int` | `1` | which map |\n<!-- end -->\n")
+
+
 def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch, capsys):
     monkeypatch.setattr(docs_tables, "stale_pages", functools.partial(docs_tables.stale_pages, repository))
     monkeypatch.setattr(docs_tables, "ROOT", repository)

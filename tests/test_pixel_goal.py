@@ -631,7 +631,7 @@ def test_recorded_goals_that_do_not_fit_are_named(tmp_path):
             (other, plain, {}, "nothing on the map resembles the goal: the nearest is at distance 0."),
             (pixel_goal.menu_picture(), plain, {}, "234 cells look like the goal within tau 0.05"),
             (walk, stacked, {}, "no walk shows them for 4 steps in a row"),
-            (np.stack([picture, world.picture((0, 1, 1, 1, UP)), picture]), stacked, {}, "nothing on the map"))):
+            (np.stack([picture, walk[0], picture]), stacked, {}, "nothing on the map resembles the goal"))):
         folder = save(tmp_path / str(number), frames, env, **meta)
         with pytest.raises(envs.BadInput, match=re.escape(says)):
             PixelGoal(1, "cpu", dataclasses.replace(env.config, goal_dir=folder))

@@ -7,6 +7,7 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
 
     <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args
     <!-- metrics: SCRIPT.py -->             one row for each entry of its METRICS
+    <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
     <!-- end -->
 
 A link such as [`gae`](../ppo_llm.py#L250) gets the line where the script defines that name.
@@ -26,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^<!-- (flags|metrics): (\S+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- (flags|metrics|options): (\S+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[`(\w+)`\]\((\.\./)?(\w+\.py)#L\d+\)")
-OPENING = re.compile(r"^<!-- (?:flags|metrics):.*-->$", re.MULTILINE)
+OPENING = re.compile(r"^<!-- (?:flags|metrics|options):.*-->$", re.MULTILINE)
 
 
 class DocsError(ValueError):
@@ -56,23 +57,23 @@ def parse_script(script: Path) -> ast.Module:
         raise DocsError(f"{script.name}: not Python ({error})") from error
 
 
-def args_class(script: Path) -> ast.ClassDef:
+def args_class(script: Path, name: str = "Args") -> ast.ClassDef:
     for node in parse_script(script).body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
+        if isinstance(node, ast.ClassDef) and node.name == name:
             return node
-    raise DocsError(f"{script.name}: no class Args")
+    raise DocsError(f"{script.name}: no class {name}")
 
 
-def flags(script: Path) -> list[Flag]:
-    """The fields of a script's class Args in order. A field without a docstring under it is a DocsError."""
-    body = args_class(script).body
+def flags(script: Path, name: str = "Args") -> list[Flag]:
+    """The fields of a class of a script in order. A field without a docstring under it is a DocsError."""
+    body = args_class(script, name).body
     result = []
     for node, below in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign):
             continue
         literal = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
         if not (isinstance(literal, str) and literal.strip()):
-            raise DocsError(f"{script.name}:{node.lineno}: Args.{node.target.id} has no docstring under it")
+            raise DocsError(f"{script.name}:{node.lineno}: {name}.{node.target.id} has no docstring under it")
         default = None if node.value is None else shown(default_of(node.value))
         text = " ".join(literal.split())
         result.append(Flag(node.target.id, shown_type(node.annotation), default, text))
@@ -137,15 +138,16 @@ def prose(text: str) -> str:
     return re.sub(r"([<*])", r"\\\1", text)
 
 
-def table(kind: str, script: Path) -> str:
+def table(kind: str, script: Path, name: str = "") -> str:
     if kind == "metrics":
         rows = [(f"`{name}`", prose(text)) for name, text in metrics(script).items()]
         return markdown(("metric", "meaning"), rows)
     rows = []
-    for flag in flags(script):
+    for flag in flags(script, name or "Args"):
         default = "required" if flag.default is None else f"`{flag.default}`"
-        rows.append((f"`{flag.option}`", f"`{flag.type}`", default, prose(flag.help)))
-    return markdown(("flag", "type", "default", "meaning"), rows)
+        word = flag.name if kind == "options" else flag.option
+        rows.append((f"`{word}`", f"`{flag.type}`", default, prose(flag.help)))
+    return markdown((kind.removesuffix("s"), "type", "default", "meaning"), rows)
 
 
 def rendered(text: str, name: str, root: Path = ROOT) -> str:
@@ -154,12 +156,13 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
         raise DocsError(f"{name}: a marker of a table is malformed or has no line <!-- end --> after it")
 
     def block(match: re.Match) -> str:
-        kind, script, between = match.groups()
+        kind, place, between = match.groups()
+        script, _, symbol = place.partition(":")
         if OPENING.search(between):
-            raise DocsError(f"{name}: the table of {script} has no line <!-- end --> before the next marker")
+            raise DocsError(f"{name}: the table of {place} has no line <!-- end --> before the next marker")
         if not (root / script).is_file():
             raise DocsError(f"{name}: there is no {script}")
-        return f"<!-- {kind}: {script} -->\n{table(kind, root / script)}<!-- end -->"
+        return f"<!-- {kind}: {place} -->\n{table(kind, root / script, symbol)}<!-- end -->"
 
     def link(match: re.Match) -> str:
         symbol, up, script = match.groups()

@@ -1,0 +1,180 @@
+"""tools/make_goal.py, and the goal that ships with the repository."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from envs.goal_template import load_goal
+from envs.pixel_goal import ACTIONS, PixelGoal
+from envs.vec_env import make_vec
+from tools import make_goal
+from tools.make_goal import parse_actions
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "envs" / "goals" / "map1"
+
+
+def run(capsys, *words):
+    """-> exit status, the JSON on standard output, and that on standard error"""
+    status = make_goal.main([str(word) for word in words])
+    out, errors = capsys.readouterr()
+    assert len((out + errors).splitlines()) == 1
+    return status, json.loads(out) if out else None, json.loads(errors)["error"] if errors else None
+
+
+def succeeds(env, script, seed=None):
+    """Whether the script, then rest, ends the episode as a success; with a seed, from where it was recorded.
+
+    With another goal the same seed begins elsewhere: the starts are those from which the goal can be reached.
+    """
+    env.reset(seed or 0)
+    if seed is not None:
+        recorder = PixelGoal(1)
+        recorder.reset(seed)
+        env._codes[:] = recorder._codes
+    for action in [*parse_actions(script, ACTIONS), *[0] * 3]:
+        _, _, terminated, _, _ = env.step(torch.tensor([action]))
+        if terminated:
+            return True
+    return False
+
+
+def test_the_shipped_goal_is_what_its_script_records(tmp_path, capsys):
+    frame, meta = load_goal(SHIPPED)
+    recorded = meta["recorded"]
+    options = [f"{key}={value}" for key, value in recorded["env_kwargs"].items()]
+    status, report, _ = run(capsys, "--actions", recorded["actions"], "--seed", recorded["seed"],
+                            "--env-kwargs", *options, "--out", tmp_path / "again")
+    assert status == 0 and report["template_sha256"] == meta["template_sha256"]
+    assert (np.load(tmp_path / "again" / "goal_template.npy") == frame).all()
+    assert report["distance"] > 0.3 and report["starts"] > 800  # another place than the world's own goal
+    words = f'--actions "{recorded["actions"]}"'
+    assert words in " ".join((ROOT / "docs" / "pixel_goal.md").read_text().replace("\\\n", " ").split())
+
+
+def test_the_shipped_goal_is_reached_by_its_script_and_by_shortest_paths():
+    recorded = load_goal(SHIPPED)[1]["recorded"]
+    env = make_vec("pixel-goal", 1, goal_dir=str(SHIPPED))
+    assert succeeds(env, recorded["actions"], recorded["seed"])
+    assert not succeeds(env, "NOOP", recorded["seed"])
+    env = make_vec("pixel-goal", 512, goal_dir=str(SHIPPED))
+    env.reset(0)
+    done = torch.zeros(512, dtype=torch.bool)
+    for _ in range(40):
+        code = env._codes[:, -1]
+        action = env.paths[env._next.view(-1, 8)[code], 0].argmin(1) * (env.paths[code, 0] > 0)
+        done |= env.step(action)[2]
+    assert done.all()
+
+
+@pytest.mark.parametrize("script, options", [
+    ("B DOWN*2 NOOP*2", []),  # at rest: four stacks in a row are alike
+    ("B DOWN*5", ["k_consecutive=1"]),  # on the move: only one stack is like it
+])
+def test_a_stack_is_reached_by_its_script(script, options, tmp_path, capsys):
+    out = tmp_path / "goal"
+    words = ["--actions", script, "--stack-k", 3, "--keep-stack", "--out", out, "--seed", 2]
+    status, report, _ = run(capsys, *words, *(["--env-kwargs", *options] if options else []))
+    assert status == 0 and report["shape"] == [3, 72, 80]
+    env = make_vec("pixel-goal", 1, goal_dir=str(out), stack_k=3, **dict(pair.split("=") for pair in options))
+    assert succeeds(env, script, 2)
+    assert not succeeds(env, "B NOOP*9", 2)
+
+
+def test_actions_come_from_a_file_too(tmp_path, capsys):
+    (tmp_path / "way.txt").write_text("# the menu first\nB, down*2  # two down\nUP")
+    results = []
+    for number, words in enumerate((["--actions", "B DOWN*2 UP"], ["--actions-file", tmp_path / "way.txt"])):
+        results.append(run(capsys, *words, "--out", tmp_path / str(number), "--env-kwargs", "pack=2bpp")[1])
+    assert results[0]["template_sha256"] == results[1]["template_sha256"] and results[0]["actions"] == 4
+    meta = load_goal(tmp_path / "1")[1]
+    assert meta["recorded"]["actions"] == "B, down*2 UP" and load_goal(tmp_path / "1")[0].shape == (72, 80)
+
+
+def test_the_worlds_own_goal_is_at_no_distance(tmp_path, capsys):
+    """The script may rest there, and be longer than an episode."""
+    env = PixelGoal(1)
+    env.reset(4)
+    script = ["B"]
+    env.step(torch.tensor([ACTIONS.index("B")]))
+    while (path := int(env.paths[env._codes[0, -1], 0])) > 0:
+        action = int(env.paths[env._next.view(-1, 8)[env._codes[0, -1]], 0].argmin())
+        script.append(ACTIONS[action])
+        env.step(torch.tensor([action]))
+        assert int(env.paths[env._codes[0, -1], 0]) == path - 1
+    status, report, _ = run(capsys, "--actions", " ".join([*script, "NOOP*200"]), "--seed", 4,
+                            "--out", tmp_path / "goal")
+    assert status == 0 and report["distance"] < env.config.tau
+
+
+def test_the_preview_is_the_picture(tmp_path, capsys):
+    from PIL import Image
+
+    run(capsys, "--actions", "B UP", "--stack-k", 2, "--keep-stack", "--env-kwargs", "k_consecutive=1",
+        "--out", tmp_path / "goal", "--png", tmp_path / "deep" / "goal.png")
+    stack, _ = load_goal(tmp_path / "goal")
+    grey = np.asarray(Image.open(tmp_path / "deep" / "goal.png"))[::4, ::4]
+    assert (grey == 255 - 85 * np.concatenate([*stack], axis=1)).all()
+
+
+def test_a_goal_is_replaced_by_force_alone(tmp_path, capsys):
+    words = ["--out", tmp_path / "goal", "--actions"]
+    first = run(capsys, *words, "B UP")[1]
+    status, _, error = run(capsys, *words, "B DOWN*3")
+    assert status == 1 and "exists; --force replaces it" in error
+    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == first["template_sha256"]
+    second = run(capsys, *words, "B DOWN*3", "--force")[1]
+    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == second["template_sha256"]
+    assert first["template_sha256"] != second["template_sha256"]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--actions", "B JUMP"], "word 2 of the actions, 'JUMP': expected one of NOOP, A, B, START, UP"),
+    (["--actions", "UP*0"], "word 1 of the actions, 'UP*0': expected a count from 1"),
+    (["--actions", "UP*-1"], "word 1 of the actions, 'UP*-1': expected one of"),
+    (["--actions", "UP*2.5"], "'UP*2.5': expected one of"),
+    (["--actions", "UP* 3"], "'UP*': expected one of"),
+    (["--actions", "UP*9999 DOWN*2"], "word 2 of the actions, 'DOWN*2': expected a count from 1, and 10,000"),
+    (["--actions", "UP*99999999999999"], "expected one of"),
+    (["--actions", " # nothing"], "the script holds no action"),
+    (["--actions-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
+    (["--actions", "B", "--env-id", "chess"], "--env-id chess: expected one of pixel-goal, pyboy"),
+    (["--actions", "B", "--env-kwargs", "map=1"], "unknown option 'map'"),
+    (["--actions", "B", "--env-kwargs", "map_seed"], "expected key=value"),
+    (["--actions", "B", "--env-kwargs", "num_maps=2"], "recorded with num_maps 1 and num_goals 1"),
+    (["--actions", "B", "--stack-k", "2", "--env-kwargs", "stack_k=3"], "stack_k is given twice"),
+    (["--actions", "B", "--stack-k", "0"], "stack_k 0: expected 1 or more"),
+    (["--actions", "START"], "out/goal: 234 cells look like the goal within tau 0.05"),
+    (["--actions", "B DOWN*5", "--stack-k", "3", "--keep-stack"], "no walk shows them for 4 steps in a row"),
+    (["--actions", "B", "--env-id", "pyboy"], "rom: expected a cartridge file"),
+])
+def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monkeypatch):
+    if "pyboy" in words:
+        pytest.importorskip("pyboy")
+    monkeypatch.chdir(tmp_path)
+    status, report, error = run(capsys, *words, "--out", "out/goal")
+    assert (status, report) == (1, None) and re.search(re.escape(says), error), error
+    assert not Path("out").exists()
+
+
+def test_a_game_boys_screen_is_recorded_and_reached(tmp_path, capsys):
+    pytest.importorskip("pyboy")
+    import make_rom
+
+    (tmp_path / "test.gb").write_bytes(make_rom.rom())
+    options, script = [f"rom={tmp_path / 'test.gb'}", "workers=1", "tau=0.001"], "LEFT*3 UP A"
+    words = ["--env-id", "pyboy", "--env-kwargs", *options, "--out", tmp_path / "goal", "--actions"]
+    status, _, error = run(capsys, *words, "NOOP*2")
+    assert status == 1 and "the script ends with what an episode begins with" in error
+    status, report, _ = run(capsys, *words, script)
+    assert status == 0 and report["distance_from_start"] > 0.001 and report["shape"] == [72, 80]
+    env = make_vec("pyboy", 1, goal_dir=str(tmp_path / "goal"), **dict(pair.split("=") for pair in options))
+    try:
+        assert succeeds(env, script) and not succeeds(env, "NOOP")
+    finally:
+        env.close()
