@@ -20,6 +20,7 @@ Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampl
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -257,7 +258,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        hidden = self.body(self.decode(obs).float() / self.high)
+        hidden = self.body(self.decode(obs).float() / self.high)  # a copy: obs is the environment's buffer
         return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
@@ -327,7 +328,7 @@ def rollout(agent, env, obs, episodes, args):
 
 @torch.no_grad()
 def evaluate(agent, env, args, greedy):
-    """Exactly eval_episodes episodes: each environment plays its share, so that short ones are not preferred.
+    """Exactly eval_episodes episodes. Each environment plays its share, so that short ones are not preferred.
 
     -> success rate, lower median of the steps of successes, mean return
     """
@@ -665,6 +666,7 @@ def main(args):
             window = []
             if last or args.eval_every and iteration % args.eval_every == 0:
                 metrics |= evaluation_metrics(agent, eval_env, args)
+            release_memory()
             run.record(metrics)
             shown = {name: f"{metrics[name]:.3f}" for name in SHOWN if name in metrics}
             progress.set_postfix(shown, refresh=False)
@@ -681,6 +683,13 @@ def main(args):
         env.close()
         eval_env.close()
     return metrics
+
+
+def release_memory():
+    """Give freed memory back to the system. glibc keeps the pieces between tensors that are alive, and a run
+    of 16,384 environments would grow by 2 MiB an update."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no such call, and no such need
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 SHOWN = ("episode_return", "success_rate", "eval/success_rate", "eval/greedy_success_rate", "entropy_mean",
