@@ -1,0 +1,15 @@
+#!/bin/sh
+# A virtual environment with stable-baselines3 for benchmarks/a2c_vs_sb3.py, and the packages that
+# a2c_vecenv.py imports, in the versions of requirements.txt.
+#
+#     benchmarks/make_sb3_env.sh                   # .venv-sb3 in the repository
+#     benchmarks/make_sb3_env.sh DIR [PYTHON]      # elsewhere, or with another Python than python3
+#
+# On Linux without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares some gigabytes.
+set -eu
+repository=$(cd "$(dirname "$0")/.." && pwd)
+folder=${1:-$repository/.venv-sb3}
+"${2:-python3}" -m venv "$folder"
+"$folder/bin/pip" install torch==2.13.0 stable-baselines3==2.9.2 gymnasium==1.4.0 numpy==2.3.5 \
+    tensorboard==2.21.0 tyro==1.0.17 tqdm==4.70.1 psutil==7.2.2 pillow==13.0.0
+"$folder/bin/python" -c "from stable_baselines3 import A2C; print('stable-baselines3 is ready:', '$folder')"
