@@ -703,7 +703,8 @@ def test_the_self_test_passes_and_says_so_as_json(tmp_path):
     output, _ = run.communicate(timeout=400)
     verdict = json.loads(output.splitlines()[-1])
     assert run.returncode == 0 and verdict["ok"] is True and verdict["eval/success_rate"] >= 0.95, output
-    assert not list(tmp_path.iterdir())  # it leaves nothing behind
+    left = [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name]  # torch's cache
+    assert not left
 
 
 @pytest.mark.slow
