@@ -43,7 +43,8 @@ FIELDS = ("started_at", "mode", "case", "side", "seed", "block", "iterations", "
           "rss_gib", "peak_gib", "log_s", "greedy")
 HIDDEN = dict(small=128, nature=512, patch=128)
 SIDES = "sb3,sb3-batched,loop,loop-batched,ours,ours-recompute,ours-bfloat16"
-CARTPOLE_FLAGS = dict(num_steps=16, learning_rate=3e-3, value_coef=0.05, hidden_size=64)  # of a2c_vecenv.py
+CARTPOLE_FLAGS = dict(num_steps=16, learning_rate=3e-3, entropy_coef=0.03, value_coef=0.05,
+                      hidden_size=64)  # of a2c_vecenv.py
 
 
 class Gate:
