@@ -129,14 +129,14 @@ def replay(env, seed, actions):
 @pytest.mark.parametrize("options", [(), ("pack=2bpp", "stack_k=2", "goal_in_obs=true", "num_goals=4")])
 def test_the_frames_and_lines_are_what_happened(mode, options, dump, tmp_path):
     """Each pixel of the screen, and the last frame is the one before the reset."""
-    path = checkpoint(tmp_path / "a.pt", env_kwargs=("max_steps=9", *options))
+    path = checkpoint(tmp_path / "a.pt", env_kwargs=("max_steps=9", *options), alpha=3.0)
     status, said, out = dump("--checkpoint", path, mode, "--seed", 5, "--scale", 3)
     steps, frames = steps_of(out), frames_of(out)
     assert (status, said["frames"], len(frames), len(steps)) == (0, 10, 10, 9)
     assert [step["step"] for step in steps] == [*range(1, 10)]
     assert all(list(step) == ["step", "action", "reward", "value", "dist", "done", "trunc"] for step in steps)
     assert [(step["done"], step["trunc"]) for step in steps] == [(False, False)] * 8 + [(False, True)]
-    env = make_vec("pixel-goal", 1, alpha=10.0, max_steps=9, **dict(pair.split("=") for pair in options))
+    env = make_vec("pixel-goal", 1, alpha=3.0, max_steps=9, **dict(pair.split("=") for pair in options))
     shown, rewards, dists = replay(env, 5, [step["action"] for step in steps])
     assert [step["reward"] for step in steps] == pytest.approx(rewards)
     assert [step["dist"] for step in steps] == pytest.approx(dists)
@@ -149,7 +149,7 @@ def test_the_frames_and_lines_are_what_happened(mode, options, dump, tmp_path):
 def test_the_values_and_greedy_actions_are_the_networks(dump, tmp_path):
     path = checkpoint(tmp_path / "a.pt", network="patch")
     status, _, out = dump("--checkpoint", path, "--greedy", "--steps", 6)
-    env = make_vec("pixel-goal", 1, alpha=10.0)
+    env = make_vec("pixel-goal", 1)
     agent = a2c_vecenv.Agent(env, "patch", 16)
     agent.load_state_dict(torch.load(path, weights_only=True)["agent"])
     obs = env.reset(0)
