@@ -140,9 +140,12 @@ class Args:
                      "eval_episodes", "eval_envs", "log_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 1 or more")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 to 1")
+        largest = dict(gamma=1, gae_lambda=1, seed=2**31) | dict.fromkeys(
+            ("learning_rate", "max_grad_norm", "entropy_coef", "value_coef", "keep_checkpoints", "eval_every"),
+            sys.float_info.max)  # a NaN is not below it
+        for name, top in largest.items():
+            if not 0 <= getattr(self, name) <= top or name == "max_grad_norm" and not self.max_grad_norm:
+                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 to {top:g}")
         for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
                            ("iterations", "log_every"), ("log_every", "update_every")):
             if getattr(self, name) % getattr(self, unit):  # no window and no gradient is left half full
@@ -298,8 +301,8 @@ def rollout(agent, env, obs, episodes, args):
         logits, values = forward(agent, obs, args)
         actions = choose_actions(logits.detach())
         obs, rewards, terminated, truncated, info = env.step(actions)
-        # V of the last observation of an episode that was cut: what the environment returned is already the
-        # first observation of the next one.
+        # V of the last observation of an episode that was cut (0 without the bootstrap): what the environment
+        # returned is already the first observation of the next one.
         cut_values = torch.zeros_like(rewards)
         if args.bootstrap_truncated and bool(truncated.any()):
             cut = truncated[info["reset_mask"]]
@@ -385,8 +388,9 @@ def window_metrics(window, batch, returns, args, has_goal):
     """
     values = batch["values"]
     percentiles = batch["dist"].flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
-    explained = 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
-    last = torch.stack([*percentiles, values.mean(), values.std(), explained]).double()
+    errors = (returns - values).var(correction=0)
+    explained = 1 - errors / returns.var(correction=0).clamp(min=1e-8)
+    last = torch.stack([*percentiles, values.mean(), values.std(correction=0), explained]).double()
     numbers = torch.cat([last, torch.stack(window).mean(0)]).tolist()
     names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
     metrics = dict(zip(names, numbers, strict=False))
@@ -414,7 +418,8 @@ def meta_line(args, env):
         run_id=f"{now:%Y%m%d_%H%M%S}__a2c__{args.env_id.replace('/', '-')}__s{args.seed}", schema_version=1,
         algo="a2c", env=args.env_id, seed=args.seed, args=flags, argv=sys.argv, num_envs=args.num_envs,
         config_hash=sha256(json.dumps(flags)), git_sha=git("rev-parse", "HEAD"),
-        git_dirty=bool(git("status", "--porcelain")), started_at=now.isoformat(),
+        git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
+        started_at=now.isoformat(),
         versions=versions | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name(env.device) if gpu else platform.machine()) | env.log_meta
 
@@ -436,36 +441,45 @@ class RunFolder:
             (self.dir / "train_log.jsonl").open("ab").close()
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        files = sorted((self.dir / "checkpoints").glob("step_*.pt"), reverse=True)
-        for path in files:
+        files = self.checkpoints()
+        for path in reversed(files):
             try:
-                self.state, self.checkpoint = torch.load(path, weights_only=True), path.name
+                state = torch.load(path, weights_only=True, map_location="cpu")
+                if not {"agent", "optimizer", "env", "episodes", "log_bytes"} <= set(state):
+                    raise ValueError("not a checkpoint of this script")
+                self.state, self.checkpoint = state, path.name
                 break
             except Exception as error:  # torch.load raises many kinds for a torn file
                 print(f"checkpoint {path} is damaged ({error}): trying the one before", file=sys.stderr)
         if files and not self.state:
             raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
-        if (self.dir / "train_log.jsonl").stat().st_size:
+        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - start["elapsed"]
         self.since = (time.perf_counter(), self.counters["env_steps"])
 
+    def checkpoints(self):
+        """The checkpoint files, oldest first."""
+        files = [path for path in (self.dir / "checkpoints").glob("step_*.pt") if path.stem[5:].isdigit()]
+        return sorted(files, key=lambda path: int(path.stem[5:]))
+
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-        except (ValueError, KeyError) as error:
+            flags, goal, run_id = dict(old["args"]), old.get("goal_sha256"), str(old["run_id"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in self.MAY_CHANGE and old["args"].get(name) != value:
+            if name not in self.MAY_CHANGE and flags.get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{old['args'].get(name)}; use that, or another --run-dir")
-        if old.get("goal_sha256") != self.meta.get("goal_sha256"):
+                               f"{flags.get(name)}; use that, or another --run-dir")
+        if goal != self.meta.get("goal_sha256"):
             raise BadInput(f"--run-dir {self.dir}: the goal changed since that run was started")
-        self.meta["run_id"] = old["run_id"]
+        self.meta["run_id"] = run_id
 
     def open(self):
         """Write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -523,8 +537,8 @@ class RunFolder:
             raise OSError(f"{path} could not be written ({error}); earlier checkpoints stay") from error
         if self.args.keep_checkpoints:
             # A later one is a damaged one that this run fell back from; it must not count as the newest.
-            complete = sorted(old for old in path.parent.glob("step_*.pt") if old.name <= path.name)
-            for old in complete[:-self.args.keep_checkpoints]:
+            complete = self.checkpoints()
+            for old in complete[:complete.index(path) + 1][:-self.args.keep_checkpoints]:
                 old.unlink()
 
     def fail(self, error, env, batch):
@@ -537,10 +551,11 @@ class RunFolder:
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "receipt.json").write_text(json.dumps(receipt, indent=1))
+            self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
+        with contextlib.suppress(Exception):  # nor must an environment that cannot draw itself any more
             for row in range(min(4, env.num_envs)):
                 if (frame := env.frames(row)) is not None:
                     Image.fromarray(frame).save(folder / f"frame_{row}.png")
-            self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
         raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
@@ -631,10 +646,9 @@ def main(args):
                 obs, batch = rollout(agent, env, obs, episodes, args)
 
             # 2. Advantages, and the returns that the values should have predicted.
-            terminated = batch["terminated"] if args.bootstrap_truncated else batch["done"]
             values = batch["values"].detach()
-            advantages = gae(batch["rewards"], values, batch["next_values"], terminated, batch["done"],
-                             args.gamma, args.gae_lambda)
+            advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
+                             batch["done"], args.gamma, args.gae_lambda)
             returns = advantages + values
             if args.normalize_advantages:
                 advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -674,6 +688,8 @@ def main(args):
             if progress.disable:
                 print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
             if last or iteration % args.checkpoint_every == 0:
+                if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
+                    raise FloatingPointError("a weight is not finite any more")
                 run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
                               env=env.state_dict(), episodes=episodes))
     except (Exception, KeyboardInterrupt) as error:

@@ -139,10 +139,9 @@ CASES = {
     "one-step": dict(env_id="CartPole-v1", num_steps=1, num_envs=1, update_every=2, log_every=2,
                      normalize_advantages=False),
 }
-BUG = pytest.mark.xfail(strict=True, reason="to be fixed in a2c_vecenv.py")
 
 
-@pytest.mark.parametrize("case", [*CASES][:-1] + [pytest.param("one-step", marks=BUG)])
+@pytest.mark.parametrize("case", CASES)
 def test_the_log_passes_the_validator(case, tmp_path):
     flags = SMALL | CASES[case]
     folder = train(tmp_path / "run", **CASES[case])
@@ -443,7 +442,6 @@ def test_weights_that_are_not_finite_leave_a_receipt_and_no_broken_checkpoint(tm
     assert told["type"] == "FloatingPointError" and told["args"]["learning_rate"] == 1e38
 
 
-@BUG
 def test_no_checkpoint_holds_weights_that_are_not_finite(tmp_path):
     """The update that breaks the weights is the last before a checkpoint; its own losses were sound."""
     with pytest.raises(SystemExit, match="FloatingPointError"):
@@ -514,7 +512,6 @@ def test_bad_input_is_one_clear_line_that_names_it(case, tmp_path, capsys):
     assert not list(tmp_path.glob("run/*")) and not list(tmp_path.rglob("events*"))  # nothing began
 
 
-@BUG
 @pytest.mark.parametrize("flags", [
     dict(learning_rate=math.nan), dict(learning_rate=-1.0), dict(max_grad_norm=math.nan),
     dict(max_grad_norm=0.0), dict(entropy_coef=math.inf), dict(value_coef=math.nan),
@@ -568,7 +565,6 @@ def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):
     assert records(folder)[-1]["episode_length"] <= 7
 
 
-@BUG
 @pytest.mark.parametrize("content", ["[1]\n", '{"meta": {"args": 3}}\n', '{"meta": 3}\n'])
 def test_a_log_of_something_else_is_bad_input(content, tmp_path):
     (tmp_path / "train_log.jsonl").write_text(content)
@@ -576,7 +572,6 @@ def test_a_log_of_something_else_is_bad_input(content, tmp_path):
         train(tmp_path)
 
 
-@BUG
 @pytest.mark.parametrize("state", [{"agent": 1}, [1, 2], {"iteration": 9}], ids=str)
 def test_a_file_that_is_no_checkpoint_counts_as_damaged(state, tmp_path, four_checkpoints):
     folder = copy_run(four_checkpoints, tmp_path / "run")
@@ -584,7 +579,6 @@ def test_a_file_that_is_no_checkpoint_counts_as_damaged(state, tmp_path, four_ch
     same_end(four_checkpoints, train(folder, checkpoint_every=1, keep_checkpoints=0, **FAST))
 
 
-@BUG
 def test_a_checkpoint_without_its_log_makes_no_broken_log(tmp_path, four_checkpoints):
     """Someone took the log away: refuse, or begin one with its meta line."""
     folder = copy_run(four_checkpoints, tmp_path / "run")
@@ -598,7 +592,6 @@ def test_a_checkpoint_without_its_log_makes_no_broken_log(tmp_path, four_checkpo
         assert "meta" in log_lines(folder)[0]
 
 
-@BUG
 def test_a_picture_that_cannot_be_drawn_does_not_hide_the_error(tmp_path):
     flags = dict(env_id="HeldFast-v0")
     with InterruptAt(3), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="Keyboard"):
@@ -610,7 +603,6 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_error(tmp_path):
     assert receipt_of(tmp_path / "run")[0]["type"] == "KeyboardInterrupt"
 
 
-@BUG
 def test_checkpoints_past_a_million_iterations_are_in_order(tmp_path, four_checkpoints):
     """Streaming TD(0) gets that far: as text, step_1000000 comes before step_999999."""
     folder = copy_run(four_checkpoints, tmp_path / "run") / "checkpoints"
