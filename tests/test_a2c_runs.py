@@ -675,7 +675,8 @@ def test_kills_at_any_moment_change_nothing(env, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_real_process(tmp_path):
-    run = process("--iterations", 100_000, "--num-envs", 8, "--eval-every", 0, "--run-dir", tmp_path / "run",
+    run = process("--iterations", 100_000, "--num-envs", 8, "--num-steps", 8, "--eval-every", 0,
+                  "--run-dir", tmp_path / "run",
                   "--log-every", 20, "--checkpoint-every", 20, "--hidden-size", 16)
     log = tmp_path / "run" / "train_log.jsonl"
     deadline = time.monotonic() + 120
