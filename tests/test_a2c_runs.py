@@ -11,10 +11,7 @@ import os
 import random
 import re
 import resource
-import runpy
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +24,16 @@ gymnasium = pytest.importorskip("gymnasium")
 
 import a2c_vecenv as a2c  # noqa: E402
 from envs import BadInput  # noqa: E402
+from tests.run_folders import (  # noqa: E402
+    command_line,
+    copy_run,
+    kill_at,
+    log_lines,
+    process,
+    records,
+    same_tree,
+    timeless,
+)
 from tools import plot_train_log  # noqa: E402
 from tools.validate_train_log import COMMON, validate  # noqa: E402
 
@@ -45,40 +52,10 @@ def train(folder, **flags):
     return folder
 
 
-def log_lines(folder):
-    return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-
-
-def records(folder):
-    return [line for line in log_lines(folder) if "iteration" in line]
-
-
-def timeless(folder):
-    """The records without what depends on the clock and on the run's name."""
-    return [{name: value for name, value in record.items()
-             if name not in ("wall_time_s", "sps", "run_id") and not name.startswith("system/")}
-            | {"trace_id": record["trace_id"].split(":")[1]} for record in records(folder)]
-
-
 def end_of(folder, name=LAST):
     """What a checkpoint holds, the clock and the run's name aside."""
     state = torch.load(folder / "checkpoints" / name, weights_only=True)
     return {key: value for key, value in state.items() if key not in ("elapsed", "log_bytes", "meta")}
-
-
-def same_tree(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            same_tree(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
-            same_tree(a, b)
-    else:
-        assert one == other
 
 
 def same_end(one, other, name=LAST):
@@ -109,20 +86,6 @@ class InterruptAt:
 
     def __exit__(self, *error):
         self.patch.undo()
-
-
-def command_line(*flags):
-    """What a person sees. -> exit code; an exception that is no exit is an error of the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["a2c_vecenv.py", *map(str, flags)])
-        try:
-            runpy.run_path(str(ROOT / "a2c_vecenv.py"), run_name="__main__")
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-    return 0
 
 
 # The log
@@ -336,15 +299,6 @@ def four_checkpoints(tmp_path_factory):
     return train(tmp_path_factory.mktemp("finished") / "run", checkpoint_every=1, keep_checkpoints=0, **FAST)
 
 
-def copy_run(source, target):
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    return target
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         damage, tmp_path, four_checkpoints, capsys):
@@ -501,7 +455,7 @@ def test_bad_input_is_one_clear_line_that_names_it(case, tmp_path, capsys):
     flags = [flag.replace("{d}", str(tmp_path)) for flag in flags]
     if "--run-dir" not in flags:
         flags += ["--run-dir", tmp_path / "run"]
-    code = command_line(*flags)
+    code = command_line("a2c_vecenv.py", *flags)
     output = capsys.readouterr()
     assert code not in (0, None)
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box
@@ -617,38 +571,6 @@ def test_checkpoints_past_a_million_iterations_are_in_order(tmp_path, four_check
 # Slow: processes of their own
 
 
-def process(*flags, **environment):
-    return subprocess.Popen([sys.executable, "a2c_vecenv.py", *map(str, flags)], cwd=ROOT, text=True,
-                            env=os.environ | dict(OMP_NUM_THREADS="1") | environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def kill_at(moment, run, folder, rng):
-    """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended"""
-    def wait_for(condition):
-        while not condition() and run.poll() is None:
-            time.sleep(0.0005)
-
-    def writing():
-        return any((folder / "checkpoints").glob(".step_*.writing"))
-
-    log = folder / "train_log.jsonl"
-    size = log.stat().st_size if log.exists() else 0
-    if moment != "start":
-        wait_for(lambda: log.exists() and log.stat().st_size != size)
-    deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
-    wait_for(lambda: time.monotonic() > deadline)
-    while moment == "writing" and run.poll() is None:
-        wait_for(writing)
-        run.send_signal(signal.SIGSTOP)
-        if writing():
-            break
-        run.send_signal(signal.SIGCONT)
-    run.kill()
-    run.communicate()
-    return run.returncode == -9
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("env", ["pixel-goal", "CartPole-v1"])
 def test_kills_at_any_moment_change_nothing(env, tmp_path):
@@ -656,15 +578,15 @@ def test_kills_at_any_moment_change_nothing(env, tmp_path):
     length = 400 * kills
     flags = ["--env-id", env, "--iterations", length, "--num-envs", 8, "--log-every", 10, "--eval-every", 200,
              "--checkpoint-every", 10, "--eval-episodes", 4, "--eval-envs", 2, "--hidden-size", 16]
-    whole = process(*flags, "--run-dir", tmp_path / "whole")
+    whole = process("a2c_vecenv.py", *flags, "--run-dir", tmp_path / "whole")
     output, _ = whole.communicate(timeout=600)
     assert whole.returncode == 0, output
     folder, killed, torn = tmp_path / "killed", 0, 0
     for number in range(kills):
-        run = process(*flags, "--run-dir", folder)
+        run = process("a2c_vecenv.py", *flags, "--run-dir", folder)
         killed += kill_at(("writing", "log", "start")[number % 3], run, folder, rng)
         torn += any((folder / "checkpoints").glob(".step_*.writing"))
-    run = process(*flags, "--run-dir", folder)
+    run = process("a2c_vecenv.py", *flags, "--run-dir", folder)
     output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     assert killed == kills and torn >= 1, (killed, torn)
@@ -675,8 +597,8 @@ def test_kills_at_any_moment_change_nothing(env, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_real_process(tmp_path):
-    run = process("--iterations", 100_000, "--num-envs", 8, "--num-steps", 8, "--eval-every", 0,
-                  "--run-dir", tmp_path / "run",
+    run = process("a2c_vecenv.py", "--iterations", 100_000, "--num-envs", 8, "--num-steps", 8,
+                  "--eval-every", 0, "--run-dir", tmp_path / "run",
                   "--log-every", 20, "--checkpoint-every", 20, "--hidden-size", 16)
     log = tmp_path / "run" / "train_log.jsonl"
     deadline = time.monotonic() + 120
@@ -692,7 +614,7 @@ def test_ctrl_c_at_a_real_process(tmp_path):
 
 @pytest.mark.slow
 def test_the_self_test_passes_and_says_so_as_json(tmp_path):
-    run = process("--self-test", TMPDIR=str(tmp_path))
+    run = process("a2c_vecenv.py", "--self-test", env=dict(TMPDIR=str(tmp_path)))
     output, _ = run.communicate(timeout=400)
     verdict = json.loads(output.splitlines()[-1])
     assert run.returncode == 0 and verdict["ok"] is True and verdict["eval/success_rate"] >= 0.95, output

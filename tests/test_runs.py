@@ -11,11 +11,6 @@ import os
 import random
 import re
 import resource
-import runpy
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import peft
@@ -27,6 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import envs
 import grpo_llm
 import sft
+from tests.run_folders import (
+    command_line,
+    copy_run,
+    kill_at,
+    log_lines,
+    process,
+    records,
+    same_tree,
+    timeless,
+)
 from tools.validate_train_log import COMMON, validate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,25 +53,6 @@ def train(script, folder, **flags):
     return folder
 
 
-def log_lines(folder):
-    return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-
-
-def records(folder):
-    return [line for line in log_lines(folder) if "iteration" in line]
-
-
-def is_time(name):
-    return name.startswith(("time/", "system/")) or name in (
-        "wall_time_s", "sps", "rollout/throughput", "train/throughput")
-
-
-def timeless(folder):
-    """The records without what depends on the clock and on the run's name."""
-    return [{name: value for name, value in record.items() if not is_time(name) and name != "run_id"}
-            | {"trace_id": record["trace_id"].split(":")[1]} for record in records(folder)]
-
-
 def same_end(one, other, step=LAST):
     """Bit for bit: the weights' file, the optimiser's state, counters and log."""
     one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
@@ -78,21 +64,6 @@ def same_end(one, other, step=LAST):
             state.pop(volatile)
     same_tree(*states)
     assert timeless(one) == timeless(other)
-
-
-def same_tree(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            same_tree(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
-            same_tree(a, b)
-    else:
-        assert one == other
 
 
 class InterruptAt:
@@ -113,20 +84,6 @@ class InterruptAt:
 
     def __exit__(self, *error):
         self.patch.undo()
-
-
-def command_line(script, *flags):
-    """What a person sees. -> exit code, all text; an exception that is no exit is an error of the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
-        try:
-            runpy.run_path(script.__file__, run_name="__main__")
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-    return 0
 
 
 # The log
@@ -326,15 +283,6 @@ def four_checkpoints(tmp_path_factory):
     return train(grpo_llm, folder, checkpoint_every=1, keep_checkpoints=0)
 
 
-def copy_run(source, target):
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    return target
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         damage, tmp_path, four_checkpoints, capsys):
@@ -479,7 +427,7 @@ def test_bad_input_is_one_clear_line_that_names_it(case, bad_folder, tmp_path, c
         flags += ["--run-dir", tmp_path / "run"]
     if script is sft:
         flags += ["--output-dir", tmp_path / "model"]
-    code = command_line(script, *flags)
+    code = command_line(f"{script.__name__}.py", *flags)
     output = capsys.readouterr()
     assert code not in (0, None)
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box
@@ -513,7 +461,7 @@ def write_module(tmp_path, text):
 
 def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(tmp_path, capsys):
     path = write_module(tmp_path, "def nan(r):\n    return float('nan') if 'train' in r.task.id else 0.0\n")
-    code = command_line(grpo_llm, "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
+    code = command_line("grpo_llm.py", "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
                         "--eval-tasks", 4, "--prompts-per-iteration", 2, "--iterations", 2)
     said = capsys.readouterr().err
     assert code == 1 and "Traceback" not in said
@@ -947,12 +895,6 @@ def test_the_learning_rate_of_sft_warms_up_and_decays():
 # Slow: processes of their own
 
 
-def process(script, *flags, **options):
-    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | options.pop("env", {})
-    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, flags)], cwd=ROOT, env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-
-
 @pytest.mark.slow
 def test_tracking_mirrors_the_log_offline(tmp_path):
     pytest.importorskip("wandb")
@@ -976,33 +918,6 @@ KILL = {
 }
 
 
-def kill_at(moment, run, folder, rng):
-    """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended."""
-    def wait_for(condition):
-        while not condition() and run.poll() is None:
-            time.sleep(0.0005)
-
-    log = folder / "train_log.jsonl"
-    size = log.stat().st_size if log.exists() else 0
-    if moment != "start":
-        wait_for(lambda: log.exists() and log.stat().st_size != size)
-    deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
-    wait_for(lambda: time.monotonic() > deadline)
-    def writing():
-        return any((folder / "checkpoints").glob(".step_*.writing"))
-
-    while moment == "writing" and run.poll() is None:
-        wait_for(writing)
-        time.sleep(rng.uniform(0, 0.01))
-        run.send_signal(signal.SIGSTOP)
-        if writing():
-            break
-        run.send_signal(signal.SIGCONT)
-    run.kill()
-    run.communicate()
-    return run.returncode == -9
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", KILL)
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
@@ -1022,7 +937,7 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
     killed = torn = 0
     for moment in moments:
         folder, run = start("killed")
-        killed += kill_at(moment, run, folder, rng)
+        killed += kill_at(moment, run, folder, rng, pause=0.01)
         torn += any((folder / "checkpoints").glob(".step_*.writing"))
     folder, run = start("killed")
     output, _ = run.communicate(timeout=600)
