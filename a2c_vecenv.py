@@ -240,7 +240,7 @@ class Agent(nn.Module):
             body += [nn.Linear(hidden_size, hidden_size), nn.Tanh()]
         elif network == "patch":  # one linear map of tiles of 8 x 8 pixels
             body = [nn.Conv2d(channels, 16, 8, 8), nn.ReLU()]
-        elif network == "nature":  # Mnih et al., 2015, extended data table 1
+        elif network == "nature":  # Mnih et al., Nature 518 (2015), Methods
             body = [nn.Conv2d(channels, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
             body += [nn.Conv2d(64, 64, 3, 1), nn.ReLU()]
         else:  # its predecessor of arXiv:1312.5602, section 4.1
