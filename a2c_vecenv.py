@@ -233,7 +233,7 @@ class Agent(nn.Module):
 
     def __init__(self, env, network="small", hidden_size=128):
         super().__init__()
-        self.decode, self.high = getattr(env, "decode", lambda obs: obs), env.obs_high
+        self.decode, self.high = env.decode, env.obs_high
         channels = env.obs_shape[0]
         if len(env.obs_shape) == 1:
             body = [nn.Linear(channels, hidden_size), nn.Tanh()]

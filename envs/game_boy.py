@@ -156,6 +156,9 @@ class GameBoy(VecEnv):
     def frames(self, row: int = 0):
         return (255 - 85 * self._obs[row, -1]).numpy()
 
+    def goal_picture(self, row: int = 0):
+        return (255 - 85 * self._goal.reshape(-1, *self._goal.shape[-2:])[-1]).numpy()
+
     def close(self) -> None:
         self._finalizer()
 

@@ -165,7 +165,17 @@ class PixelGoal(VecEnv):
         """The newest frame of a row as grey values, uint8 (72, 80)."""
         return 255 - 85 * self.decode(self._obs[row, -1]).cpu().numpy()
 
+    def goal_picture(self, row: int = 0) -> np.ndarray:
+        """The picture that a row is looking for (the last of a stack) as grey values, uint8 (72, 80)."""
+        code = self._goals_seen()[row].expand(1, self.obs_shape[0])
+        return 255 - 85 * self.decode(self._render(code, self._new_canvas(1)))[0, -1].cpu().numpy()
+
     # One step, in parts
+
+    def _goals_seen(self):
+        """The code of each row's goal picture.  -> (num_envs,)"""
+        its_map = self._codes[:, -1] // NUM_STATES
+        return self._goal_codes[its_map * self.config.num_goals + self._goal]
 
     def _distance(self):
         """Distance of the newest frame (of the stack, if the goal is a stack) to each row's goal."""
@@ -188,8 +198,7 @@ class PixelGoal(VecEnv):
             mask[:, None], code[:, None], self._codes[:, -self.config.stack_k:])
         self._goal = torch.where(mask, goal, self._goal)
         if self.config.goal_in_obs:
-            its_map = self._codes[:, -1] // NUM_STATES
-            self._codes[:, 0] = self._goal_codes[its_map * self.config.num_goals + self._goal]
+            self._codes[:, 0] = self._goals_seen()
         self._episode += mask
         self._steps.masked_fill_(mask, 0)
         self._streak.masked_fill_(mask, 0)

@@ -56,8 +56,16 @@ class VecEnv:
         """Continue from a state.  -> obs, as the step before it returned"""
         raise NotImplementedError
 
+    def decode(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations as a network takes them, where they are kept in another form (packed)."""
+        return obs
+
     def frames(self, row: int = 0):
         """A picture of a row for people, uint8 (H, W) grey or (H, W, 3); None where there is none."""
+        return None
+
+    def goal_picture(self, row: int = 0):
+        """The goal of a row for people, uint8 (H, W) grey; None where there is none."""
         return None
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ def open_env(args: Args, seed: int):
     """
     if args.env_id in VEC_ENVS:
         env = make_env(args, 1, CPU)
-        return env, lambda obs: 255 - 85 * getattr(env, "decode", lambda obs: obs)(obs)[-1].numpy()
+        return env, lambda obs: 255 - 85 * env.decode(obs)[-1].numpy()
     reason = None
     for extra in (("render_mode=rgb_array",), ()):
         env = None
@@ -151,18 +151,6 @@ def as_frame(frame) -> np.ndarray:
     return frame.copy()
 
 
-def goal_picture(env):
-    """The goal that row 0 is looking for, uint8 (H, W) grey; None without a goal."""
-    if hasattr(env, "_goal_codes"):  # pixel-goal: drawn like an observation
-        its_map = env._codes[:, -1] * env.config.num_maps // len(env.paths)
-        code = env._goal_codes[its_map * env.config.num_goals + env._goal]
-        drawn = env._render(code[:, None].expand(-1, env.obs_shape[0]), env._new_canvas(1))
-        return 255 - 85 * env.decode(drawn)[0, -1].numpy()
-    if env.has_goal:  # a Game Boy
-        return 255 - 85 * env._goal.reshape(-1, *env._goal.shape[-2:])[-1].numpy()
-    return None
-
-
 # Episodes
 
 
@@ -183,7 +171,7 @@ def play(agent, env, draw, args: Args, seed: int, most: int, greedy: bool) -> Ep
     torch.manual_seed(seed)
     obs = env.reset(seed)
     getattr(env, "forget", lambda: None)()
-    episode = Episode(goal_picture(env), [draw(obs[0])], [])
+    episode = Episode(env.goal_picture(), [draw(obs[0])], [])
     for number in range(1, most + 1):
         with precision(args, CPU):
             logits, value = agent(obs)
