@@ -84,8 +84,8 @@ class Args:
     """width of the small model"""
     num_layers: int = 3
     """its layers"""
-    num_heads: int = 4
-    """its attention heads"""
+    num_heads: int = 2
+    """its attention heads; vLLM on a CPU wants hidden-size / num-heads to be at least 32"""
     intermediate_size: int = 192
     """width of its feed-forward layers"""
     dtype: Literal["float32", "bfloat16"] = "float32"
