@@ -34,10 +34,11 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -45,11 +46,13 @@ from typing import Literal
 import numpy as np
 import peft
 import psutil
+import requests
 import torch
 import transformers
 import tyro
 from dotenv import load_dotenv
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -88,6 +91,27 @@ class Args:
     """modules to adapt: all-linear, or names with commas"""
     lora_exclude_modules: str = "lm_head,embed_tokens"
     """modules never to adapt, names with commas"""
+    lora_adapter_path: str = ""
+    """folder of a PEFT adapter to go on from; its own configuration then replaces the four flags above"""
+    # Engine
+    engine: Literal["hf", "vllm"] = "hf"
+    """sampler: hf samples with the trained weights themselves; vllm has its own, handed over each time"""
+    vllm_url: tuple[str, ...] = ()
+    """servers to ask, such as http://127.0.0.1:8000, in place of vLLM in this process"""
+    vllm_gpu_memory: float = 0.4
+    """share of the GPU's memory that vLLM in this process takes for its weights and cache"""
+    vllm_cpu_cache: float = 0.25
+    """vLLM's cache where there is no GPU [GiB]"""
+    vllm_max_seqs: int = 256
+    """replies that vLLM samples at once"""
+    vllm_sleep: bool = True
+    """on a GPU, vLLM in this process gives its memory back during the update"""
+    vllm_timeout: float = 600.0
+    """longest wait for a server's answer [s]"""
+    vllm_retries: int = 6
+    """tries again, after 1, 2, 4, ... s, when a server is away or fails"""
+    check_sync: bool = False
+    """compare sampler and trainer after every hand-over of weights, not only after the first two"""
     # The three sizes
     prompts_per_iteration: int = 64
     """different prompts in an iteration"""
@@ -192,18 +216,32 @@ class Args:
         if self.max_context_tokens <= self.max_response_tokens:
             raise BadInput(f"--max-context-tokens {self.max_context_tokens}: expected more than "
                            f"--max-response-tokens {self.max_response_tokens}")
+        if self.lora_rank and self.lora_adapter_path:
+            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
+        if self.vllm_url and self.engine != "vllm":
+            raise BadInput(f"--vllm-url {self.vllm_url[0]}: needs --engine vllm")
+        for url in self.vllm_url:
+            if not re.fullmatch(r"https?://[^/\s]+", url):
+                raise BadInput(f"--vllm-url {url}: expected the form http://host:port")
 
     @property
     def on_policy(self) -> bool:
         """One update per rollout: the policy that sampled is the one that is trained, and the ratio is 1."""
         return self.epochs * self.minibatches == 1
 
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter is trained and the model beneath it stays as it is."""
+        return bool(self.lora_rank or self.lora_adapter_path)
+
 
 LOWEST = {"group_size": 2, "advantage_balance": -1} | dict.fromkeys((
     "prompts_per_iteration", "microbatch_tokens", "max_response_tokens", "max_concurrent", "epochs",
-    "minibatches", "eval_tasks", "eval_samples", "checkpoint_every", "threads"), 1)  # the others: 0
-SHARES = ("log_episodes", "final_learning_rate", "clip_low", "advantage_balance")
-POSITIVE = ("temperature", "eval_temperature", "learning_rate", "max_grad_norm")
+    "minibatches", "eval_tasks", "eval_samples", "checkpoint_every", "threads",
+    "vllm_max_seqs"), 1)  # the others: 0
+SHARES = ("log_episodes", "final_learning_rate", "clip_low", "advantage_balance", "vllm_gpu_memory")
+POSITIVE = ("temperature", "eval_temperature", "learning_rate", "max_grad_norm", "vllm_gpu_memory",
+            "vllm_cpu_cache", "vllm_timeout")
 
 METRICS = {
     "train/policy_loss": "policy loss without entropy bonus and KL penalty, mean of the iteration's updates",
@@ -349,15 +387,19 @@ def decoder_and_head(model):
 # Engine: load, generate, sync
 
 
-def load_pretrained(kind, name, **options):
-    """kind.from_pretrained of a folder as given, or beside this script (the defaults work from
-    anywhere), or of a hub id. Raises BadInput with the first line of what went wrong.
-    """
+def find_model(name):
+    """A folder as given, or beside this script (the defaults work from anywhere), or a hub id."""
     folders = [str(f) for f in (Path(name), Path(__file__).parent / name) if (f / "config.json").is_file()]
     if not folders and (Path(name).exists() or name.count("/") != 1 or name.startswith("models/")):
         raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
+    return folders[0] if folders else name
+
+
+def load_pretrained(kind, name, **options):
+    """kind.from_pretrained of a model's name. Raises BadInput with the first line of what went wrong."""
+    folder = find_model(name)
     try:
-        return kind.from_pretrained(folders[0] if folders else name, **options)
+        return kind.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         what = "tokenizer" if kind is AutoTokenizer else "weights"
         raise BadInput(f"--model {name}: its {what} cannot be loaded ({first_line(error)})") from error
@@ -388,13 +430,23 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def add_lora(model, args, adapter=""):
-    """Wrap the frozen base in a LoRA adapter: a new one, or the one in a checkpoint's folder.
+def add_lora(model, args, checkpoint=""):
+    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
 
     Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
     """
-    if adapter:
-        return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    if folder := checkpoint or args.lora_adapter_path:
+        try:
+            names = set(load_file(Path(folder, "adapter_model.safetensors")))
+            config = peft.LoraConfig.from_pretrained(folder)
+            config.lora_dropout, config.inference_mode = 0.0, False
+            model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
+            if odd := names ^ set(peft.get_peft_model_state_dict(model)):
+                raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
+            return model
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise BadInput(f"--lora-adapter-path {folder}: expected adapter_config.json and "
+                           f"adapter_model.safetensors for {args.model} ({first_line(error)})") from error
     targets = args.lora_target_modules
     config = peft.LoraConfig(
         r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
@@ -404,6 +456,14 @@ def add_lora(model, args, adapter=""):
         return peft.get_peft_model(model, config)
     except ValueError as error:
         raise BadInput(f"--lora-target-modules {targets}: {first_line(error)}") from error
+
+
+def adapter_sha256(folder):
+    """Of the weights of an adapter that PEFT saved. Raises BadInput where there is none."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not Path(folder, name).is_file():
+            raise BadInput(f"--lora-adapter-path {folder}: expected a folder with {name}")
+    return sha256(Path(folder, "adapter_model.safetensors"))
 
 
 def precision(args, device):
@@ -480,10 +540,6 @@ def eos_ids(model, tokenizer):
     return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
-def sync_weights(policy):
-    """Hand the new weights to the sampler. The hf engine samples from the trained weights themselves."""
-
-
 def new_cache(decoder, layer=DynamicLayer):
     """An empty cache of `layer`s; models with other than plain attention bring their own kinds of layer."""
     plain = set(getattr(decoder.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
@@ -513,6 +569,310 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices):
         end, self.buffer = self.get_seq_length(), self.buffer.index_select(1, indices)  # with its room
         self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
+
+
+class EngineError(OSError):
+    """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
+
+
+class HfEngine:
+    """Samples with the trained weights themselves: nothing to hand over, no other arithmetic.
+
+    Every engine: `submit` prompts under keys, `collect` the replies that are finished until it is not `busy`.
+    """
+
+    continuous = False  # the replies to all waiting prompts come together
+
+    def __init__(self, model, tokenizer, args):
+        self.model, self.tokenizer, self.args, self.waiting = model, tokenizer, args, []
+        self.eos = eos_ids(model, tokenizer)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def submit(self, key: int, prompt: list[int], temperature: float):
+        self.waiting.append((key, prompt, temperature))
+
+    def collect(self):
+        """-> [(key, response_ids, logprobs)]"""
+        waiting, self.waiting, replies = self.waiting, [], []
+        limit = self.args.max_response_tokens
+        # A cached token costs far less memory than a trained one, hence the factor.
+        longest = max(len(prompt) for _, prompt, _ in waiting) + limit
+        rows = max(1, 16 * self.args.microbatch_tokens // longest)
+        for start in range(0, len(waiting), rows):
+            keys, prompts, temperatures = zip(*waiting[start:start + rows], strict=True)
+            with precision(self.args, self.model.device):
+                sampled = generate(self.model, prompts, limit, temperatures[0], self.tokenizer)
+            replies += [(key, *reply) for key, reply in zip(keys, sampled, strict=True)]
+        return replies
+
+    def sync_weights(self, model):
+        pass
+
+    def sleep(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class VllmEngine:
+    """vLLM in this process: token ids in, ids and log-probabilities out.
+
+    A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
+    """
+
+    continuous = True
+
+    def __init__(self, args, eos, device, lora_rank, folder):
+        # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        gpu = device.type == "cuda"
+        if not gpu:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
+        try:
+            import vllm
+        except ImportError as error:
+            raise BadInput(f"--engine vllm: {first_line(error)}; see requirements-vllm.txt") from error
+        memory = (dict(gpu_memory_utilization=args.vllm_gpu_memory, enable_sleep_mode=args.vllm_sleep) if gpu
+                  else dict(kv_cache_memory_bytes=int(args.vllm_cpu_cache * 2**30), enforce_eager=True))
+        if lora_rank:
+            allowed = min(r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= lora_rank)
+            memory |= dict(enable_lora=True, max_loras=1, max_lora_rank=allowed)
+        try:
+            self.llm = vllm.LLM(
+                find_model(args.model), skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
+                # Weights that training will replace start as noise: whatever does not arrive shows at once.
+                load_format="auto" if lora_rank else "dummy",
+                # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
+                logprobs_mode="processed_logprobs",
+                max_model_len=args.max_context_tokens, max_num_seqs=args.vllm_max_seqs, seed=args.seed,
+                disable_log_stats=True, **memory)
+        except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
+            raise BadInput(f"--engine vllm: {first_line(error)}") from error
+        self.vllm, self.eos, self.folder, self.lora, self.running = vllm, eos, folder, None, set()
+        self.sampling = dict(max_tokens=args.max_response_tokens, stop_token_ids=eos, logprobs=0,
+                             detokenize=False)
+        self.sleep_level = 0 if not gpu or not args.vllm_sleep else 1 if lora_rank else 2
+        self.asleep = False
+
+    @property
+    def busy(self):
+        return bool(self.running)
+
+    def submit(self, key, prompt, temperature):
+        params = self.vllm.SamplingParams(temperature=temperature, **self.sampling)
+        prompt = self.vllm.TokensPrompt(prompt_token_ids=prompt)
+        self.llm.llm_engine.add_request(str(key), prompt, params, lora_request=self.lora)
+        self.running.add(key)
+
+    def collect(self):
+        """One step of the whole batch.  -> [(key, response_ids, logprobs)] of the replies that it ended."""
+        ended = [(int(out.request_id), out.outputs[0]) for out in self.llm.llm_engine.step() if out.finished]
+        self.running -= {key for key, _ in ended}
+        return [(key, list(reply.token_ids), [of[token].logprob for token, of
+                                              in zip(reply.token_ids, reply.logprobs, strict=True)])
+                for key, reply in ended]
+
+    def sync_weights(self, model):
+        """All that reaches into the engine. What its prefix cache holds was computed with the old weights."""
+        if self.asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        if isinstance(model, peft.PeftModel):
+            # An adapter under the name or number of an earlier one would be that one.
+            number = self.lora.lora_int_id + 1 if self.lora else 1
+            path = write_weights(model, self.folder / str(number))
+            self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+            self.llm.llm_engine.add_lora(self.lora)
+            shutil.rmtree(path)
+        else:
+            # state_dict names a tied head, which named_parameters leaves out and vLLM would then not change.
+            weights = list(model.state_dict().items())
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.asleep = False
+
+    def sleep(self):
+        if self.sleep_level:
+            self.llm.sleep(self.sleep_level)
+            self.asleep = True
+
+    def close(self):
+        pass
+
+
+class VllmServers:
+    """Running vLLM servers that see the run's folder (docs/engines.md has the command that starts one).
+
+    A server that fails is asked again after growing pauses. By then it may be a new process with the weights
+    that it was started with, so it is handed the policy's first.
+    """
+
+    continuous = True
+
+    def __init__(self, args, eos, lora, folder):
+        self.args, self.eos, self.lora, self.folder = args, eos, lora, folder
+        self.session, self.stop = requests.Session(), threading.Event()
+        self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=args.vllm_max_seqs))
+        self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
+        self.waiting, self.asked, self.count = {}, {}, 0
+        self.number, self.path, self.pushes, self.locks, self.names = 0, None, {}, {}, {}
+        self.tag = os.urandom(4).hex()
+        for url in (url.rstrip("/") for url in args.vllm_url):
+            self.pushes[url], self.locks[url] = 0, threading.Lock()
+            card = self.persist(url, lambda url=url: self.call(url, "/v1/models"))["data"][0]
+            if card["max_model_len"] < args.max_context_tokens:
+                raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
+                               f"--max-model-len {card['max_model_len']}")
+            self.names[url] = card["id"]
+
+    @property
+    def busy(self):
+        return bool(self.waiting or self.asked)
+
+    def submit(self, key, prompt, temperature):
+        # Replies to one prompt are one request, which halves their cost; greedy ones may not be.
+        self.waiting.setdefault((tuple(prompt), temperature, 0 if temperature else key), []).append(key)
+
+    def ask(self, url, prompt, temperature, num_replies):
+        # All that a server would otherwise take from the model's generation config is said.
+        answer = self.call(url, "/v1/completions", dict(
+            model=self.names[url], prompt=prompt, n=num_replies, temperature=temperature, top_p=1.0, top_k=0,
+            min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
+            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True))
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+
+    def collect(self):
+        """Ask for what waits, and wait a moment.  -> [(key, response_ids, logprobs)] of what came."""
+        for (prompt, temperature, _), keys in self.waiting.items():
+            url = list(self.names)[self.count % len(self.names)]
+            ask = functools.partial(self.ask, url, prompt, temperature, len(keys))
+            self.asked[self.threads.submit(self.persist, url, ask)] = keys
+            self.count += 1
+        self.waiting = {}
+        done, _ = wait(self.asked, timeout=0.05, return_when=FIRST_COMPLETED)
+        return [(key, *reply) for future in done
+                for key, reply in zip(self.asked.pop(future), future.result(), strict=True)]
+
+    def call(self, url, path, body=None):
+        """One request: POST with a body, GET without.  -> the answer's JSON."""
+        answer = self.session.request("POST" if body else "GET", url + path, json=body,
+                                      timeout=(5, self.args.vllm_timeout))
+        unknown_adapter = answer.status_code == 404 and path == "/v1/completions"  # by a server that is new
+        if answer.status_code >= 500 or unknown_adapter:
+            answer.raise_for_status()
+        if not answer.ok:
+            raise EngineError(f"{url}{path} answered {answer.status_code}: {answer.text[:300]} "
+                              "(docs/engines.md has the command that starts a server)")
+        return answer.json() if answer.text.startswith("{") else {}
+
+    def persist(self, url, action):
+        """The action's result; where it fails for the server's sake, after a pause and a hand-over again."""
+        for attempt in range(self.args.vllm_retries + 1):
+            pushes = self.pushes[url]
+            try:
+                if attempt and self.path:
+                    with self.locks[url]:  # of all requests that failed together, one hands over
+                        if self.pushes[url] == pushes:
+                            self.push(url)
+                return action()
+            except (requests.RequestException, KeyError, ValueError) as error:
+                failure = error
+            if attempt == self.args.vllm_retries or self.stop.wait(min(2**attempt, 30)):
+                break
+        self.stop.set()  # the other requests need not try either
+        raise EngineError(f"--vllm-url {url}: no answer after {attempt + 1} tries ({first_line(failure)})")
+
+    def push(self, url):
+        """Hand the weights in self.path to a server. What it had cached was computed with older ones."""
+        if self.lora:
+            # Under a new name: one loaded in place is read from the disk again by every batch of requests.
+            name = f"policy-{self.tag}-{self.number}"
+            loaded = {card["id"] for card in self.call(url, "/v1/models")["data"]}
+            if name not in loaded:
+                self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=self.path))
+            for old in loaded - {name}:
+                if re.match("policy-[0-9a-f]{8}-", old):
+                    self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
+            self.names[url] = name
+        else:
+            load = dict(method="reload_weights", kwargs=dict(weights_path=self.path))
+            self.call(url, "/collective_rpc", load)
+        self.call(url, "/reset_prefix_cache", {"reset": True})
+        self.pushes[url] += 1
+
+    def sync_weights(self, model):
+        self.number += 1
+        before, self.path = self.path, write_weights(model, self.folder / f"{self.tag}-{self.number}")
+        for url in self.names:
+            self.persist(url, functools.partial(self.push, url))
+        if before:
+            shutil.rmtree(before, ignore_errors=True)
+
+    def sleep(self):
+        pass
+
+    def close(self):
+        """Do not wait for what is still being asked. The last weights stay: a server may read them again."""
+        self.stop.set()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.session.close()
+
+
+def write_weights(model, folder):
+    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path."""
+    if isinstance(model, peft.PeftModel):
+        model.save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")  # copies, so that a tied head is written too
+    return str(folder.resolve())
+
+
+def make_engine(model, tokenizer, args, folder):
+    """The sampler that --engine and --vllm-url name; it writes weights that it hands over into `folder`."""
+    if args.engine == "hf":
+        return HfEngine(model, tokenizer, args)
+    eos, lora = eos_ids(model, tokenizer), isinstance(model, peft.PeftModel)
+    shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed run
+    if args.vllm_url:
+        return VllmServers(args, eos, lora, folder)
+    return VllmEngine(args, eos, model.device, model.peft_config["default"].r if lora else 0, folder)
+
+
+def check_sync(engine, model, args, pad_id):
+    """Mean difference of the log-probabilities that sampler and trainer give to the same tokens [nats].
+
+    After a prompt so long that a stale prefix cache shows. Raises EngineError over SYNC_TOLERANCE.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    length = min(256, args.max_context_tokens - args.max_response_tokens)
+    prompt = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
+    for key in range(8):
+        engine.submit(key, prompt, args.temperature)
+    segments = []
+    while engine.busy:
+        for _, ids, logprobs in engine.collect():
+            segments.append(Segment(prompt))
+            segments[-1].append(ids, 1, logprobs)
+    store_logprobs(model, segments, "old_logprobs", args, pad_id)
+    difference = float(np.mean(np.abs(np.concatenate(
+        [np.subtract(segment.old_logprobs, segment.rollout_logprobs) for segment in segments]))))
+    if not difference <= SYNC_TOLERANCE[args.dtype]:
+        raise EngineError(f"after the hand-over of weights sampler and trainer differ by {difference:.2g} "
+                          f"nats per token; tolerated are {SYNC_TOLERANCE[args.dtype]} in {args.dtype} "
+                          "(docs/engines.md, troubleshooting)")
+    return difference
+
+
+SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # [nats]
 
 
 # Rollout: tasks to scored token sequences
@@ -612,27 +972,32 @@ def check_template(tokenizer, args, multi_turn):
                        "not read the tokens that it sampled; use --chat-template plain or another model")
 
 
-def rollout(model, tokenizer, env, tasks, num_samples, temperature, args, pool, score):
+def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, pool, score):
     """Play num_samples episodes of each task, turn by turn.  -> Rollouts, those of a task side by side."""
     prompts = [encode_prompt(task.messages, tokenizer, args) for task in tasks]
     rollouts = [Rollout(task, number, env.start(task, args.seed), list(task.messages), [Segment(prompt)])
                 for task, prompt in zip(tasks, prompts, strict=True) for number in range(num_samples)]
-    eos, limit = eos_ids(model, tokenizer), args.max_response_tokens
-    live = [r for r in rollouts if fits(r, args)]
-    while live:
-        prompts = [r.segments[-1].ids for r in live]
-        # A cached token costs far less memory than a trained one, hence the factor.
-        rows = max(1, 16 * args.microbatch_tokens // (max(map(len, prompts)) + limit))
-        replies = [reply for start in range(0, len(live), rows)
-                   for reply in generate(model, prompts[start:start + rows], limit, temperature, tokenizer)]
-        texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
-        for r, (ids, logprobs), text in zip(live, replies, texts, strict=True):
+    ready, stepping = [key for key, r in enumerate(rollouts) if fits(r, args)], {}
+    while ready or engine.busy or stepping:
+        for key in ready:  # to be answered by the model
+            engine.submit(key, rollouts[key].segments[-1].ids, temperature)
+        replies = engine.collect() if engine.busy else []
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids, _ in replies]
+        for (key, ids, logprobs), text in zip(replies, texts, strict=True):
+            r = rollouts[key]
             r.segments[-1].append(ids, 1, logprobs)
             r.messages.append({"role": "assistant", "content": text})
-            r.termination = "" if ids[-1] in eos else "length"
-        live = [r for r in live if not r.termination]
-        list(pool.map(step_environments, [live[i::args.max_concurrent] for i in range(args.max_concurrent)]))
-        live = [r for r in live if not r.termination and observe(r, tokenizer, args)]
+            r.termination = "" if ids[-1] in engine.eos else "length"
+        answered = [key for key, _, _ in replies if not rollouts[key].termination]
+        for i in range(min(args.max_concurrent, len(answered))):
+            keys = answered[i::args.max_concurrent]
+            stepping[pool.submit(step_environments, [rollouts[key] for key in keys])] = keys
+        # While the engine has other replies to work on, nothing waits here for an environment.
+        done, _ = wait(stepping, timeout=0 if engine.busy else None,
+                       return_when=FIRST_COMPLETED if engine.continuous else ALL_COMPLETED)
+        stepped = sorted(key for future in done for key in stepping.pop(future))
+        ready = [key for key in stepped
+                 if not rollouts[key].termination and observe(rollouts[key], tokenizer, args)]
     for r in rollouts:
         with contextlib.suppress(Exception):  # what an environment leaves behind must not end the run
             r.episode.close()
@@ -814,14 +1179,13 @@ UPDATE_METRICS = ("train/policy_loss", "train/kl_loss", "train/entropy", "train/
 # Evaluate: the same rollout on held-out tasks, no update, fixed seeds
 
 
-def evaluate(model, tokenizer, env, args, pool, score):
+def evaluate(engine, tokenizer, env, args, pool, score):
     """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts."""
     n = args.eval_samples
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    with precision(args, model.device):
-        sampled = rollout(model, tokenizer, env, tasks, n, args.eval_temperature, args, pool, score)
-        greedy = rollout(model, tokenizer, env, tasks, 1, 0.0, args, pool, score)
+    sampled = rollout(engine, tokenizer, env, tasks, n, args.eval_temperature, args, pool, score)
+    greedy = rollout(engine, tokenizer, env, tasks, 1, 0.0, args, pool, score)
     metrics = {}
     for source in sorted({task.source for task in tasks}):
         mine = [r for r in sampled if r.task.source == source]
@@ -887,7 +1251,7 @@ class Run:
     """
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                  "print_samples", "track", "max_concurrent"}  # flags that leave the numbers as they are
+                  "print_samples", "track", "max_concurrent", "check_sync"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
@@ -930,7 +1294,8 @@ class Run:
         except (ValueError, KeyError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in self.MAY_CHANGE and old["args"].get(name) != value:
+            may_change = name in self.MAY_CHANGE or name.startswith("vllm_")
+            if not may_change and old["args"].get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
                                f"{old['args'].get(name)}; use that, or another --run-dir")
         for key, what in (("model_sha256", "the model"), ("source_sha256", "the reward or the data")):
@@ -1162,23 +1527,27 @@ def main(args):
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args.model)
     check_template(tokenizer, args, env.multi_turn)
-    frozen = args.lora_rank and args.dtype == "bfloat16"
+    frozen = args.lora and args.dtype == "bfloat16"
     base = load_weights(args.model, torch.bfloat16 if frozen else torch.float32)
-    run = Run(args, describe_run(args, "grpo", weights_sha256(base), envs.source_of(score)))
-    if args.lora_rank:
+    model_hash = weights_sha256(base)
+    if args.lora_adapter_path:
+        model_hash = sha256(model_hash + adapter_sha256(args.lora_adapter_path))
+    run = Run(args, describe_run(args, "grpo", model_hash, envs.source_of(score)))
+    if args.lora:
         torch.manual_seed(args.seed)
         model = add_lora(base, args, run.checkpoint)
     else:
         model = load_weights(run.checkpoint) if run.checkpoint else base
     model.to(device)
-    reference = load_weights(args.model).to(device) if args.kl_coef and not args.lora_rank else None
+    engine = make_engine(model, tokenizer, args, run.dir / "sync")
+    reference = load_weights(args.model).to(device) if args.kl_coef and not args.lora else None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=args.weight_decay)
-    cursor = 0  # tasks drawn so far
+    cursor, unlogged = 0, {}  # tasks drawn so far; numbers of an iteration that is trained but not logged yet
     if run.state:
         optimizer.load_state_dict(run.state["optimizer"])
-        cursor = run.state["cursor"]
+        cursor, unlogged = run.state["cursor"], run.state["unlogged"]
     start_tracking(run, args)
     run.open()
     print(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} responses = "
@@ -1192,9 +1561,15 @@ def main(args):
     gc.collect()
     gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
 
+    def hand_over(check):
+        with run.timed("sync"):
+            engine.sync_weights(model)
+            if args.engine != "hf" and (check or args.check_sync):
+                check_sync(engine, model, args, tokenizer.pad_token_id)
+
     def validate():
         with run.timed("eval"):
-            metrics, samples = evaluate(model, tokenizer, env, args, pool, score)
+            metrics, samples = evaluate(engine, tokenizer, env, args, pool, score)
         write_episodes(run, "val", samples, args, args.val_table_samples)
         print_samples(samples, args, "val")
         shown = [f"{name[4:]} {value:.3f}" for name, value in metrics.items()
@@ -1202,22 +1577,40 @@ def main(args):
         tqdm.write(f"iteration {run.counters['iteration']}: {', '.join(shown)}")
         return metrics
 
+    def save():
+        with run.timed("checkpoint"):
+            state = dict(cursor=cursor, optimizer=optimizer.state_dict(), unlogged=unlogged)
+            run.save(model, tokenizer, state)
+
+    def finish(iteration):
+        last = iteration == args.iterations
+        if last or args.eval_every and iteration % args.eval_every == 0:
+            unlogged.update(validate())
+        run.record(unlogged)
+        unlogged.clear()
+        if last or iteration % args.checkpoint_every == 0:
+            save()
+
     try:
+        first = run.counters["iteration"] + 1
+        hand_over(check=True)
         if not run.state:
             run.record(validate())
-        for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
+        if unlogged:  # the run ended when its weights could not be handed over
+            finish(run.counters["iteration"])
+        for iteration in range(first, args.iterations + 1):
             torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
 
             # 1. Rollout: group_size responses to each prompt, from the current policy.
             # 2. Advantages: each reward against its group's.
-            rollouts, groups = [], []
-            with run.timed("rollout"), precision(args, device):
+            rollouts, groups, drawn = [], [], cursor
+            with run.timed("rollout"):
                 for _ in range(1 + args.dynamic_sampling):
-                    tasks = [env.task("train", task_index(cursor + i, args.seed, env.num_tasks("train")))
+                    tasks = [env.task("train", task_index(drawn + i, args.seed, env.num_tasks("train")))
                              for i in range(args.prompts_per_iteration)]
-                    cursor += len(tasks)
-                    rollouts += rollout(model, tokenizer, env, tasks, args.group_size, args.temperature, args,
-                                        pool, score)
+                    drawn += len(tasks)
+                    rollouts += rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature,
+                                        args, pool, score)
                     groups = trainable_groups(rollouts, args)
                     if len(groups) >= args.prompts_per_iteration:
                         break
@@ -1232,15 +1625,12 @@ def main(args):
                 parameter_group["lr"] = learning_rate(iteration, args)
             with run.timed("update"):
                 if groups:
+                    engine.sleep()
                     metrics, steps = update(model, reference, optimizer, groups, args, tokenizer.pad_token_id)
                 metrics["train/weight_norm"] = float(torch.nn.utils.get_total_norm(parameters))
 
-            # 5. Hand the new weights to the sampler.
-            with run.timed("sync"):
-                sync_weights(model)
-
-            # 6. Log, evaluate, checkpoint.
-            run.counters["iteration"] = iteration
+            # 5. What the log says of the iteration.
+            cursor, run.counters["iteration"] = drawn, iteration
             run.counters["env_steps"] += num_generated(rollouts)
             run.counters["opt_steps"] += steps
             trained = [segment.advantage for group in groups for segment in group]
@@ -1262,17 +1652,19 @@ def main(args):
             progress.update()
             if progress.disable:
                 print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
-            last = iteration == args.iterations
-            if last or args.eval_every and iteration % args.eval_every == 0:
-                metrics |= validate()
-            run.record(metrics)
-            if last or iteration % args.checkpoint_every == 0:
-                with run.timed("checkpoint"):
-                    run.save(model, tokenizer, dict(cursor=cursor, optimizer=optimizer.state_dict()))
+            unlogged.update(metrics)
+
+            # 6. Hand the new weights to the sampler; evaluate, log, checkpoint.
+            if steps:
+                hand_over(check=iteration == first)
+            finish(iteration)
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, EngineError) and run.counters["iteration"]:
+            save()  # the trainer is whole: only the rollout is lost
         evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
         run.fail(error, evidence)
     finally:
+        engine.close()
         progress.close()
         run.writer.close()
 
@@ -1280,5 +1672,5 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
-    except BadInput as problem:
+    except (BadInput, EngineError) as problem:
         sys.exit(f"error: {problem}")

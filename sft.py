@@ -277,15 +277,19 @@ def new_tokenizer(words):
     return tokenizer
 
 
-def load_pretrained(kind, name, **options):
-    """kind.from_pretrained of a folder as given, or beside this script (the defaults work from
-    anywhere), or of a hub id. Raises BadInput with the first line of what went wrong.
-    """
+def find_model(name):
+    """A folder as given, or beside this script (the defaults work from anywhere), or a hub id."""
     folders = [str(f) for f in (Path(name), Path(__file__).parent / name) if (f / "config.json").is_file()]
     if not folders and (Path(name).exists() or name.count("/") != 1 or name.startswith("models/")):
         raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
+    return folders[0] if folders else name
+
+
+def load_pretrained(kind, name, **options):
+    """kind.from_pretrained of a model's name. Raises BadInput with the first line of what went wrong."""
+    folder = find_model(name)
     try:
-        return kind.from_pretrained(folders[0] if folders else name, **options)
+        return kind.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         what = "tokenizer" if kind is AutoTokenizer else "weights"
         raise BadInput(f"--model {name}: its {what} cannot be loaded ({first_line(error)})") from error
@@ -588,7 +592,7 @@ class Run:
     """
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                  "print_samples", "track", "max_concurrent"}  # flags that leave the numbers as they are
+                  "print_samples", "track", "max_concurrent", "check_sync"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
@@ -631,7 +635,8 @@ class Run:
         except (ValueError, KeyError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in self.MAY_CHANGE and old["args"].get(name) != value:
+            may_change = name in self.MAY_CHANGE or name.startswith("vllm_")
+            if not may_change and old["args"].get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
                                f"{old['args'].get(name)}; use that, or another --run-dir")
         for key, what in (("model_sha256", "the model"), ("source_sha256", "the reward or the data")):

@@ -190,7 +190,8 @@ class Script:
 def play(monkeypatch, pool, model, tokenizer, env, script, num_samples=1, index=0, **flags):
     monkeypatch.setattr(grpo_llm, "generate", script)
     args = Args(**dict(max_response_tokens=40) | flags)
-    return grpo_llm.rollout(model, tokenizer, env, [env.task("train", index)], num_samples, 1.0, args, pool,
+    engine = grpo_llm.HfEngine(model, tokenizer, args)
+    return grpo_llm.rollout(engine, tokenizer, env, [env.task("train", index)], num_samples, 1.0, args, pool,
                             grpo_llm.episode_reward)
 
 
@@ -549,7 +550,8 @@ def test_evaluation_counts_correct_replies_by_source(monkeypatch, pool, countdow
         return [(ids := reply_ids(tokenizer, text), [0.0] * len(ids)) for text in texts]
 
     monkeypatch.setattr(grpo_llm, "generate", generate)
-    metrics, samples = grpo_llm.evaluate(model, tokenizer, env, args, pool, grpo_llm.episode_reward)
+    engine = grpo_llm.HfEngine(model, tokenizer, args)
+    metrics, samples = grpo_llm.evaluate(engine, tokenizer, env, args, pool, grpo_llm.episode_reward)
     assert len(samples) == 24
     sources = {task.source for task in tasks}
     assert sources == {"countdown/2", "countdown/3"}
