@@ -15,8 +15,8 @@ whose rewards are all equal are dropped, no KL penalty, a small entropy bonus.
         --env-kwargs style=r1 max_operands=4 max_number=100 max_target=1000 operators=+-*/ \
         --max-response-tokens 1024 --learning-rate 1e-5 --entropy-coef 0
 
-Expect greedy accuracy on held-out problems to climb from 0.62 to 0.99 and pass@1 at temperature 1 from 0.33
-to 0.97, while pass@16 stays at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
+Expect greedy accuracy on held-out problems to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31
+to 0.98, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
 """
 
 from __future__ import annotations
@@ -575,11 +575,21 @@ class EngineError(OSError):
     """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
 
 
-class HfEngine:
-    """Samples with the trained weights themselves: nothing to hand over, no other arithmetic.
+class Engine:
+    """A sampler: submit prompts under keys, then collect the replies that are finished while it is busy."""
 
-    Every engine: `submit` prompts under keys, `collect` the replies that are finished until it is not `busy`.
-    """
+    def sync_weights(self, model):
+        """Hand over the trained weights."""
+
+    def sleep(self):
+        """Give the device's memory back until the next hand-over."""
+
+    def close(self):
+        """Drop what is still asked."""
+
+
+class HfEngine(Engine):
+    """Samples with the trained weights themselves: nothing to hand over, no other arithmetic."""
 
     continuous = False  # the replies to all waiting prompts come together
 
@@ -608,17 +618,22 @@ class HfEngine:
             replies += [(key, *reply) for key, reply in zip(keys, sampled, strict=True)]
         return replies
 
-    def sync_weights(self, model):
-        pass
 
-    def sleep(self):
-        pass
+def import_vllm(device):
+    """The library, not installed with the others; what it reads from the environment is set before."""
+    # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device.type == "cpu":
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
+    try:
+        import vllm
+    except ImportError as error:
+        raise BadInput(f"--engine vllm: {first_line(error)}; see requirements-vllm.txt") from error
+    return vllm
 
-    def close(self):
-        pass
 
-
-class VllmEngine:
+class VllmEngine(Engine):
     """vLLM in this process: token ids in, ids and log-probabilities out.
 
     A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
@@ -627,16 +642,7 @@ class VllmEngine:
     continuous = True
 
     def __init__(self, args, eos, device, lora_rank, folder):
-        # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        gpu = device.type == "cuda"
-        if not gpu:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
-        try:
-            import vllm
-        except ImportError as error:
-            raise BadInput(f"--engine vllm: {first_line(error)}; see requirements-vllm.txt") from error
+        vllm, gpu = import_vllm(device), device.type == "cuda"
         memory = (dict(gpu_memory_utilization=args.vllm_gpu_memory, enable_sleep_mode=args.vllm_sleep) if gpu
                   else dict(kv_cache_memory_bytes=int(args.vllm_cpu_cache * 2**30), enforce_eager=True))
         if lora_rank:
@@ -686,9 +692,11 @@ class VllmEngine:
             # An adapter under the name or number of an earlier one would be that one.
             number = self.lora.lora_int_id + 1 if self.lora else 1
             path = write_weights(model, self.folder / str(number))
-            self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+            before, make = self.lora, self.vllm.lora.request.LoRARequest
+            self.lora = make(f"policy-{number}", number, path)
             self.llm.llm_engine.add_lora(self.lora)
-            shutil.rmtree(path)
+            if before:
+                shutil.rmtree(before.lora_path)
         else:
             # state_dict names a tied head, which named_parameters leaves out and vLLM would then not change.
             weights = list(model.state_dict().items())
@@ -704,10 +712,10 @@ class VllmEngine:
             self.asleep = True
 
     def close(self):
-        pass
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class VllmServers:
+class VllmServers(Engine):
     """Running vLLM servers that see the run's folder (docs/engines.md has the command that starts one).
 
     A server that fails is asked again after growing pauses. By then it may be a new process with the weights
@@ -746,7 +754,10 @@ class VllmServers:
             model=self.names[url], prompt=prompt, n=num_replies, temperature=temperature, top_p=1.0, top_k=0,
             min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
             max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True))
-        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != num_replies:
+            raise ValueError(f"{len(choices)} replies of {num_replies}")
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     def collect(self):
         """Ask for what waits, and wait a moment.  -> [(key, response_ids, logprobs)] of what came."""
@@ -774,15 +785,16 @@ class VllmServers:
 
     def persist(self, url, action):
         """The action's result; where it fails for the server's sake, after a pause and a hand-over again."""
+        pushes = self.pushes[url]
         for attempt in range(self.args.vllm_retries + 1):
-            pushes = self.pushes[url]
             try:
                 if attempt and self.path:
                     with self.locks[url]:  # of all requests that failed together, one hands over
                         if self.pushes[url] == pushes:
                             self.push(url)
+                    pushes = self.pushes[url]
                 return action()
-            except (requests.RequestException, KeyError, ValueError) as error:
+            except (requests.RequestException, LookupError, TypeError, ValueError) as error:
                 failure = error
             if attempt == self.args.vllm_retries or self.stop.wait(min(2**attempt, 30)):
                 break
@@ -815,9 +827,6 @@ class VllmServers:
         if before:
             shutil.rmtree(before, ignore_errors=True)
 
-    def sleep(self):
-        pass
-
     def close(self):
         """Do not wait for what is still being asked. The last weights stay: a server may read them again."""
         self.stop.set()
@@ -847,14 +856,13 @@ def make_engine(model, tokenizer, args, folder):
     return VllmEngine(args, eos, model.device, model.peft_config["default"].r if lora else 0, folder)
 
 
-def check_sync(engine, model, args, pad_id):
+def check_sync(engine, model, tokenizer, args):
     """Mean difference of the log-probabilities that sampler and trainer give to the same tokens [nats].
 
     After a prompt so long that a stale prefix cache shows. Raises EngineError over SYNC_TOLERANCE.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
     length = min(256, args.max_context_tokens - args.max_response_tokens)
-    prompt = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
+    prompt = np.random.default_rng(0).integers(len(tokenizer), size=length).tolist()
     for key in range(8):
         engine.submit(key, prompt, args.temperature)
     segments = []
@@ -862,7 +870,7 @@ def check_sync(engine, model, args, pad_id):
         for _, ids, logprobs in engine.collect():
             segments.append(Segment(prompt))
             segments[-1].append(ids, 1, logprobs)
-    store_logprobs(model, segments, "old_logprobs", args, pad_id)
+    store_logprobs(model, segments, "old_logprobs", args, tokenizer.pad_token_id)
     difference = float(np.mean(np.abs(np.concatenate(
         [np.subtract(segment.old_logprobs, segment.rollout_logprobs) for segment in segments]))))
     if not difference <= SYNC_TOLERANCE[args.dtype]:
@@ -1214,6 +1222,8 @@ def describe_run(args, algo, model_hash, source):
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                     transformers=transformers.__version__)
+    if "vllm" in sys.modules:
+        versions["vllm"] = sys.modules["vllm"].__version__
     gpu = torch.cuda.is_available()
     now = datetime.now(UTC)
     return dict(
@@ -1523,6 +1533,8 @@ def main(args):
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     device = choose_device(args)
+    if args.engine == "vllm" and not args.vllm_url:
+        import_vllm(device)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args.model)
@@ -1565,7 +1577,7 @@ def main(args):
         with run.timed("sync"):
             engine.sync_weights(model)
             if args.engine != "hf" and (check or args.check_sync):
-                check_sync(engine, model, args, tokenizer.pad_token_id)
+                check_sync(engine, model, tokenizer, args)
 
     def validate():
         with run.timed("eval"):

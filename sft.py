@@ -6,13 +6,13 @@ The prompt becomes a chat turn through the tokenizer's template. Both sums run o
 neither the loss nor its gradient depends on how the batch is cut into passes. Demonstrations are an
 environment's reference solutions (fresh ones at every step) or rows of parquet and JSONL files.
 
-    python sft.py                                  # makes models/countdown-tiny on one CPU core in 90 s
+    python sft.py                                  # makes models/countdown-tiny on one CPU core in 100 s
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
         --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
 
 The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random moves and
 30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer.
-Expect val/loss to fall to 0.36 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
+Expect val/loss to fall to 0.37 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
 """
 
 from __future__ import annotations
@@ -555,6 +555,8 @@ def describe_run(args, algo, model_hash, source):
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                     transformers=transformers.__version__)
+    if "vllm" in sys.modules:
+        versions["vllm"] = sys.modules["vllm"].__version__
     gpu = torch.cuda.is_available()
     now = datetime.now(UTC)
     return dict(
