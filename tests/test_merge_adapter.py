@@ -1,0 +1,508 @@
+"""tools/merge_adapter.py: what it writes is base + adapter, and what it refuses it names, leaving nothing.
+
+One test loads merged models in vLLM itself: pytest -m slow tests/test_merge_adapter.py
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
+
+from tests.run_folders import command_line
+from tools import merge_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "countdown-tiny"
+SIZES = dict(vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TOKENS = torch.arange(74).reshape(2, 37) % 37
+ATTENTION = ["q_proj", "v_proj", "o_proj"]
+
+
+def write_base(folder, kind=LlamaConfig, dtype=torch.float32, shard="1GB", seed=0, **options):
+    """A small model with random weights, biases included, and no tokenizer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**SIZES | options))
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            tensor.data += 0.2 * torch.randn_like(tensor)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def write_adapter(folder, base, seed=1, size=0.2, **options):
+    """An adapter whose weights, B included, are random."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(**dict(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION) | options)
+    model = peft.get_peft_model(model, config)
+    torch.manual_seed(seed)
+    for name, tensor in model.named_parameters():
+        if tensor.requires_grad:
+            # DoRA's magnitudes: a sign would turn rows round, which training does not.
+            noise = torch.rand_like(tensor) if "magnitude" in name else torch.randn_like(tensor)
+            tensor.data += size * noise
+    model.save_pretrained(folder)
+    return folder
+
+
+def merge(tmp_path, capsys, *flags, adapter="adapter", out="merged"):
+    """-> the report on standard output, or the error on standard error: one line of the two"""
+    capsys.readouterr()
+    code = merge_adapter.main(["--adapter", str(tmp_path / adapter), "--output-dir", str(tmp_path / out),
+                               *map(str, flags)])
+    said = capsys.readouterr()
+    lines = (said.err if code else said.out).splitlines()
+    assert len(lines) == 1 and not (said.out if code else said.err), said
+    report = json.loads(lines[0])
+    assert (code == 1) is ("error" in report)
+    return report
+
+
+@torch.no_grad()
+def logits(folder, adapter=None, tokens=TOKENS):
+    """In float64, of the weights as they are stored: what differs then differs in the weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    if adapter:
+        model = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
+    return model.eval()(torch.as_tensor(tokens)).logits
+
+
+def tensors(folder):
+    """{name: shape} of what a folder's safetensors hold, and the types."""
+    shapes, types = {}, set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                shapes[name] = file.get_slice(name).get_shape()
+                types.add(file.get_slice(name).get_dtype())
+    return shapes, types
+
+
+def hashes(folder):
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"):
+    """The promises of a merge in the base's type, float32."""
+    base, out = tmp_path / base, tmp_path / out
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    assert tensors(out) == tensors(base)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.num_parameters() == report["parameters"] == sum(
+        torch.Size(shape).numel() for shape in tensors(base)[0].values())
+    expected = logits(base, tmp_path / adapter)
+    assert (expected - logits(base)).abs().max() > 0.01  # the adapter does something
+    torch.testing.assert_close(logits(out), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loaded(TOKENS).logits.double(), expected, rtol=1e-5, atol=1e-5)
+    assert report["largest_difference"] <= 1e-5 * expected.abs().max() and report["rounding"] == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+# What it writes
+
+
+QWEN = dict(kind=Qwen2Config, max_window_layers=2)
+TIED = dict(tie_word_embeddings=True)
+SAVED_TIED = dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+CASES = {  # of the base, of the adapter, modules that change
+    "tied": (TIED, {}, 6),
+    "untied": ({}, dict(target_modules="all-linear"), 14),
+    "biases": (dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+               dict(target_modules="all-linear", lora_bias=True), 14),
+    "trained-biases": (dict(attention_bias=True), dict(bias="all"), 6),
+    "qwen2-tied": (QWEN | TIED, dict(target_modules="all-linear"), 14),
+    "shards": (dict(shard="4KB"), {}, 6),
+    "rslora": ({}, dict(use_rslora=True, lora_alpha=3), 6),
+    "dora": (TIED, dict(use_dora=True), 6),
+    "ranks": ({}, dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, layers_to_transform=[1]), 3),
+    "norms": (TIED, dict(modules_to_save=["norm"]), 11),
+    "untied-head": ({}, dict(modules_to_save=["lm_head"], target_modules=["q_proj", "embed_tokens"]), 4),
+    "both-ends": (TIED, SAVED_TIED, 8),
+    "new-tokens": (TIED, dict(trainable_token_indices=[3, 9]), 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
+    base, adapter, modules = CASES[case]
+    write_base(tmp_path / "base", **base)
+    write_adapter(tmp_path / "adapter", tmp_path / "base", **adapter)
+    before = hashes(tmp_path)
+    report = merge(tmp_path, capsys)
+    assert {name: value for name, value in hashes(tmp_path).items() if "merged" not in name} == before
+    assert_merged(tmp_path, report)
+    assert report["modules"] == modules and report["adapter_effect"] > 0.01
+    assert report["dtype"] == "float32" and report["tokenizer"] == "none"
+    if base.get("tie_word_embeddings"):
+        assert "lm_head.weight" not in tensors(tmp_path / "merged")[0]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_trains_on(tmp_path, capsys):
+    flags = ["--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4,
+             "--eval-samples", 2, "--warmup-iterations", 0]
+    assert command_line("grpo_llm.py", *flags, "--lora-rank", 4, "--learning-rate", 0.05,
+                        "--run-dir", tmp_path / "run") == 0
+    (tmp_path / "run" / "checkpoints" / "step_000001").rename(tmp_path / "adapter")
+    shutil.copytree(TINY, tmp_path / "base")
+    # Its base is models/countdown-tiny, which stands beside the repository's root wherever the tool is run.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        report = merge(tmp_path, capsys)
+    assert_merged(tmp_path, report)
+    assert report["tokenizer"] == "adapter" and report["modules"] == 21
+    merged = tmp_path / "merged"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (merged / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+    assert (merged / "generation_config.json").read_bytes() == (TINY / "generation_config.json").read_bytes()
+    assert sorted(path.name for path in merged.iterdir()) == [
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json"]
+    assert len({path.stat().st_mode for path in merged.iterdir()}) == 1  # who may read one may read all
+    assert command_line("grpo_llm.py", *flags, "--model", merged, "--run-dir", tmp_path / "next") == 0
+
+
+def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):
+    shutil.copytree(TINY, tmp_path / "base")
+    (tmp_path / "base" / "additional_chat_templates").mkdir()
+    (tmp_path / "base" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    # Reading lets it pass and writing refuses it: a temperature without sampling. Copied, it stays as it is.
+    odd = json.dumps({"eos_token_id": [2, 3], "do_sample": False, "temperature": 0.5})
+    (tmp_path / "base" / "generation_config.json").write_text(odd)
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    assert merge(tmp_path, capsys)["tokenizer"] == "base"
+    merged = tmp_path / "merged"
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+             "additional_chat_templates/tools.jinja", "generation_config.json")
+    for name in names:
+        assert (merged / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(merged).chat_template
+    for path in (TINY / "tokenizer.json", TINY / "tokenizer_config.json"):
+        shutil.copy(path, tmp_path / "adapter")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("mine")
+    assert merge(tmp_path, capsys, out="other")["tokenizer"] == "adapter"
+    assert (tmp_path / "other" / "chat_template.jinja").read_text() == "mine"
+    assert not (tmp_path / "other" / "additional_chat_templates").exists()
+    assert (tmp_path / "other" / "generation_config.json").read_text() == odd
+
+
+def test_types(tmp_path, capsys):
+    """A bfloat16 base gives a bfloat16 model; --dtype changes that, and the config's dtype with it."""
+    write_base(tmp_path / "base", dtype=torch.bfloat16, tie_word_embeddings=True)
+    norm = "model.norm.weight"  # one tensor in float32 stays so
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    stored[norm] = stored[norm].float()
+    save_file(stored, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    change_json(tmp_path / "base" / "config.json", dtype="bfloat16")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    expected = logits(tmp_path / "base", tmp_path / "adapter")
+
+    reports = {dtype: merge(tmp_path, capsys, "--dtype", dtype, out=f"as-{dtype}")
+               for dtype in ("base", "bfloat16", "float32")}
+    kept, half, full = (load_file(tmp_path / f"as-{name}" / "model.safetensors") for name in reports)
+    for name in ("base", "bfloat16"):
+        assert json.loads((tmp_path / f"as-{name}" / "config.json").read_text()) == config
+    assert json.loads((tmp_path / "as-float32" / "config.json").read_text()) == config | {"dtype": "float32"}
+    for name, tensor in full.items():
+        assert tensor.dtype == torch.float32 and half[name].dtype == torch.bfloat16
+        assert kept[name].dtype == (torch.float32 if name == norm else torch.bfloat16)
+        assert torch.equal(half[name], tensor.bfloat16())  # rounded once, from the float32 sum
+    torch.testing.assert_close(logits(tmp_path / "as-float32"), expected, rtol=1e-5, atol=1e-5)
+    rounding = float((logits(tmp_path / "as-bfloat16") - expected).abs().max())
+    assert reports["float32"]["rounding"] == 0 and reports["float32"]["dtype"] == "float32"
+    assert reports["base"]["dtype"] == reports["bfloat16"]["dtype"] == "bfloat16"
+    assert 1e-3 < rounding < 1 and rounding / 3 < reports["bfloat16"]["rounding"] < rounding * 3
+
+
+def test_an_adapter_that_does_nothing_merges_and_says_so(tmp_path, capsys):
+    write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", tmp_path / "base", size=0.0)
+    report = merge(tmp_path, capsys)
+    assert report["adapter_effect"] == report["largest_difference"] == 0
+    for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")[name], tensor)
+
+
+def test_another_base_and_an_empty_folder_are_taken(tmp_path, capsys):
+    write_base(tmp_path / "base", seed=1)
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    write_base(tmp_path / "other", seed=2)
+    (tmp_path / "merged").mkdir()
+    (tmp_path / ".merged.writing").mkdir()  # left by a process that was killed
+    (tmp_path / ".merged.writing" / "junk").touch()
+    report = merge(tmp_path, capsys, "--base-model", tmp_path / "other")
+    assert_merged(tmp_path, report, base="other")
+    assert not (tmp_path / "merged" / "junk").exists()
+
+
+def test_a_hub_id_is_looked_up_in_the_cache_at_the_adapters_revision(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached = tmp_path / "cache" / "models--some--model"
+    for number, name in enumerate(("main", "old")):
+        commit = str(number) * 40
+        shutil.copytree(write_base(tmp_path / name, seed=number), cached / "snapshots" / commit)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / name).write_text(commit)
+    write_adapter(tmp_path / "adapter", tmp_path / "old")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": "some/model", "revision": "old"}
+    path.write_text(json.dumps(config))
+    assert_merged(tmp_path, merge(tmp_path, capsys), base="old")
+    report = merge(tmp_path, capsys, "--base-model", "some/model", out="newer")
+    assert_merged(tmp_path, report, base="main", out="newer")
+    assert "no/model" in merge(tmp_path, capsys, "--base-model", "no/model", out="none")["error"]
+
+
+# What it refuses
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A tied base and an adapter, to be copied and broken."""
+    folder = tmp_path_factory.mktemp("pair")
+    write_base(folder / "base", tie_word_embeddings=True)
+    write_adapter(folder / "adapter", folder / "base")
+    return folder
+
+
+def refused(tmp_path, capsys, *says, flags=(), out="merged"):
+    """One line that says all of it; and the disk is as before."""
+    before = hashes(tmp_path)
+    error = merge(tmp_path, capsys, *flags, out=out)["error"]
+    for text in says:
+        assert text in error, error
+    assert hashes(tmp_path) == before
+    assert not (tmp_path / out).exists() or out != "merged"
+    assert not list(tmp_path.glob(".*"))
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def break_weights(path, change):
+    stored = load_file(path)
+    change(stored)
+    save_file(stored, path, {"format": "pt"})
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def drop(stored):
+    del stored["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
+
+
+def poison(stored):
+    stored["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = float("nan")
+
+
+CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
+BROKEN = {  # file, what is done to it, what is said
+    "no-adapter": ("adapter", shutil.rmtree, ["/adapter: there is no adapter_config.json"]),
+    "no-config": (CONFIG, Path.unlink, ["/adapter: there is no adapter_config.json"]),
+    "no-weights": (WEIGHTS, Path.unlink, ["/adapter: there is no adapter_model.safetensors"]),
+    "torn-config": (CONFIG, truncate, ["/adapter: its adapter_config.json cannot be read"]),
+    "list-config": (CONFIG, lambda path: path.write_text("[]"), ["adapter_config.json", "not an object"]),
+    "wrong-config": (CONFIG, lambda path: change_json(path, task_type="DANCE"), [
+        "its adapter_config.json cannot be read", "DANCE"]),
+    "torn-weights": (WEIGHTS, truncate, ["/adapter: its adapter_model.safetensors cannot be read"]),
+    "empty-weights": (WEIGHTS, lambda path: os.truncate(path, 0), ["its adapter_model.safetensors"]),
+    "nan": (WEIGHTS, lambda path: break_weights(path, poison), ["layers.1.self_attn.v_proj.lora_B", "NaN"]),
+    "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PROMPT_TUNING"), [
+        "expected a LoRA adapter", "PROMPT_TUNING"]),
+    "from-the-future": (CONFIG, lambda path: change_json(path, use_lora_squared=True, use_later=False), [
+        "sets use_lora_squared, which is unknown to PEFT"]),
+    "missing-tensor": (WEIGHTS, lambda path: break_weights(path, drop), [
+        "/adapter does not fit", "/base", "LlamaForCausalLM",
+        "the adapter lacks model.layers.1.self_attn.q_proj.lora_B.weight"]),
+    "nameless-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), [
+        "/adapter: its adapter_config.json names no base; give --base-model"]),
+    "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), [
+        "models/none", "/adapter", "expected a folder with config.json and weights"]),
+    "torn-base": ("base/model.safetensors", truncate, ["/base", "/adapter", "cannot be loaded"]),
+    "weightless-base": ("base/model.safetensors", Path.unlink, ["/base", "cannot be loaded"]),
+    "torn-base-config": ("base/config.json", truncate, ["/base", "config.json cannot be read"]),
+    "odd-base-config": ("base/config.json", lambda path: change_json(path, model_type="abacus"), [
+        "/base", "cannot be loaded", "abacus"]),
+    "longer-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=3), [
+        "/base", "the files lack model.layers.2.input_layernorm.weight and 8 more"]),
+    "shorter-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=1), [
+        "/base", "the model has no place for model.layers.1.input_layernorm.weight and 8 more"]),
+    "quantized-base": ("base/config.json", lambda path: change_json(path, quantization_config={"bits": 4}), [
+        "/base", "quantized", "--base-model"]),
+    "adapted-base": ("base", lambda path: (path / "adapter_config.json").write_text("{}"), [
+        "/base", "holds an adapter itself"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_input_is_one_clear_line(case, pair, tmp_path, capsys):
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    change_json(tmp_path / CONFIG, base_model_name_or_path=str(tmp_path / "base"))
+    file, spoil, says = BROKEN[case]
+    spoil(tmp_path / file)
+    refused(tmp_path, capsys, *says)
+
+
+GPT2 = dict(kind=GPT2Config, n_embd=16, n_head=4, n_layer=2)
+GATED = dict(kind=MixtralConfig, num_local_experts=2)
+TIES = ["cannot be merged", "the base ties its embedding to its head, and the adapter changes them"]
+MISFITS = {  # the base that the adapter was made on, the adapter, what is said of the tied base with 2 layers
+    "width": (dict(hidden_size=32), {}, [
+        "does not fit", "(LlamaForCausalLM)",
+        "layers.0.self_attn.q_proj.lora_A.weight is [4, 32] in the adapter, and would have to be [4, 16]"]),
+    "deeper": (dict(num_hidden_layers=3), {}, [
+        "does not fit", "no place for model.layers.2.self_attn.o_proj.lora_A.weight and 5 more"]),
+    "shallower": (dict(num_hidden_layers=1), {}, [
+        "does not fit", "the adapter lacks model.layers.1.self_attn.o_proj.lora_A.weight and 5 more"]),
+    "other-family": (GPT2, dict(target_modules=["c_attn"]), ["does not fit", "(LlamaForCausalLM)", "c_attn"]),
+    "more-modules": (GATED, dict(target_modules=["q_proj", "gate"]), [
+        "does not fit", "the base has no place for model.layers.0.mlp.gate.lora_A.weight"]),
+    "vocabulary": (dict(vocab_size=41, tie_word_embeddings=True), SAVED_TIED, ["does not fit", "[41, 16]"]),
+    "untied": (dict(tie_word_embeddings=False), SAVED_TIED, [
+        "does not fit", "the adapter lacks lm_head.weight"]),
+    "more-layers": (TIED, dict(layer_replication=[[0, 2], [1, 2]]), [
+        "cannot be merged", "its logits would be"]),
+    "alora": (TIED, dict(alora_invocation_tokens=[3]), ["cannot be merged", "aLoRA"]),
+    "lora-bias": (TIED, dict(lora_bias=True), ["cannot be merged", "lora_bias"]),
+    # What changes one of two tied tensors, or what PEFT adds to both of them, that is to the one twice.
+    "saved-head": (TIED, dict(modules_to_save=["lm_head"]), [*TIES, "it would have 5,104 parameters, and "]),
+    "saved-embedding": (TIED, dict(modules_to_save=["embed_tokens"]), [*TIES, "the base has 4,512"]),
+    "head": (TIED, dict(target_modules=["lm_head"]), [*TIES, "its logits would be"]),
+    "embedding": (TIED, dict(target_modules=["q_proj", "embed_tokens"]), [*TIES, "its logits would be"]),
+    "both": (TIED, dict(target_modules=["lm_head", "embed_tokens"]), TIES),
+    "both-twice": (TIED, dict(target_modules=["embed_tokens"], ensure_weight_tying=True), TIES),
+    "tokens-of-the-head": (TIED, dict(trainable_token_indices={"lm_head": [3, 9]}), TIES),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_an_adapter_that_does_not_fit_is_refused_by_both_names(case, pair, tmp_path, capsys):
+    other, adapter, says = MISFITS[case]
+    shutil.copytree(pair / "base", tmp_path / "base")
+    write_base(tmp_path / "other", **other)
+    write_adapter(tmp_path / "adapter", tmp_path / "other", **adapter)
+    refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'}", f"--base-model {tmp_path / 'base'}", *says,
+            flags=["--base-model", tmp_path / "base"])
+
+
+def test_a_folder_that_is_in_use_stays_as_it_is(pair, tmp_path, capsys):
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    flags = ["--base-model", tmp_path / "base"]
+    for out in ("adapter", "base", "adapter/README.md"):
+        refused(tmp_path, capsys, f"--output-dir {tmp_path / out}: expected a new folder or an empty one",
+                flags=flags, out=out)
+    out = "adapter/README.md/merged"
+    refused(tmp_path, capsys, f"{out}: cannot be written", flags=flags, out=out)
+
+
+def test_a_full_disk_is_one_clear_line(pair, tmp_path, capsys):
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # too small for the weights
+        refused(tmp_path, capsys, "/merged: cannot be written", flags=["--base-model", tmp_path / "base"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatch):
+    """By the two comparisons: in memory, where a merge leaves the weights alone, and of what was written."""
+    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
+    flags = ["--base-model", tmp_path / "base"]
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.tuners.lora.Linear, "merge", lambda *args, **options: None)
+        refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=flags)
+        # So weak an adapter that its absence hides behind a bound that is relative to the logits alone.
+        break_weights(tmp_path / WEIGHTS, lambda stored: [tensor.mul_(0.01) for tensor in stored.values()])
+        refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=flags)
+    save = merge_adapter.save
+
+    def damaging(folder, *rest):
+        done = save(folder, *rest)
+        break_weights(folder / "model.safetensors", lambda stored: stored["model.norm.weight"].mul_(1.01))
+        return done
+
+    monkeypatch.setattr(merge_adapter, "save", damaging)
+    refused(tmp_path, capsys, "/merged: read again, its logits are off by", flags=flags)
+
+
+# The real engine
+
+
+VLLM = """
+import gc, json, os, sys
+os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="WARNING")
+from vllm import LLM, SamplingParams
+ids, params = json.loads(sys.argv[1]), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+found = []
+for path in sys.argv[2:]:
+    llm = LLM(path, dtype="float32", max_model_len=256, enforce_eager=True, max_num_seqs=8,
+              kv_cache_memory_bytes=2**28, skip_tokenizer_init=True)
+    (done,) = llm.generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
+    found.append([next(iter(token.values())).logprob for token in done.prompt_logprobs[1:]])
+    del llm
+    gc.collect()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_vllm_loads_merged_models(tmp_path):
+    """A checkpoint of grpo_llm.py, tied, and an untied base with biases: a prompt's log-probabilities there
+    are those of transformers with base + adapter.
+    """
+    if not importlib.util.find_spec("vllm"):  # importing it takes its time
+        pytest.skip("vLLM is not installed")
+    assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--eval-tasks", 4,
+                        "--lora-rank", 4, "--learning-rate", 0.05, "--warmup-iterations", 0,
+                        "--run-dir", tmp_path / "run") == 0
+    base = write_base(tmp_path / "base", head_dim=32, attention_bias=True, shard="8KB")
+    pairs = [(TINY, tmp_path / "run" / "checkpoints" / "step_000001"),
+             (base, write_adapter(tmp_path / "adapter", base, target_modules="all-linear"))]
+    merged = [tmp_path / f"merged{number}" for number in range(len(pairs))]
+    for (base, adapter), out in zip(pairs, merged, strict=True):
+        command = [sys.executable, ROOT / "tools" / "merge_adapter.py", "--adapter", adapter,
+                   "--base-model", base, "--output-dir", out]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr and json.loads(done.stdout)["out"] == str(out)
+    done = subprocess.run(command, capture_output=True, text=True)  # there is one now
+    assert done.returncode == 1 and not done.stdout
+    assert "expected a new folder" in json.loads(done.stderr)["error"]
+
+    ids = [1, *(3 + 7 * i % 30 for i in range(40))]
+    command = [sys.executable, "-c", VLLM, json.dumps(ids), *merged]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (base, adapter), found in zip(pairs, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        expected, plain = ((x.log_softmax(-1)[0, :-1].gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1))
+                           for x in (logits(base, adapter, [ids]), logits(base, tokens=[ids])))
+        torch.testing.assert_close(torch.tensor(found).double(), expected, rtol=0, atol=1e-4)
+        assert (plain - expected).abs().max() > 0.01
