@@ -3,6 +3,7 @@
     python benchmarks/rollout.py                               # the table
     python benchmarks/rollout.py --out benchmarks/results/rollout.csv
     python benchmarks/rollout.py --profile                     # where the time of a default iteration goes
+    python benchmarks/rollout.py --engines                     # --engine hf against --engine vllm
 
 Groups of 16 responses to each prompt, at temperature 1, on one thread. The two sides take turns, and the
 ratio is the median of the turns' ratios, in CPU time. The models: models/countdown-tiny as it is (nearly
@@ -11,6 +12,10 @@ all replies end after 9 tokens); a checkpoint of it after some GRPO, if --traine
 head has a bias that ends a response with the probability 1/32 at each token (`natural`: mean length 28), or
 never (`forced`). Prompts that are `padded` have 8 to 16 tokens. grpo_llm.generate also returns log-
 probabilities, which training needs; model.generate is not asked for them.
+
+With --engines both sides are engines of grpo_llm.py on the same rollout, log-probabilities included: the
+prompts are submitted and all replies collected. Their Llama has no bias, since vLLM's has none: its replies
+end at the limit or, one token in 512, before.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +77,49 @@ def ours(model, prompts, max_new_tokens, tokenizer):
     return sum(len(ids) for ids, _ in grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer))
 
 
+def compare_engines(repeats):
+    """--engine hf and --engine vllm in turns.  -> rows of the CSV, printed as they come."""
+    print("| case | prompts x 16 | hf, tokens/s | vllm, tokens/s | vllm / hf |\n|---|---|---|---|---|")
+    random = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+        num_attention_heads=4, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=1)).eval()
+    rows, scratch = [], Path(tempfile.mkdtemp())
+    random.save_pretrained(scratch / "llama")
+    tiny = str(REPOSITORY / "models/countdown-tiny")
+    tokenizer = grpo_llm.load_tokenizer(tiny)
+    cases = [("countdown-tiny", tiny, tokenizer, 16, (32,)),
+             ("llama-0.9M", str(scratch / "llama"), SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD), 64,
+              (4, 8, 16))]
+    for name, path, tokenizer, limit, counts in cases:
+        args = grpo_llm.Args(model=path, engine="vllm", max_response_tokens=limit, max_context_tokens=256)
+        model = grpo_llm.load_weights(path)
+        engines = dict(hf=grpo_llm.HfEngine(model, tokenizer, args),
+                       vllm=grpo_llm.make_engine(model, tokenizer, args, scratch / "sync"))
+        engines["vllm"].sync_weights(model)
+        for count in counts:
+            prompts = (countdown_prompts(count, tokenizer, args) if path == tiny
+                       else random_prompts(count, 16, 16))
+            speeds = {side: [] for side in engines}
+            for turn in range(-1, repeats):  # turn -1 warms up
+                for side in list(engines)[::1 if turn % 2 else -1]:
+                    torch.manual_seed(turn + 1)
+                    began, tokens, engine = time.process_time(), 0, engines[side]
+                    for key in range(count * GROUP):
+                        engine.submit(key, prompts[key // GROUP], 1.0)
+                    while engine.busy:
+                        tokens += sum(len(ids) for _, ids, _ in engine.collect())
+                    if turn >= 0:
+                        speeds[side].append(tokens / (time.process_time() - began))
+            ratio = statistics.median(b / a for a, b in zip(*speeds.values(), strict=True))
+            rows.append(dict(case=name, prompts=count, rows=count * GROUP, repeats=repeats, **{
+                f"{side}_tokens_per_s": round(statistics.median(values)) for side, values in speeds.items()},
+                vllm_over_hf=round(ratio, 2)))
+            print(f"| {name} | {count} | {rows[-1]['hf_tokens_per_s']:,} | {rows[-1]['vllm_tokens_per_s']:,} "
+                  f"| {ratio:.2f} |", flush=True)
+    shutil.rmtree(scratch)
+    return rows
+
+
 def theirs(model, prompts, max_new_tokens, tokenizer):
     """The number of tokens, up to and with eos, that model.generate sampled."""
     width = max(map(len, prompts))
@@ -101,6 +151,31 @@ def compare(name, model, prompts, max_new_tokens, tokenizer, repeats):
                 ratio=round(statistics.median(a / b for a, b in zip(*speeds.values(), strict=True)), 2),
                 ours_mean_length=round(statistics.mean(tokens[ours]), 2),
                 transformers_mean_length=round(statistics.mean(tokens[theirs]), 2))
+
+
+def compare_libraries(options):
+    """grpo_llm.generate and model.generate in turns.  -> rows of the CSV, printed as they come."""
+    cases = []
+    for name in ["models/countdown-tiny"] + ([options.trained] if options.trained else []):
+        args = grpo_llm.Args(model=str(REPOSITORY / name))
+        tokenizer = grpo_llm.load_tokenizer(args.model)
+        cases.append((f"{Path(name).name} natural", grpo_llm.load_weights(args.model),
+                      countdown_prompts(32, tokenizer, args), args.max_response_tokens, tokenizer))
+    special = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
+    for name, end_probability, counts, shortest in (
+            ("llama-0.9M natural", 1 / 32, (4, 8, 16, 32), 16),
+            ("llama-0.9M natural padded", 1 / 32, (16,), 8), ("llama-0.9M forced", 0, (8, 16), 16)):
+        model = random_llama(end_probability)
+        cases += [(name, model, random_prompts(count, shortest, 16), 64, special) for count in counts]
+    rows = []
+    print("| case | prompts x 16 | ours, tokens/s | transformers, tokens/s | ratio | mean length |\n"
+          "|---|---|---|---|---|---|")
+    for name, model, prompts, max_new_tokens, tokenizer in cases:
+        rows.append(row := compare(name, model, prompts, max_new_tokens, tokenizer, options.repeats))
+        print(f"| {name} | {row['prompts']} | {row['ours_tokens_per_s']:,} | "
+              f"{row['transformers_tokens_per_s']:,} | {row['ratio']:.2f} | {row['ours_mean_length']:.1f} / "
+              f"{row['transformers_mean_length']:.1f} |", flush=True)
+    return rows
 
 
 def profile():
@@ -149,6 +224,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--trained", default="", help="a checkpoint of grpo_llm.py to sample from as well")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--engines", action="store_true", help="compare --engine hf and --engine vllm")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -157,26 +233,7 @@ def main():
     if options.profile:
         profile()
         return
-    cases = []
-    for name in ["models/countdown-tiny"] + ([options.trained] if options.trained else []):
-        args = grpo_llm.Args(model=str(REPOSITORY / name))
-        tokenizer = grpo_llm.load_tokenizer(args.model)
-        cases.append((f"{Path(name).name} natural", grpo_llm.load_weights(args.model),
-                      countdown_prompts(32, tokenizer, args), args.max_response_tokens, tokenizer))
-    special = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
-    for name, end_probability, counts, shortest in (
-            ("llama-0.9M natural", 1 / 32, (4, 8, 16, 32), 16),
-            ("llama-0.9M natural padded", 1 / 32, (16,), 8), ("llama-0.9M forced", 0, (8, 16), 16)):
-        model = random_llama(end_probability)
-        cases += [(name, model, random_prompts(count, shortest, 16), 64, special) for count in counts]
-    rows = []
-    print("| case | prompts x 16 | ours, tokens/s | transformers, tokens/s | ratio | mean length |\n"
-          "|---|---|---|---|---|---|")
-    for name, model, prompts, max_new_tokens, tokenizer in cases:
-        rows.append(row := compare(name, model, prompts, max_new_tokens, tokenizer, options.repeats))
-        print(f"| {name} | {row['prompts']} | {row['ours_tokens_per_s']:,} | "
-              f"{row['transformers_tokens_per_s']:,} | {row['ratio']:.2f} | {row['ours_mean_length']:.1f} / "
-              f"{row['transformers_mean_length']:.1f} |", flush=True)
+    rows = compare_engines(options.repeats) if options.engines else compare_libraries(options)
     if options.out:
         path = Path(options.out)
         path.parent.mkdir(parents=True, exist_ok=True)
