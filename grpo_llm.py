@@ -730,7 +730,7 @@ class VllmServers(Engine):
         self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=args.vllm_max_seqs))
         self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
         self.waiting, self.asked, self.count = {}, {}, 0
-        self.number, self.path, self.pushes, self.locks, self.names = 0, None, {}, {}, {}
+        self.number, self.path, self.pushes, self.locks, self.names, self.failed = 0, None, {}, {}, {}, set()
         self.tag = os.urandom(4).hex()
         for url in (url.rstrip("/") for url in args.vllm_url):
             self.pushes[url], self.locks[url] = 0, threading.Lock()
@@ -788,14 +788,15 @@ class VllmServers(Engine):
         pushes = self.pushes[url]
         for attempt in range(self.args.vllm_retries + 1):
             try:
-                if attempt and self.path:
-                    with self.locks[url]:  # of all requests that failed together, one hands over
-                        if self.pushes[url] == pushes:
-                            self.push(url)
+                with self.locks[url]:  # one hands over, for all that failed together and for new requests too
+                    if url in self.failed and self.path:
+                        self.push(url)
                     pushes = self.pushes[url]
                 return action()
             except (requests.RequestException, LookupError, TypeError, ValueError) as error:
                 failure = error
+                if self.pushes[url] == pushes:
+                    self.failed.add(url)
             if attempt == self.args.vllm_retries or self.stop.wait(min(2**attempt, 30)):
                 break
         self.stop.set()  # the other requests need not try either
@@ -818,6 +819,7 @@ class VllmServers(Engine):
             self.call(url, "/collective_rpc", load)
         self.call(url, "/reset_prefix_cache", {"reset": True})
         self.pushes[url] += 1
+        self.failed.discard(url)
 
     def sync_weights(self, model):
         self.number += 1
