@@ -882,7 +882,7 @@ def check_sync(engine, model, tokenizer, args):
     return difference
 
 
-SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # [nats]
+SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2}  # [nats]
 
 
 # Rollout: tasks to scored token sequences
@@ -1579,7 +1579,8 @@ def main(args):
         with run.timed("sync"):
             engine.sync_weights(model)
             if args.engine != "hf" and (check or args.check_sync):
-                check_sync(engine, model, tokenizer, args)
+                difference = check_sync(engine, model, tokenizer, args)
+                tqdm.write(f"sampler and trainer differ by {difference:.1g} nats per token")
 
     def validate():
         with run.timed("eval"):
