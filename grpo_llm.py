@@ -734,11 +734,10 @@ class VllmServers(Engine):
         self.tag = os.urandom(4).hex()
         for url in (url.rstrip("/") for url in args.vllm_url):
             self.pushes[url], self.locks[url] = 0, threading.Lock()
-            card = self.persist(url, lambda url=url: self.call(url, "/v1/models"))["data"][0]
-            if card["max_model_len"] < args.max_context_tokens:
+            self.names[url], longest = self.persist(url, functools.partial(self.describe, url))
+            if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
-                               f"--max-model-len {card['max_model_len']}")
-            self.names[url] = card["id"]
+                               f"--max-model-len {longest}")
 
     @property
     def busy(self):
@@ -748,16 +747,22 @@ class VllmServers(Engine):
         # Replies to one prompt are one request, which halves their cost; greedy ones may not be.
         self.waiting.setdefault((tuple(prompt), temperature, 0 if temperature else key), []).append(key)
 
+    def describe(self, url):
+        card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
+        return card["id"], int(card["max_model_len"])
+
     def ask(self, url, prompt, temperature, num_replies):
         # All that a server would otherwise take from the model's generation config is said.
         answer = self.call(url, "/v1/completions", dict(
             model=self.names[url], prompt=prompt, n=num_replies, temperature=temperature, top_p=1.0, top_k=0,
             min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
             max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True))
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != num_replies:
-            raise ValueError(f"{len(choices)} replies of {num_replies}")
-        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+                   for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+        whole = sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies)
+        if not len(replies) == whole == num_replies:
+            raise ValueError(f"{whole} replies of {num_replies}")
+        return replies
 
     def collect(self):
         """Ask for what waits, and wait a moment.  -> [(key, response_ids, logprobs)] of what came."""

@@ -4,15 +4,12 @@ The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m
 """
 
 import copy
-import dataclasses
 import hashlib
 import json
-import math
 import os
 import random
 import re
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -563,3 +560,324 @@ def test_after_the_last_try_there_is_one_error_and_nobody_asks_again(stand_in, c
     held.set()
     engine.threads.shutdown(wait=True)
     assert len(server.asked()) == 5 + 2
+
+
+@pytest.mark.parametrize(("path", "text", "what"), [
+    ("/v1/completions", "<html>", "choices"),
+    ("/v1/completions", "{\"choices\": [", ""),
+    ("/v1/completions", {}, "choices"),
+    ("/v1/completions", dict(choices=None), ""),
+    ("/v1/completions", dict(choices=[]), "0 replies of 2"),
+    ("/v1/completions", dict(choices=[StandIn.choice([1], 1, 0)]), "1 replies of 2"),
+    ("/v1/completions", dict(choices=[StandIn.choice([1], 1, n) | dict(logprobs=None) for n in (0, 1)]), ""),
+    ("/v1/completions", dict(choices=[dict(index=n, text="3", logprobs={}) for n in (0, 1)]), "token_ids"),
+    ("/v1/completions", dict(choices=[StandIn.choice([1], 1, n) | dict(token_ids=[]) for n in (0, 1)]), ""),
+    ("/v1/completions", dict(choices=[StandIn.choice([1], 1, n) | dict(token_ids=[5]) for n in (0, 1)]), ""),
+    ("/v1/completions", dict(choices=[StandIn.choice([1], 1, n) | dict(token_ids=None) for n in (0, 1)]), ""),
+    ("/v1/models", "<html>", ""),
+    ("/v1/models", {}, "data"),
+    ("/v1/models", dict(data=[]), ""),
+    ("/v1/models", dict(data=[dict(id="policy")]), "max_model_len"),
+    ("/v1/models", dict(data=[dict(id="policy", max_model_len=None)]), ""),
+])
+def test_an_answer_of_another_form_is_an_engine_error(stand_in, connect, path, text, what):
+    server = stand_in()
+    engine = connect(server, vllm_retries=1) if path == "/v1/completions" else None
+    server.trouble = lambda asked, body: (200, text) if asked == path else ()
+    with pytest.raises(EngineError, match=f"--vllm-url {server.url}.*{what}"):
+        ask(engine or connect(server, vllm_retries=1), [[5, 6], [5, 6]])
+
+
+def test_servers_with_too_short_a_context_and_unknown_ones_are_refused(stand_in, connect):
+    server, short = stand_in(max_model_len=200), stand_in(max_model_len=199)
+    connect(server, max_context_tokens=200)
+    with pytest.raises(BadInput, match=f"--max-context-tokens 200: {short.url} .*--max-model-len 199"):
+        connect(server, short, max_context_tokens=200)
+    short.stop()
+    with pytest.raises(EngineError, match=f"--vllm-url {short.url}: no answer after 1 tries.*refused"):
+        connect(short, vllm_retries=0)
+
+
+def test_closing_does_not_wait_for_what_is_still_asked(stand_in, connect):
+    server, closed, in_time = stand_in(), threading.Event(), []
+    engine = connect(server, vllm_max_seqs=2)
+    server.trouble = lambda path, body: in_time.append(closed.wait(PATIENCE)) or ()
+    for key in range(4):
+        engine.submit(key, [key], 1.0)
+    while len(server.asked()) < 2:
+        engine.collect()
+    engine.close()
+    closed.set()
+    engine.threads.shutdown(wait=True)
+    assert in_time == [True] * 2  # and the other two were never asked
+
+
+# A stale sampler: the weights that correct for it, and what the log says of it
+
+
+class Recorder:
+    """In the optimiser's place: keeps the gradient and leaves the weights."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+    def zero_grad(self, set_to_none):
+        self.model.zero_grad(set_to_none=set_to_none)
+
+
+def sample_segments(engine, prompts, temperature, rng):
+    """Two replies each with a few tokens of an environment between, and random advantages."""
+    segments = [Segment(prompt, advantage=rng.uniform(-1, 1)) for prompt in prompts]
+    for turn in range(2):
+        for key, segment in enumerate(segments):
+            if turn:
+                answer = [rng.randrange(3, 37) for _ in range(rng.randrange(1, 4))]
+                segment.append(answer, 0, [0.0] * len(answer))
+            engine.submit(key, segment.ids, temperature)
+        for key, ids, logprobs in engine.collect():
+            segments[key].append(ids, 1, logprobs)
+    return [segments[i:i + 4] for i in range(0, len(segments), 4)]
+
+
+def reply_logprobs(model, segment, temperature):
+    """Of the tokens that the policy chose, from a forward pass of the whole, in float64."""
+    logits = model(torch.tensor([segment.ids]), use_cache=False).logits[0].double() / temperature
+    logprobs = logits.log_softmax(-1)[len(segment.prompt_ids) - 1:-1]
+    chosen = torch.tensor(segment.response_mask).nonzero().flatten()
+    return logprobs[chosen, torch.tensor(segment.response_ids)[chosen]]
+
+
+@pytest.fixture(scope="module")
+def stale(random_llama, countdown_tiny):
+    """(trained model, the sampler's older copy, groups of segments that the copy sampled)"""
+    model, tokenizer, rng = random_llama(), countdown_tiny[1], random.Random(1)
+    sampler = copy.deepcopy(model)
+    args = Args(temperature=0.7, max_response_tokens=12, max_context_tokens=99, learning_rate=3e-3)
+    engine = grpo_llm.HfEngine(sampler, tokenizer, args)
+    prompts = [[rng.randrange(3, 37) for _ in range(rng.randrange(2, 9))] for _ in range(6)]
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    for _ in range(3):
+        groups = sample_segments(engine, [p for p in prompts for _ in range(4)], args.temperature, rng)
+        grpo_llm.update(model, None, optimizer, groups, args, 0)
+    return model, sampler, sample_segments(engine, [p for p in prompts for _ in range(4)], 0.7, rng)
+
+
+@pytest.mark.parametrize("cap", [2.0, 1.2, 0.0])
+def test_replies_of_a_stale_sampler_are_weighted_by_the_capped_ratio(stale, cap):
+    model, sampler, groups = stale
+    args = Args(temperature=0.7, tis_cap=cap, max_grad_norm=1e9, entropy_coef=0.0, microbatch_tokens=150)
+    recorder = Recorder(model)
+    metrics, steps = grpo_llm.update(model, None, recorder, groups, args, 0)
+    segments = [segment for group in groups for segment in group]
+    num_tokens = sum(sum(segment.response_mask) for segment in segments)
+    loss, kls, ratios = 0.0, [], []
+    for segment in segments:
+        with torch.no_grad():
+            before = reply_logprobs(sampler, segment, 0.7)
+        reported = [p for p, m in zip(segment.rollout_logprobs, segment.response_mask, strict=True) if m]
+        assert reported == pytest.approx(before.tolist(), abs=1e-5)
+        now = reply_logprobs(model, segment, 0.7)
+        ratio = (now.detach() - before).exp()
+        ratios += ratio.tolist()
+        kls += (ratio - 1 - ratio.log()).tolist()
+        trust = ratio.clamp(max=cap) if cap else torch.ones_like(ratio)
+        loss = loss - (trust * segment.advantage * now).sum() / num_tokens
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    assert steps == 1 and len(ratios) == num_tokens
+    assert (recorder.gradient - expected).norm() < 1e-5 * expected.norm()
+    assert metrics["mismatch/kl"] == pytest.approx(sum(kls) / num_tokens, rel=1e-4)
+    assert metrics["mismatch/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    over = sum(ratio > cap for ratio in ratios) if cap else 0
+    assert metrics["mismatch/frac_capped"] == pytest.approx(over / num_tokens)
+    # The sampler is so old that the cap matters, and old enough that leaving it out would show.
+    assert max(ratios) > 2.5 and min(ratios) < 0.5 and metrics["mismatch/kl"] > 0.01
+    assert not cap or 0.002 < over / num_tokens < 0.7
+
+
+# Flags
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (dict(vllm_url=("http://127.0.0.1:8000",)), r"--vllm-url http://127.0.0.1:8000: needs --engine vllm"),
+    (dict(engine="vllm", vllm_url=("127.0.0.1:8000",)), r"--vllm-url 127.0.0.1:8000: .*http://host:port"),
+    (dict(engine="vllm", vllm_url=("http://a:1", "http://b:1/v1")), r"--vllm-url http://b:1/v1: expected"),
+    (dict(engine="vllm", vllm_url=("ftp://a:1",)), r"--vllm-url ftp://a:1: expected"),
+    (dict(lora_rank=2, lora_adapter_path="a"), r"--lora-rank 2: .*--lora-adapter-path"),
+    (dict(vllm_gpu_memory=1.5), r"--vllm-gpu-memory 1.5: expected at most 1"),
+    (dict(vllm_timeout=0.0), r"--vllm-timeout 0.0: expected more than 0"),
+])
+def test_flags_that_do_not_go_together_are_refused(flags, message):
+    with pytest.raises(BadInput, match=message):
+        Args(**flags)
+
+
+def one_error(capsys, *flags):
+    """The one line that a person reads when a run cannot begin."""
+    capsys.readouterr()
+    assert command_line("grpo_llm.py", *flags) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    return line
+
+
+def test_a_missing_vllm_is_one_line_that_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    line = one_error(capsys, "--engine", "vllm", "--run-dir", tmp_path)
+    assert re.search(r"--engine vllm: .*vllm.*requirements-vllm\.txt", line)
+    assert (ROOT / "requirements-vllm.txt").is_file()
+
+
+def test_a_server_that_is_not_there_is_one_line(tmp_path, capsys, stand_in):
+    server = stand_in()
+    server.stop()
+    line = one_error(capsys, "--engine", "vllm", "--vllm-url", server.url, "--vllm-retries", 0,
+                     "--run-dir", tmp_path)
+    assert f"--vllm-url {server.url}: no answer" in line
+
+
+# LoRA: an adapter to go on from
+
+
+def train(folder, **flags):
+    """A run in this process, to its end. -> its folder"""
+    grpo_llm.main(Args(**SMALL | dict(run_dir=str(folder)) | flags))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """The folder of an adapter as a run saved it; its config says dropout, as those of others may."""
+    folder = train(tmp_path_factory.mktemp("adapter") / "run", lora_rank=4, learning_rate=5e-3)
+    checkpoint = folder / "checkpoints" / "step_000002"
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 32
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config | dict(lora_dropout=0.5)))
+    return checkpoint
+
+
+IDS = torch.tensor([[1, 10, 22, 18, 108, 42, 109]])
+
+
+def adapted(folder):
+    """Logits of the base with an adapter, by PEFT alone."""
+    model = peft.PeftModel.from_pretrained(grpo_llm.load_weights(str(TINY)), folder).eval()
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_an_adapter_is_gone_on_from_without_its_dropout(adapter, countdown_tiny, tmp_path, monkeypatch):
+    first, models, make_engine = [], [], grpo_llm.make_engine
+
+    def spy(model, *rest):
+        models.append(model.train())  # so that dropout, were there any, would show
+        with torch.no_grad():
+            first.append((model(IDS).logits, model(IDS).logits))
+        return make_engine(model.eval(), *rest)
+
+    monkeypatch.setattr(grpo_llm, "make_engine", spy)
+    before = hashlib.sha256((TINY / "model.safetensors").read_bytes()).hexdigest()
+    flags = dict(lora_adapter_path=str(adapter), learning_rate=5e-3)
+    whole = train(tmp_path / "whole", **flags)
+    base_logits = countdown_tiny[0](IDS).logits
+    torch.testing.assert_close(first[0][0], adapted(adapter))
+    assert torch.equal(*first[0]) and (first[0][0] - base_logits).abs().max() > 0.05
+    # What is trained goes on from there, and only the adapter is trained.
+    last = whole / "checkpoints" / "step_000002"
+    with torch.no_grad():
+        torch.testing.assert_close(models[0](IDS).logits, adapted(last))
+        with models[0].disable_adapter():
+            assert torch.equal(models[0](IDS).logits, base_logits)
+    assert (adapted(last) - adapted(adapter)).abs().max() > 0.05
+    inside = {name.replace("base_layer.", ""): tensor
+              for name, tensor in models[0].get_base_model().state_dict().items() if "lora_" not in name}
+    start = load_file(TINY / "model.safetensors")
+    assert start and all(torch.equal(inside[name], tensor) for name, tensor in start.items())
+    assert hashlib.sha256((TINY / "model.safetensors").read_bytes()).hexdigest() == before
+    config = json.loads((last / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 32, 0.0)
+    # A continued run takes its checkpoint's adapter, not that of the flag.
+    halves = tmp_path / "halves"
+    shutil.copytree(whole, halves)
+    shutil.rmtree(halves / "checkpoints" / "step_000002")
+    train(halves, **flags)
+    torch.testing.assert_close(first[-1][0], adapted(halves / "checkpoints" / "step_000001"))
+    assert timeless(halves) == timeless(whole)
+    name = "checkpoints/step_000002/adapter_model.safetensors"
+    assert (halves / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_reference_of_the_kl_penalty_is_the_model_without_any_adapter(adapter, tmp_path):
+    """... and so the penalty is not zero when training goes on from an adapter."""
+    folder = train(tmp_path / "run", lora_adapter_path=str(adapter), kl_coef=0.1, iterations=1)
+    assert records(folder)[1]["train/kl_loss"] > 1e-4
+
+
+def spoil(kind, adapter, folder):
+    """A copy of the adapter with something wrong."""
+    shutil.copytree(adapter, folder)
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(weights)
+    name = sorted(tensors)[-1]
+    if kind == "torn":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif kind == "noise":
+        weights.write_bytes(b"x" * 999)
+    elif kind.startswith("no-"):
+        (folder / kind.removeprefix("no-")).unlink()
+    elif kind == "config":
+        config.write_text("{")
+    elif kind == "method":
+        config.write_text(json.dumps(json.loads(config.read_text()) | dict(peft_type="NONE")))
+    elif kind == "shape":
+        save_file(tensors | {name: tensors[name].repeat(2, 2)}, weights)
+    elif kind == "rank":
+        config.write_text(json.dumps(json.loads(config.read_text()) | dict(r=8)))
+    elif kind == "layers":
+        save_file({key: tensor for key, tensor in tensors.items() if "layers.2." not in key}, weights)
+    elif kind == "more":
+        save_file(tensors | {name.replace("layers.2.", "layers.3."): tensors[name].clone()}, weights)
+    elif kind == "modules":
+        more = dict(target_modules=["gate_proj", "no_such_proj"])
+        config.write_text(json.dumps(json.loads(config.read_text()) | more))
+    else:
+        assert kind == "empty"
+        save_file({}, weights)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["torn", "noise", "no-adapter_model.safetensors", "no-adapter_config.json",
+                                  "config", "method", "shape", "rank", "layers", "more", "modules", "empty"])
+def test_a_wrong_adapter_is_one_line_that_names_it(kind, adapter, tmp_path, capsys):
+    folder = spoil(kind, adapter, tmp_path / "adapter")
+    line = one_error(capsys, "--lora-adapter-path", folder, "--run-dir", tmp_path / "run", "--iterations", 0,
+                     "--eval-tasks", 1, "--eval-samples", 1)
+    assert re.search(rf"--lora-adapter-path {re.escape(str(folder))}: expected .*"
+                     + (kind.removeprefix("no-") if kind.startswith("no-") else "adapter_model"), line)
+    assert not list((tmp_path / "run").glob("events*"))
+
+
+def test_an_adapter_of_another_model_or_nowhere_is_refused(adapter, tmp_path, capsys):
+    flags = ["--lora-adapter-path", tmp_path / "nowhere", "--run-dir", tmp_path / "run"]
+    assert "--lora-adapter-path" in one_error(capsys, *flags)
+    run = train(tmp_path / "run", lora_adapter_path=str(adapter), iterations=1)
+    # Another adapter of the same form: the run in the folder was not started with it.
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, other / "adapter_model.safetensors")
+    shutil.rmtree(tmp_path / "old", ignore_errors=True)
+    for folder, words in ((other, "--lora-adapter-path"), (adapter, "the model changed")):
+        if folder == adapter:
+            (adapter / "adapter_model.safetensors").replace(tmp_path / "kept")
+            shutil.copy(other / "adapter_model.safetensors", adapter)
+        try:
+            with pytest.raises(BadInput, match=words):
+                train(run, lora_adapter_path=str(folder), iterations=1)
+        finally:
+            if folder == adapter:
+                (tmp_path / "kept").replace(adapter / "adapter_model.safetensors")
