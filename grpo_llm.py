@@ -11,7 +11,7 @@ whose rewards are all equal are dropped, no KL penalty, a small entropy bonus.
 
     python grpo_llm.py                               # Countdown on a laptop CPU, offline, about a minute
     python grpo_llm.py --iterations 0                # evaluate the model and end
-    python grpo_llm.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --lora-rank 16 \
+    python grpo_llm.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --dtype bfloat16 --lora-rank 16 \
         --env-kwargs style=r1 max_operands=4 max_number=100 max_target=1000 operators=+-*/ \
         --max-response-tokens 1024 --learning-rate 1e-5 --entropy-coef 0
 
