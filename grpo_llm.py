@@ -621,6 +621,9 @@ class HfEngine(Engine):
 
 def import_vllm(device):
     """The library, not installed with the others; what it reads from the environment is set before."""
+    if device.index:
+        raise BadInput(f"--device {device}: vLLM takes the first GPU that it sees; use --device cuda with "
+                       f"CUDA_VISIBLE_DEVICES={device.index}")
     # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -646,7 +649,7 @@ class VllmEngine(Engine):
         memory = (dict(gpu_memory_utilization=args.vllm_gpu_memory, enable_sleep_mode=args.vllm_sleep) if gpu
                   else dict(kv_cache_memory_bytes=int(args.vllm_cpu_cache * 2**30), enforce_eager=True))
         if lora_rank:
-            allowed = min(r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= lora_rank)
+            allowed = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= lora_rank), lora_rank)
             memory |= dict(enable_lora=True, max_loras=1, max_lora_rank=allowed)
         try:
             self.llm = vllm.LLM(
@@ -727,6 +730,7 @@ class VllmServers(Engine):
     def __init__(self, args, eos, lora, folder):
         self.args, self.eos, self.lora, self.folder = args, eos, lora, folder
         self.session, self.stop = requests.Session(), threading.Event()
+        self.session.trust_env = False  # a proxy for the web is not for these
         self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=args.vllm_max_seqs))
         self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
         self.waiting, self.asked, self.count = {}, {}, 0
