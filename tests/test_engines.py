@@ -4,7 +4,10 @@ The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m
 """
 
 import copy
+import dataclasses
+import gc
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -19,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import peft
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -642,6 +646,11 @@ def sample_segments(engine, prompts, temperature, rng):
     return [segments[i:i + 4] for i in range(0, len(segments), 4)]
 
 
+def reported(segment):
+    """The sampler's log-probabilities of the tokens that the policy chose."""
+    return [p for p, m in zip(segment.rollout_logprobs, segment.response_mask, strict=True) if m]
+
+
 def reply_logprobs(model, segment, temperature):
     """Of the tokens that the policy chose, from a forward pass of the whole, in float64."""
     logits = model(torch.tensor([segment.ids]), use_cache=False).logits[0].double() / temperature
@@ -678,8 +687,7 @@ def test_replies_of_a_stale_sampler_are_weighted_by_the_capped_ratio(stale, cap)
     for segment in segments:
         with torch.no_grad():
             before = reply_logprobs(sampler, segment, 0.7)
-        reported = [p for p, m in zip(segment.rollout_logprobs, segment.response_mask, strict=True) if m]
-        assert reported == pytest.approx(before.tolist(), abs=1e-5)
+        assert reported(segment) == pytest.approx(before.tolist(), abs=1e-5)
         now = reply_logprobs(model, segment, 0.7)
         ratio = (now.detach() - before).exp()
         ratios += ratio.tolist()
@@ -881,3 +889,197 @@ def test_an_adapter_of_another_model_or_nowhere_is_refused(adapter, tmp_path, ca
         finally:
             if folder == adapter:
                 (tmp_path / "kept").replace(adapter / "adapter_model.safetensors")
+
+
+def test_the_first_hand_overs_are_checked_and_all_of_them_on_request(tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr(grpo_llm, "import_vllm", lambda device: None)
+    monkeypatch.setattr(grpo_llm, "make_engine", lambda model, tokenizer, args, folder: grpo_llm.HfEngine(
+        model, tokenizer, args))
+    check_sync = grpo_llm.check_sync
+    monkeypatch.setattr(grpo_llm, "check_sync",
+                        lambda *rest: checked.append(check_sync(*rest)) or checked[-1])
+    flags = dict(engine="vllm", iterations=4, max_context_tokens=300)
+    counts = []
+    for options in (dict(), dict(check_sync=True)):
+        checked.clear()
+        train(tmp_path / str(len(counts)), **flags, **options)
+        counts.append(len(checked))
+        assert max(checked) < 1e-5
+    assert counts == [2, 5]
+
+
+# vLLM itself. Every engine of this process stays: one that goes takes along what they share.
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    """The library."""
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("needs vLLM: requirements-vllm.txt")
+    torch.set_num_threads(1)
+    library, kept = grpo_llm.import_vllm(torch.device("cpu")), []
+    create = library.LLM.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library.LLM, "__init__",
+                      lambda llm, *rest, **options: kept.append(llm) or create(llm, *rest, **options))
+        yield library
+
+
+VLLM = dict(engine="vllm", vllm_cpu_cache=0.1, max_context_tokens=320)
+RATES = {0: 1e-3, 8: 5e-3}  # learning rates of full weights and of an adapter
+
+
+def make_sampler(folder, lora_rank, **flags):
+    """A policy, an engine and what they need, in one namespace."""
+    args = Args(**VLLM | dict(lora_rank=lora_rank, temperature=0.7, entropy_coef=0.0) | flags)
+    tokenizer, model = grpo_llm.load_tokenizer(args.model), grpo_llm.load_weights(args.model)
+    torch.manual_seed(1)
+    model = grpo_llm.add_lora(model, args) if lora_rank else model
+    engine = grpo_llm.make_engine(model, tokenizer, args, folder)
+    return SimpleNamespace(args=args, tokenizer=tokenizer, model=model, engine=engine, folder=folder,
+                           check=lambda: grpo_llm.check_sync(engine, model, tokenizer, args))
+
+
+@pytest.fixture(scope="module", params=[0, 8], ids=["full", "lora"])
+def sampler(request, vllm, tmp_path_factory):
+    return make_sampler(tmp_path_factory.mktemp("sampler") / "sync", request.param)
+
+
+def step_away(model, seed, size=0.02):
+    """Noise on the trained weights."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn_like(parameter))
+
+
+def sampled_segments(sampler, prompts, rng):
+    """A reply to each prompt, with a random advantage; those to one prompt are a group."""
+    segments = [Segment(prompt, advantage=rng.uniform(-1, 1)) for prompt in prompts]
+    for key, prompt in enumerate(prompts):
+        sampler.engine.submit(key, prompt, sampler.args.temperature)
+    while sampler.engine.busy:
+        for key, ids, logprobs in sampler.engine.collect():
+            segments[key].append(ids, 1, logprobs)
+    return [[segment for segment in segments if segment.prompt_ids == prompt]
+            for prompt in {tuple(prompt): prompt for prompt in prompts}.values()]
+
+
+def largest_difference(model, groups, temperature):
+    """Between what the sampler reported and a forward pass of each whole sequence."""
+    with torch.no_grad():
+        return max(float((reply_logprobs(model, s, temperature) - torch.tensor(reported(s))).abs().max())
+                   for group in groups for s in group)
+
+
+def conversation(env, first, length, tokenizer, args):
+    """Ids of a prompt of `length` tokens or a few more: problems and solutions, and a last problem."""
+    messages, ids = [], []
+    while len(ids) < length:
+        task = env.task("train", first)
+        messages += [*task.messages, {"role": "assistant", "content": env.solution(task)}]
+        ids, first = grpo_llm.encode_prompt(messages[:-1], tokenizer, args), first + 1
+    return ids
+
+
+@pytest.mark.slow
+def test_sampler_and_trainer_agree_after_each_of_twenty_updates(sampler):
+    rng, env = random.Random(1), envs.make("countdown")
+    model, args, tokenizer = sampler.model, sampler.args, sampler.tokenizer
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad],
+                                  lr=RATES[args.lora_rank])
+    long = [conversation(env, 1000 + length, length, tokenizer, args) for length in (200, 220, 256)]
+    sampler.engine.sync_weights(model)
+    for iteration in range(20):
+        tasks = [env.task("train", 4 * iteration + i) for i in range(4)]
+        prompts = [grpo_llm.encode_prompt(task.messages, tokenizer, args) for task in tasks] + long
+        groups = sampled_segments(sampler, [prompt for prompt in prompts for _ in range(4)], rng)
+        assert largest_difference(model, groups, args.temperature) < 1e-4
+        metrics, steps = grpo_llm.update(model, None, optimizer, groups, args, tokenizer.pad_token_id)
+        assert steps == 1 and abs(metrics["mismatch/kl"]) < 1e-6
+        # The update moved what the sampler must follow.
+        assert largest_difference(model, groups[-3:], args.temperature) > 1e-2
+        sampler.engine.sync_weights(model)
+    assert sampler.check() < 1e-5
+
+
+@pytest.mark.slow
+def test_two_hundred_hand_overs_leave_memory_and_disk_as_they_are(sampler):
+    process, resident, files = psutil.Process(), [], []
+    for number in range(200):
+        step_away(sampler.model, number, 1e-4)
+        sampler.engine.sync_weights(sampler.model)
+        if number % 10 == 9:
+            sampled_segments(sampler, [[1, 5, 6]], random.Random(1))
+        if number in (99, 199):
+            gc.collect()
+            resident.append(process.memory_info().rss / 2**20)
+            files.append(len(list(sampler.folder.rglob("*"))))
+    assert sampler.check() < 1e-5
+    assert resident[1] - resident[0] < 20  # MiB
+    assert files[1] == files[0] < 9
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_handed_over_are_noticed(sampler):
+    sampler.engine.sync_weights(sampler.model)
+    assert sampler.check() < 1e-5
+    step_away(sampler.model, 1)
+    with pytest.raises(EngineError, match="sampler and trainer differ by"):
+        sampler.check()
+    sampler.engine.sync_weights(sampler.model)
+    assert sampler.check() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def full_sampler(vllm, tmp_path_factory):
+    return make_sampler(tmp_path_factory.mktemp("full") / "sync", 0)
+
+
+@pytest.mark.slow
+def test_a_hand_over_without_the_tied_head_is_noticed(full_sampler, monkeypatch):
+    s = full_sampler
+    s.engine.sync_weights(s.model)
+    assert s.model.config.tie_word_embeddings and s.check() < 1e-5
+    rpc = s.engine.llm.collective_rpc
+    monkeypatch.setattr(s.engine.llm, "collective_rpc", lambda method, kwargs: rpc(method, kwargs=dict(
+        weights_iterator=[(n, w) for n, w in kwargs["weights_iterator"] if n != "lm_head.weight"])))
+    step_away(s.model, 2)
+    s.engine.sync_weights(s.model)
+    with pytest.raises(EngineError, match="sampler and trainer differ by"):
+        s.check()
+    monkeypatch.undo()
+    s.engine.sync_weights(s.model)
+    assert s.check() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_prefix_cache_that_is_not_reset_is_noticed(full_sampler, monkeypatch):
+    s = full_sampler
+    s.engine.sync_weights(s.model)
+    assert s.check() < 1e-5  # its prompt of 256 tokens is in the cache now
+    monkeypatch.setattr(s.engine.llm, "reset_prefix_cache", lambda: True)
+    step_away(s.model, 3)
+    s.engine.sync_weights(s.model)
+    short = sampled_segments(s, [[1, 5, 6]] * 4, random.Random(1))
+    assert largest_difference(s.model, short, s.args.temperature) < 1e-4  # short prompts do not show it
+    with pytest.raises(EngineError, match="sampler and trainer differ by"):
+        s.check()
+    monkeypatch.undo()
+    s.engine.sync_weights(s.model)
+    assert s.check() < 1e-5
+
+
+@pytest.mark.slow
+def test_logprobs_without_the_temperature_are_noticed(vllm, tmp_path, monkeypatch):
+    create = vllm.LLM.__init__
+    monkeypatch.setattr(vllm.LLM, "__init__", lambda *rest, logprobs_mode, **options: create(
+        *rest, logprobs_mode="raw_logprobs", **options))
+    s = make_sampler(tmp_path / "sync", 0)
+    s.engine.sync_weights(s.model)
+    with pytest.raises(EngineError, match="sampler and trainer differ by"):
+        s.check()
+    s.args = dataclasses.replace(s.args, temperature=1.0)
+    assert grpo_llm.check_sync(s.engine, s.model, s.tokenizer, s.args) < 1e-5
