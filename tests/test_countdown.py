@@ -353,10 +353,10 @@ def test_hostile_replies_score_nothing_at_once(style):
         forms = [text, f"| {text} = {target}"] if style == "compact" else [text, f"<answer>{text}</answer>"]
         for reply in forms:
             seconds = []
-            for _ in range(3):  # the fastest of three: other programs share this machine
-                began = time.perf_counter()
+            for _ in range(3):  # the fastest of three, in processor time: other programs share this machine
+                began = time.thread_time()
                 result = score(env, reply, nums, target)
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.thread_time() - began)
                 assert result == (0, 0, 0.0), (style, reply[:60])
                 if seconds[-1] < 0.05:
                     break
@@ -369,9 +369,9 @@ def test_long_numbers_and_long_sums_are_bounded():
     ones = "/".join(["7"] * 90)
     tower = f"({'9' * 200} / {'7' * 200}) * ({'3' * 200} / {'8' * 201}) + 1"
     for text in (ones, tower, f"{'9' * 498} * {'9' * 498}"):
-        began = time.perf_counter()
+        began = time.thread_time()
         assert score(env, f"<answer>{text}</answer>", [7, 3], 10) == (0, 1, 0.1)
-        assert time.perf_counter() - began < 0.05
+        assert time.thread_time() - began < 0.05
 
 
 ALPHABET = ["<answer>", "</answer>", "<think>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "\0",

@@ -89,7 +89,7 @@ def help_of(tool: str) -> str:
     if "argparse" not in source and "tyro" not in source:
         return ""
     command = [sys.executable, tool, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"python {tool} --help: {done.stderr[-500:]}"
     return done.stdout
 
