@@ -735,7 +735,7 @@ class VllmServers(Engine):
         self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
         self.waiting, self.asked, self.count = {}, {}, 0
         self.number, self.path, self.pushes, self.locks, self.names, self.failed = 0, None, {}, {}, {}, set()
-        self.tag = os.urandom(4).hex()
+        self.tag, self.problem = os.urandom(4).hex(), "closed"
         for url in (url.rstrip("/") for url in args.vllm_url):
             self.pushes[url], self.locks[url] = 0, threading.Lock()
             self.names[url], longest = self.persist(url, functools.partial(self.describe, url))
@@ -808,8 +808,10 @@ class VllmServers(Engine):
                     self.failed.add(url)
             if attempt == self.args.vllm_retries or self.stop.wait(min(2**attempt, 30)):
                 break
-        self.stop.set()  # the other requests need not try either
-        raise EngineError(f"--vllm-url {url}: no answer after {attempt + 1} tries ({first_line(failure)})")
+        if not self.stop.is_set():  # the other requests need not try either, and say the same
+            self.problem = f"--vllm-url {url}: no answer after {attempt + 1} tries ({first_line(failure)})"
+            self.stop.set()
+        raise EngineError(self.problem)
 
     def push(self, url):
         """Hand the weights in self.path to a server. What it had cached was computed with older ones."""

@@ -3,6 +3,7 @@
 The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m slow tests/test_engines.py
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -13,6 +14,9 @@ import os
 import random
 import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +28,7 @@ from types import SimpleNamespace
 import peft
 import psutil
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +36,8 @@ import envs
 import grpo_llm
 from envs import BadInput
 from grpo_llm import Args, EngineError, Segment
-from tests.run_folders import command_line, records, timeless
+from tests.run_folders import command_line, log_lines, process, records, timeless
+from tools.validate_train_log import validate
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "countdown-tiny"
@@ -549,21 +555,22 @@ def test_after_the_last_try_there_is_one_error_and_nobody_asks_again(stand_in, c
     # Of several, the first to give up ends the others, which wait for their second try.
     server.log.clear()
     server.trouble, pauses.hook, first = lambda *_: (), lambda number: None, together(5, (503, "busy"))
-    engine, held, threads = connect(server, vllm_retries=2), threading.Event(), []
+    engine, threads = connect(server, vllm_retries=2), []
 
     def hold_all_but_one(number):
         threads.append(threading.get_ident())
-        if threads[-1] != threads[0]:
-            held.wait(PATIENCE)
+        while threading.get_ident() != threads[0] and not engine.stop.is_set():
+            time.sleep(0.001)
 
     server.trouble, pauses.hook = lambda *asked: first(*asked) or (503, "busy"), hold_all_but_one
     for key in range(5):
         engine.submit(key, [key], 1.0)
-    with pytest.raises(EngineError, match="no answer after 3 tries"):
+    futures, submit = [], engine.threads.submit
+    engine.threads.submit = lambda *work: futures.append(submit(*work)) or futures[-1]
+    with pytest.raises(EngineError, match="no answer after 3 tries") as raised:
         finish(engine)
-    held.set()
-    engine.threads.shutdown(wait=True)
-    assert len(server.asked()) == 5 + 2
+    assert {str(future.exception(PATIENCE)) for future in futures} == {str(raised.value)}
+    assert len(futures) == 5 and len(server.asked()) == 5 + 2
 
 
 @pytest.mark.parametrize(("path", "text", "what"), [
@@ -1083,3 +1090,216 @@ def test_logprobs_without_the_temperature_are_noticed(vllm, tmp_path, monkeypatc
         s.check()
     s.args = dataclasses.replace(s.args, temperature=1.0)
     assert grpo_llm.check_sync(s.engine, s.model, s.tokenizer, s.args) < 1e-5
+
+
+# Runs with vLLM in this process
+
+
+@pytest.mark.slow
+def test_a_run_of_several_turns_is_on_policy_in_every_stored_segment(vllm, tmp_path):
+    """`python grpo_llm.py`, a process of its own, and each sampled token against the weights of its time."""
+    folder = tmp_path / "run"
+    flags = dict(engine="vllm", env="tests/two_turn.py:TwoTurn", iterations=4, prompts_per_iteration=8,
+                 group_size=4, eval_every=0, eval_tasks=8, eval_samples=2, checkpoint_every=1, log_episodes=1,
+                 keep_checkpoints=0, temperature=0.8, learning_rate=2e-3, warmup_iterations=0)
+    run = process("grpo_llm.py", "--run-dir", folder, "--check-sync", *(
+        part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))
+    output, _ = run.communicate(timeout=30 * PATIENCE)
+    assert run.returncode == 0, output
+    verdict = validate(folder)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    log = records(folder)
+    assert [record["iteration"] for record in log] == [0, 1, 2, 3, 4]
+    assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
+    assert all(1 < record["rollout/turns"] <= 2 for record in log[1:])
+    assert json.loads((folder / "train_log.jsonl").read_text().splitlines()[0])["meta"]["versions"]["vllm"]
+    assert not list((folder / "sync").glob("*"))
+    before = None
+    for iteration in range(1, 5):
+        model = grpo_llm.load_weights(str(folder / "checkpoints" / f"step_{iteration - 1:06d}")
+                                      if iteration > 1 else str(TINY))
+        paths = list((folder / "episodes" / f"train_step_{iteration:06d}").glob("countdown*.json"))
+        assert len(paths) == 32
+        episodes = [json.loads(path.read_text()) for path in paths]
+        groups = [[Segment(**segment) for segment in episode["segments"]] for episode in episodes]
+        assert any(0 in group[0].response_mask for group in groups)
+        assert largest_difference(model, groups, 0.8) < 1e-4
+        assert before is None or largest_difference(before, groups, 0.8) > 1e-2  # other weights give others
+        before = model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_training_with_vllm_climbs_as_with_the_default_engine(vllm, tmp_path, lora_rank):
+    """Reward over the last ten of sixty iterations: the same within 0.1, and 0.15 above the first ten."""
+    means = {}
+    for engine in ("hf", "vllm"):
+        folder = train(tmp_path / engine, **VLLM | dict(
+            engine=engine, lora_rank=lora_rank, learning_rate=RATES[lora_rank], iterations=60,
+            prompts_per_iteration=16, group_size=8, warmup_iterations=5, checkpoint_every=60))
+        assert validate(folder)["ok"]
+        rewards = [record["train/reward"] for record in records(folder)[1:]]
+        assert len(rewards) == 60
+        means[engine] = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+        assert max(abs(record["mismatch/kl"]) for record in records(folder)[1:]) < 1e-6
+    for first, last in means.values():
+        assert last > first + 0.15, means
+    assert means["vllm"][1] == pytest.approx(means["hf"][1], abs=0.1), means
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_with_vllm_two_iterations_and_two_more_equal_four_bit_for_bit(vllm, tmp_path, lora_rank):
+    flags = VLLM | dict(iterations=4, lora_rank=lora_rank, learning_rate=RATES[lora_rank], eval_every=2,
+                        keep_checkpoints=0)
+    whole = train(tmp_path / "whole", **flags)
+    halves = tmp_path / "halves"
+    shutil.copytree(whole, halves)
+    shutil.rmtree(halves / "checkpoints" / "step_000004")
+    shutil.rmtree(halves / "checkpoints" / "step_000003")
+    torch.manual_seed(1234)  # what this process did before must not matter
+    train(halves, **flags)
+    (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
+    assert mark["iteration"] == 2 and len(records(halves)) == 5
+    assert timeless(halves) == timeless(whole)
+    (weights,) = (path.relative_to(whole) for path in whole.glob("checkpoints/*4/*model.safetensors"))
+    assert (halves / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (halves / weights).read_bytes() != (whole / str(weights).replace("4", "3")).read_bytes()
+
+
+# Real servers
+
+
+class Server:
+    """A vLLM server on a free port of this machine; `start` again after `kill` takes the same port."""
+
+    def __init__(self, folder, *flags):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url, self.flags, self.output, self.process = f"http://127.0.0.1:{self.port}", flags, folder, None
+        self.start()
+
+    def start(self):
+        log = self.output.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY,
+             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "policy",
+             "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+             "--logprobs-mode", "processed_logprobs", *self.flags],
+            stdout=log, stderr=log, start_new_session=True, env=os.environ | dict(
+                VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
+                VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", VLLM_LOGGING_LEVEL="INFO",
+                TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
+        return self
+
+    def ready(self):
+        deadline = time.monotonic() + 20 * PATIENCE
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            try:
+                if requests.get(self.url + "/health", timeout=PATIENCE).ok:
+                    return self
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise AssertionError(self.output.read_text()[-3000:])
+
+    def kill(self):
+        """All its processes, at once."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def posts(self):
+        """Paths of the requests that it answered, in order."""
+        return re.findall(r'"POST (\S+) HTTP\S+" 200', self.output.read_text())
+
+
+@pytest.fixture
+def server(vllm, tmp_path):
+    """Builder of servers that are gone when the test ends."""
+    servers = []
+
+    def build(*flags):
+        servers.append(Server(tmp_path / f"server_{len(servers)}.log", *flags))
+        return servers[-1]
+    yield build
+    for one in servers:
+        one.kill()
+
+
+def at_iteration(folder, iteration, action):
+    """Do it, in a thread, as soon as the log has that iteration. -> the thread"""
+    def watch():
+        log, deadline = folder / "train_log.jsonl", time.monotonic() + 30 * PATIENCE
+        while time.monotonic() < deadline and not (
+                log.exists() and f'"iteration": {iteration},' in log.read_text()):
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def server_run(folder, server, **flags):
+    """The command line of a short run that samples with this server. -> exit code"""
+    flags = SMALL | dict(engine="vllm", vllm_url=server.url, max_context_tokens=256, run_dir=folder) | flags
+    return command_line("grpo_llm.py", "--check-sync", *(
+        part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))
+
+
+def check_run(folder, iterations, errors=0):
+    """A valid log without a gap, of a sampler that had the policy's weights in every iteration."""
+    verdict = validate(folder)
+    assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (errors, errors), verdict
+    log = records(folder)
+    assert [record["iteration"] for record in log] == list(range(iterations + 1))
+    assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
+    assert log[-1]["opt_steps"] >= iterations - 2
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_ends_the_run_with_one_line_and_the_same_command_continues(
+        server, tmp_path, capsys):
+    full, folder, iterations = server().ready(), tmp_path / "run", 14
+    flags = dict(iterations=iterations, learning_rate=2e-3, warmup_iterations=0)
+    killer = at_iteration(folder, 3, full.kill)
+    assert server_run(folder, full, vllm_retries=1, **flags) == 1
+    killer.join()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert re.match(rf"error: EngineError: --vllm-url {full.url}: no answer after 2 tries .*receipt: ", line)
+    finished = records(folder)[-1]["iteration"]
+    assert 3 <= finished < iterations
+    assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{finished:06d}"
+    (receipt,) = folder.glob("receipts/*/receipt.json")
+    assert json.loads(receipt.read_text())["type"] == "EngineError"
+    assert validate(folder)["ok"]
+
+    # A new process with the weights of the disk; it is killed once more, and comes back in time.
+    full.start().ready()
+    asked = len(full.posts())
+    killer = at_iteration(folder, finished + 3, lambda: (full.kill(), full.start()))
+    assert server_run(folder, full, vllm_retries=12, **flags) == 0
+    killer.join()
+    assert full.posts()[asked:][:3] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    check_run(folder, iterations, errors=1)
+    # After its return it got the weights first, too.
+    again = full.output.read_text().rpartition("Started server process")[2]
+    assert re.findall(r'"POST (\S+) HTTP', again)[:2] == ["/collective_rpc", "/reset_prefix_cache"]
+
+
+@pytest.mark.slow
+def test_a_server_samples_with_the_adapter_of_each_run_in_turn(server, tmp_path):
+    lora = server("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1").ready()
+    for name, seed in (("one", 1), ("two", 2)):
+        assert server_run(tmp_path / name, lora, lora_rank=8, learning_rate=1e-2, iterations=4, seed=seed,
+                          warmup_iterations=0) == 0
+        check_run(tmp_path / name, 4)
+        cards = requests.get(lora.url + "/v1/models", timeout=PATIENCE).json()["data"]
+        assert [re.sub("-.*", "", card["id"]) for card in cards] == ["policy", "policy"]
+        assert cards[1]["root"].startswith(str(tmp_path / name / "sync"))
+    # The adapter is what samples: the base alone gives other probabilities.
+    weights = load_file(Path(cards[1]["root"], "adapter_model.safetensors"))
+    assert max(float(w.abs().max()) for name, w in weights.items() if "lora_B" in name) > 1e-2
