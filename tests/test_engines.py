@@ -492,6 +492,19 @@ def test_a_server_that_was_away_has_the_weights_before_it_is_asked(stand_in, con
     assert other.asked("/reset_prefix_cache") == [{"reset": True}] * 2
 
 
+def test_a_server_that_does_not_know_the_adapter_any_more_is_given_it_again(stand_in, connect):
+    """It was started anew while nobody asked it: nothing failed, but the adapter's name is unknown."""
+    server = stand_in(lora=True)
+    engine = connect(server)
+    engine.sync_weights(policy(8, lora=True))
+    server.stop()
+    server.start()
+    server.log.clear()
+    prompts = [[5, i] for i in range(3)]
+    check_replies(ask(engine, prompts), prompts, 8)
+    assert len(server.asked("/v1/load_lora_adapter")) == 1 and len(server.asked()) >= 4
+
+
 def test_a_request_that_comes_first_after_an_outage_gets_the_trained_weights_too(stand_in, connect, pauses):
     """One request fails and pauses; the server comes back; a new request reaches it before the paused one."""
     server = stand_in()
