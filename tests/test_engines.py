@@ -1258,7 +1258,8 @@ def at_iteration(folder, iteration, action):
 
 def server_run(folder, server, **flags):
     """The command line of a short run that samples with this server. -> exit code"""
-    flags = SMALL | dict(engine="vllm", vllm_url=server.url, max_context_tokens=256, run_dir=folder) | flags
+    flags = SMALL | dict(engine="vllm", vllm_url=server.url, max_context_tokens=256, run_dir=folder,
+                         prompts_per_iteration=8) | flags
     return command_line("grpo_llm.py", "--check-sync", *(
         part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))
 
@@ -1270,7 +1271,7 @@ def check_run(folder, iterations, errors=0):
     log = records(folder)
     assert [record["iteration"] for record in log] == list(range(iterations + 1))
     assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
-    assert log[-1]["opt_steps"] >= iterations - 2
+    assert log[-1]["opt_steps"] > iterations / 2  # the others had no group with a signal
 
 
 @pytest.mark.slow
@@ -1284,7 +1285,7 @@ def test_a_server_that_is_killed_ends_the_run_with_one_line_and_the_same_command
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert re.match(rf"error: EngineError: --vllm-url {full.url}: no answer after 2 tries .*receipt: ", line)
     finished = records(folder)[-1]["iteration"]
-    assert 3 <= finished < iterations
+    assert 3 <= finished < iterations - 3
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{finished:06d}"
     (receipt,) = folder.glob("receipts/*/receipt.json")
     assert json.loads(receipt.read_text())["type"] == "EngineError"
@@ -1313,6 +1314,6 @@ def test_a_server_samples_with_the_adapter_of_each_run_in_turn(server, tmp_path)
         cards = requests.get(lora.url + "/v1/models", timeout=PATIENCE).json()["data"]
         assert [re.sub("-.*", "", card["id"]) for card in cards] == ["policy", "policy"]
         assert cards[1]["root"].startswith(str(tmp_path / name / "sync"))
-    # The adapter is what samples: the base alone gives other probabilities.
+    # The adapter had something to say: the base alone gives other probabilities.
     weights = load_file(Path(cards[1]["root"], "adapter_model.safetensors"))
-    assert max(float(w.abs().max()) for name, w in weights.items() if "lora_B" in name) > 1e-2
+    assert max(float(w.abs().max()) for name, w in weights.items() if "lora_B" in name) > 1e-3
