@@ -1144,12 +1144,12 @@ def test_a_run_of_several_turns_is_on_policy_in_every_stored_segment(vllm, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
 def test_training_with_vllm_climbs_as_with_the_default_engine(vllm, tmp_path, lora_rank):
-    """Reward over the last ten of sixty iterations: the same within 0.1, and 0.15 above the first ten."""
+    """Reward over the last ten of sixty iterations: the same within 0.15, and 0.15 above the first ten."""
     means = {}
     for engine in ("hf", "vllm"):
         folder = train(tmp_path / engine, **VLLM | dict(
             engine=engine, lora_rank=lora_rank, learning_rate=RATES[lora_rank], iterations=60,
-            prompts_per_iteration=16, group_size=8, warmup_iterations=5, checkpoint_every=60))
+            prompts_per_iteration=32, group_size=8, warmup_iterations=5, checkpoint_every=60))
         assert validate(folder)["ok"]
         rewards = [record["train/reward"] for record in records(folder)[1:]]
         assert len(rewards) == 60
@@ -1157,7 +1157,7 @@ def test_training_with_vllm_climbs_as_with_the_default_engine(vllm, tmp_path, lo
         assert max(abs(record["mismatch/kl"]) for record in records(folder)[1:]) < 1e-6
     for first, last in means.values():
         assert last > first + 0.15, means
-    assert means["vllm"][1] == pytest.approx(means["hf"][1], abs=0.1), means
+    assert means["vllm"][1] == pytest.approx(means["hf"][1], abs=0.15), means
 
 
 @pytest.mark.slow
