@@ -1666,9 +1666,9 @@ def main(args):
                         "train/global_step": run.counters["opt_steps"],
                         "rollout/groups_submitted": num_groups, "rollout/groups_trainable": num_trainable}
             if iteration == 1:
-                first = rollouts[0].segments[0]
-                tqdm.write(f"first prompt {tokenizer.decode(first.prompt_ids)!r}, first response "
-                           f"{tokenizer.decode(first.response_ids)!r}")
+                shown = rollouts[0].segments[0]
+                tqdm.write(f"first prompt {tokenizer.decode(shown.prompt_ids)!r}, first response "
+                           f"{tokenizer.decode(shown.response_ids)!r}")
             print_samples(rollouts, args, "train")
             write_episodes(run, "train", rollouts, args)
             shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],

@@ -878,6 +878,7 @@ def spoil(kind, adapter, folder):
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 @pytest.mark.parametrize("kind", ["torn", "noise", "no-adapter_model.safetensors", "no-adapter_config.json",
                                   "config", "method", "shape", "rank", "layers", "more", "modules", "empty"])
 def test_a_wrong_adapter_is_one_line_that_names_it(kind, adapter, tmp_path, capsys):
