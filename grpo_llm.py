@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -1586,10 +1587,12 @@ def main(args):
     gc.collect()
     gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
 
-    def hand_over(check):
+    handed = itertools.count(1)
+
+    def hand_over():
         with run.timed("sync"):
             engine.sync_weights(model)
-            if args.engine != "hf" and (check or args.check_sync):
+            if args.engine != "hf" and (next(handed) <= 2 or args.check_sync):
                 difference = check_sync(engine, model, tokenizer, args)
                 tqdm.write(f"sampler and trainer differ by {difference:.1g} nats per token")
 
@@ -1618,13 +1621,12 @@ def main(args):
             save()
 
     try:
-        first = run.counters["iteration"] + 1
-        hand_over(check=True)
+        hand_over()
         if not run.state:
             run.record(validate())
         if unlogged:  # the run ended when its weights could not be handed over
             finish(run.counters["iteration"])
-        for iteration in range(first, args.iterations + 1):
+        for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
             torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
 
             # 1. Rollout: group_size responses to each prompt, from the current policy.
@@ -1682,7 +1684,7 @@ def main(args):
 
             # 6. Hand the new weights to the sampler; evaluate, log, checkpoint.
             if steps:
-                hand_over(check=iteration == first)
+                hand_over()
             finish(iteration)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and run.counters["iteration"]:
