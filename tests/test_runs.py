@@ -170,7 +170,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[pytest.mark.slow] * (case in ("lora-kl-bf16", "dynamic", "kl", "sft-model")))
+    for case in RESUMED])
 def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     script, flags = RESUMED[case]
     whole = train(script, tmp_path / "whole", **flags)
