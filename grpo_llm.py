@@ -698,7 +698,10 @@ class VllmEngine(Engine):
             path = write_weights(model, self.folder / str(number))
             before, make = self.lora, self.vllm.lora.request.LoRARequest
             self.lora = make(f"policy-{number}", number, path)
-            self.llm.llm_engine.add_lora(self.lora)
+            try:
+                self.llm.llm_engine.add_lora(self.lora)
+            except (ValueError, RuntimeError) as error:
+                raise EngineError(f"vLLM cannot use this adapter: {first_line(error)}") from error
             if before:
                 shutil.rmtree(before.lora_path)
         else:
