@@ -38,7 +38,8 @@ def process(script, *flags, **options):
 def kill_at(moment, run, folder, rng, pause=0.0):
     """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended.
 
-    pause: a checkpoint's writing is interrupted up to so long after it began [s].
+    pause: a checkpoint's writing is interrupted up to so long after it began [s]. "log" leaves a complete
+    checkpoint, however slow the machine is, so that after it a run always has something to continue.
     """
     def wait_for(condition):
         while not condition() and run.poll() is None:
@@ -51,6 +52,8 @@ def kill_at(moment, run, folder, rng, pause=0.0):
     size = log.stat().st_size if log.exists() else 0
     if moment != "start":
         wait_for(lambda: log.exists() and log.stat().st_size != size)
+    if moment == "log":
+        wait_for(lambda: any((folder / "checkpoints").glob("step_*")))
     deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
     wait_for(lambda: time.monotonic() > deadline)
     while moment == "writing" and run.poll() is None:
