@@ -354,26 +354,32 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def token_logprobs(model, batch, temperature):
-    """Log-probability and entropy of each response token of each segment.  -> two (B, T).
+def hidden_states(decoder, batch):
+    """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
 
-    Each different prompt is computed once and its keys and values shared by its responses, with gradient. The
-    response's token t is predicted at the position before it: that shift happens here and nowhere else.
+    That shift by one happens here and nowhere else. A prompt that several responses share is computed once and
+    its keys and values handed to them, with gradient.
     """
-    decoder, head = decoder_and_head(model)
-    cache, prompts, rows = new_cache(decoder), batch["prompts"], batch["prompt_of_row"]
+    prompts, rows = batch["prompts"], batch["prompt_of_row"]
     valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
-    if prompts.shape[1] > 1:
-        before = batch["prompt_valid"][:, :-1]
-        positions = (before.cumsum(1) - 1).clamp(min=0)
-        decoder(input_ids=prompts[:, :-1], attention_mask=before, position_ids=positions,
+    positions = (valid.cumsum(1) - 1).clamp(min=0)
+    start = prompts.shape[1] - 1 if len(prompts) < len(rows) else 0  # what is computed once, where it pays
+    cache = new_cache(decoder) if start else None
+    if start:
+        decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
+                position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
                 past_key_values=cache, use_cache=True)
         cache.batch_select_indices(rows)
-    inputs = torch.cat([prompts[rows, -1:], batch["responses"][:, :-1]], 1)              # (R, T)
-    positions = (valid.cumsum(1) - 1)[:, -inputs.shape[1]:]
-    hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions, past_key_values=cache,
-                     use_cache=True).last_hidden_state                                   # (R, T, H)
-    chosen = batch["chosen"]
+    inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
+    hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
+                     past_key_values=cache, use_cache=bool(start)).last_hidden_state
+    return hidden[:, prompts.shape[1] - 1 - start:]
+
+
+def token_logprobs(model, batch, temperature):
+    """Log-probability and entropy of each response token of each segment.  -> two (B, T)."""
+    decoder, head = decoder_and_head(model)
+    hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                      # (R, T, H), (R, T)
     values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
     zeros = torch.zeros(chosen.shape, device=chosen.device)
     return [zeros.to(value.dtype).masked_scatter(chosen, value)[batch["row_of_segment"]] for value in values]
