@@ -357,7 +357,7 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
 def hidden_states(decoder, batch):
     """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
 
-    That shift by one happens here and nowhere else. A prompt that several responses share is computed once and
+    That shift by one happens here and nowhere else. Where responses share a prompt, it is computed once and
     its keys and values handed to them, with gradient.
     """
     prompts, rows = batch["prompts"], batch["prompt_of_row"]
