@@ -1657,7 +1657,7 @@ def permutation(seed, size):
 
 
 def learning_rate(peak, iteration, start, args):
-    """Linear warm-up from iteration `start` on (0 before), then linear decay to a share of the peak at the end."""
+    """Linear warm-up from iteration `start` on, 0 before; then linear decay to a share of the peak."""
     done, whole, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
     progress = (done - warm) / max(whole - warm, 1)
     decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
