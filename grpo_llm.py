@@ -376,10 +376,14 @@ def hidden_states(decoder, batch):
     return hidden[:, prompts.shape[1] - 1 - start:]
 
 
-def token_logprobs(model, batch, temperature):
-    """Log-probability and entropy of each response token of each segment.  -> two (B, T)."""
+def token_logprobs(model, batch, temperature, hidden=None):
+    """Log-probability and entropy of each response token of each segment.  -> two (B, T).
+
+    hidden: the decoder's states (R, T, H), where they are computed already.
+    """
     decoder, head = decoder_and_head(model)
-    hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                      # (R, T, H), (R, T)
+    hidden = hidden_states(decoder, batch) if hidden is None else hidden
+    chosen = batch["chosen"]                                                             # (R, T)
     values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
     zeros = torch.zeros(chosen.shape, device=chosen.device)
     return [zeros.to(value.dtype).masked_scatter(chosen, value)[batch["row_of_segment"]] for value in values]

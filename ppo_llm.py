@@ -137,7 +137,7 @@ class Args:
     # Optimisation
     seed: int = 1
     """of everything random"""
-    iterations: int = 220
+    iterations: int = 160
     """rollouts, each followed by its updates; 0 evaluates the model and ends"""
     epochs: int = 1
     """passes of the policy over an iteration's responses"""
@@ -160,6 +160,8 @@ class Args:
     # Critic
     critic: Literal["own", "shared", "none"] = "own"
     """a backbone of its own that starts as the policy's; a head on the policy's last layer; V = 0"""
+    value_coef: float = 5.0
+    """weight of the value loss beside the policy's, with --critic shared; the flags below are for own"""
     critic_warmup: int = 10
     """iterations at the start that train the critic alone [iterations]"""
     critic_epochs: int = 2
@@ -249,7 +251,7 @@ class Args:
     @property
     def first_policy_iteration(self) -> int:
         """The first iteration that updates the policy; those before it train the critic alone."""
-        return 1 + (self.critic_warmup if self.critic != "none" else 0)
+        return 1 + (self.critic_warmup if self.critic == "own" else 0)
 
     @property
     def lora(self) -> bool:
@@ -413,10 +415,14 @@ def hidden_states(decoder, batch):
     return hidden[:, prompts.shape[1] - 1 - start:]
 
 
-def token_logprobs(model, batch, temperature):
-    """Log-probability and entropy of each response token of each segment.  -> two (B, T)."""
+def token_logprobs(model, batch, temperature, hidden=None):
+    """Log-probability and entropy of each response token of each segment.  -> two (B, T).
+
+    hidden: the decoder's states (R, T, H), where they are computed already.
+    """
     decoder, head = decoder_and_head(model)
-    hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                      # (R, T, H), (R, T)
+    hidden = hidden_states(decoder, batch) if hidden is None else hidden
+    chosen = batch["chosen"]                                                             # (R, T)
     values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
     zeros = torch.zeros(chosen.shape, device=chosen.device)
     return [zeros.to(value.dtype).masked_scatter(chosen, value)[batch["row_of_segment"]] for value in values]
@@ -946,25 +952,22 @@ SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2}  # [nats]
 class Critic(torch.nn.Module):
     """V before each response token, in units of reward: a linear head, zero at first, on a decoder's states.
 
-    The decoder is the critic's own, of which the head's gradient changes every (trainable) weight; or the
-    policy's, which the critic then only reads.
+    The decoder is the critic's own; or the policy's, whose loss the value loss then joins.
     """
 
     def __init__(self, decoder, hidden_size, shared):
         super().__init__()
-        self.shared = [decoder] if shared else []  # in a list: another module's weights
-        self.decoder = None if shared else decoder
+        self.decoder, self.policy = (None, [decoder]) if shared else (decoder, [])  # a list: not our weights
         self.head = torch.nn.Linear(hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, batch):
-        """-> (B, T); at the environment's tokens as well, where the values mean nothing."""
-        if self.shared:
-            with torch.no_grad():
-                hidden = hidden_states(self.shared[0], batch)
-        else:
-            hidden = hidden_states(self.decoder, batch)                                  # (R, T, H)
+    def forward(self, batch, hidden=None):
+        """-> (B, T); at the environment's tokens as well, where the values mean nothing.
+
+        hidden: the decoder's states (R, T, H), where they are computed already.
+        """
+        hidden = hidden_states(self.decoder or self.policy[0], batch) if hidden is None else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             values = self.head(hidden.float()).squeeze(-1)
         return values[batch["row_of_segment"]]
@@ -1271,22 +1274,30 @@ def estimate_advantages(episodes, kl_coef, args):
         "mismatch/frac_capped": mean(ratio > (args.tis_cap or math.inf))}
 
 
-def policy_terms(model, batch, args):
-    """The policy's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}"""
-    logprobs, entropy = token_logprobs(model, batch, args.temperature)
+def policy_terms(model, batch, args, critic=None):
+    """The policy's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}
+
+    A critic that shares the policy's backbone is trained in the same pass.
+    """
+    hidden = hidden_states(decoder_and_head(model)[0], batch)
+    logprobs, entropy = token_logprobs(model, batch, args.temperature, hidden)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
     per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip_low,
                                              args.clip_high)
     if args.tis_cap:  # truncated importance sampling, for a sampler whose numerics differ
         per_token = per_token * torch.exp(old_logprobs - batch["rollout_logprobs"]).clamp(max=args.tis_cap)
-    return per_token - args.entropy_coef * entropy, {
-        "train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
-        "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
+    logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
+              "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
+    loss = per_token - args.entropy_coef * entropy
+    if critic:
+        value_loss, measured = value_terms(critic, batch, args, hidden)
+        loss, logged = loss + args.value_coef * value_loss, logged | measured
+    return loss, logged
 
 
-def value_terms(critic, batch, args):
+def value_terms(critic, batch, args, hidden=None):
     """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}"""
-    values = critic(batch)
+    values = critic(batch, hidden)
     errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], args.value_clip)
     return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
@@ -1720,26 +1731,30 @@ def main(args):
     critic = make_critic(model, backbone, args)
     del base, backbone
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    values = critic.trained() if critic else {}
+    critic_weights, kl_coef = critic.trained() if critic else {}, args.kl_coef
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=args.weight_decay)
-    optimizer = adamw(parameters, betas=(0.9, args.beta2))
-    critic_optimizer = adamw(values.values(), betas=(0.9, args.critic_beta2)) if critic else None
-    kl_coef = args.kl_coef
+    critic_optimizer = None
+    if args.critic == "own":
+        critic_optimizer = adamw(critic_weights.values(), betas=(0.9, args.critic_beta2))
+    optimizer = adamw([*parameters, *(critic_weights.values() if args.critic == "shared" else ())],
+                      betas=(0.9, args.beta2))
+    terms = functools.partial(policy_terms, critic=critic if args.critic == "shared" else None)
     cursor, unlogged = 0, {}  # tasks drawn so far; numbers of an iteration that is trained but not logged yet
     if run.state:
         optimizer.load_state_dict(run.state["optimizer"])
         cursor, unlogged, kl_coef = (run.state[name] for name in ("cursor", "unlogged", "kl_coef"))
         if critic:
             critic.load_state_dict(run.state["critic"], strict=False)  # frozen weights are not in it
+        if critic_optimizer:
             critic_optimizer.load_state_dict(run.state["critic_optimizer"])
     start_tracking(run, args)
     run.open()
     print(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
           f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
           f"{args.epochs * args.minibatches} optimiser step(s) of the policy and "
-          f"{args.critic_epochs * args.critic_minibatches if critic else 0} of the critic on them in passes "
-          f"of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} + "
-          f"{sum(p.numel() for p in values.values()):,} trained weights on {device}"
+          f"{args.critic_epochs * args.critic_minibatches if critic_optimizer else 0} of the critic on them, "
+          f"in passes of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} + "
+          f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
     pool = ThreadPoolExecutor(args.max_concurrent)
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
@@ -1771,7 +1786,9 @@ def main(args):
         with run.timed("checkpoint"):
             state = dict(cursor=cursor, unlogged=unlogged, kl_coef=kl_coef, optimizer=optimizer.state_dict())
             if critic:
-                state |= dict(critic=critic.trained(), critic_optimizer=critic_optimizer.state_dict())
+                state["critic"] = critic_weights
+            if critic_optimizer:
+                state["critic_optimizer"] = critic_optimizer.state_dict()
             run.save(model, tokenizer, state)
 
     def finish(iteration):
@@ -1818,8 +1835,8 @@ def main(args):
                     if args.kl_target:
                         kl_coef = adapt_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, args.kl_gain)
 
-                    # 3. Fit the critic to the returns.
-                    if critic:
+                    # 3. Fit the critic to the returns; one that shares the policy's backbone waits for 4.
+                    if critic_optimizer:
                         rate = learning_rate(args.critic_learning_rate, iteration, 1, args)
                         set_learning_rate(critic_optimizer, rate)
                         measured, norm, critic_steps = update(
@@ -1830,7 +1847,7 @@ def main(args):
                     # 4. Update the policy, unless the critic is still to learn alone.
                     rate = learning_rate(args.learning_rate, iteration, args.first_policy_iteration, args)
                     set_learning_rate(optimizer, rate)
-                    measured, norm, steps = update(model, optimizer, policy_terms, episodes, args.epochs,
+                    measured, norm, steps = update(model, optimizer, terms, episodes, args.epochs,
                                                    args.minibatches, args, pad_id, frozen)
                     metrics |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                 metrics["train/weight_norm"] = float(torch.nn.utils.get_total_norm(parameters))
