@@ -294,8 +294,8 @@ METRICS = {
     "critic/vf_clipfrac": "share of the tokens whose clipped error was the larger",
     "critic/vf_explained_var": "1 - var(returns - values) / var(returns), values before the update",
     "critic/vpred_mean": "mean value during the critic's update",
-    "critic/grad_norm": "global gradient norm of the critic before clipping",
-    "critic/learning_rate": "the critic's learning rate",
+    "critic/grad_norm": "global gradient norm of a critic of its own before clipping, else 0",
+    "critic/learning_rate": "learning rate of a critic of its own, else 0",
     "response_length": "tokens after the prompt: mean, max, min [tokens]; clip_ratio is the share cut off",
     "prompt_length": "tokens of the prompt: mean, max, min [tokens]",
     "rollout/throughput": "generated tokens per second of rollout [tokens/s]",
@@ -1719,8 +1719,9 @@ def main(args):
         model_hash = sha256(model_hash + adapter_sha256(args.lora_adapter_path))
     run = Run(args, describe_run(args, "ppo", model_hash, envs.source_of(score)))
     torch.manual_seed(args.seed)
-    # The critic's backbone starts as the policy's; beneath two adapters lie the same frozen weights.
-    backbone = copy.deepcopy(base, {id(p): p for p in base.parameters()} if args.lora else None)
+    # The critic starts as a copy of the policy; but beneath two adapters lie the same frozen weights.
+    memo = {id(parameter): parameter for parameter in base.parameters()} if args.lora else None
+    backbone = copy.deepcopy(base, memo) if args.critic == "own" else None
     if args.lora:
         model = add_lora(base, args, run.checkpoint)
     else:
