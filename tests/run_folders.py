@@ -109,3 +109,18 @@ def copy_run(source, target):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
     return target
+
+
+def full_forward(model, segment, temperature):
+    """Log-probabilities and entropies of a segment's response, alone and without a cache, in float64."""
+    logits = model(torch.tensor([segment.ids]), use_cache=False).logits[0].double() / temperature
+    p = torch.softmax(logits[len(segment.prompt_ids) - 1:-1], -1)
+    targets = torch.tensor(segment.response_ids)
+    return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
+
+
+def gradients(model):
+    """All gradients in one vector; they are reset."""
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    return flat

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo_llm
 from grpo_llm import Args, Segment
+from tests.run_folders import full_forward, gradients
 
 LOSSES = ("clip", "cispo", "gspo")
 AGGREGATIONS = ("token", "sequence", "constant")
@@ -411,21 +412,6 @@ def random_segments(seed, prompt_lengths, vocab=37, longest=LONGEST, shared=True
     other = [1] * len(last.response_ids)
     segments.append(dataclasses.replace(last, response_mask=other, rollout_logprobs=[0.0] * len(other)))
     return segments
-
-
-def full_forward(model, segment, temperature):
-    """Log-probabilities and entropies of a segment's response, alone and without a cache, in float64."""
-    logits = model(torch.tensor([segment.ids]), use_cache=False).logits[0].double() / temperature
-    p = torch.softmax(logits[len(segment.prompt_ids) - 1:-1], -1)
-    targets = torch.tensor(segment.response_ids)
-    return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
-
-
-def gradients(model):
-    """All gradients in one vector; they are reset."""
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad(set_to_none=True)
-    return flat
 
 
 @pytest.mark.parametrize(("attention", "dtype", "tolerance"), [

@@ -1,0 +1,903 @@
+"""The equations of ppo_llm.py against float64 references, written token by token, as the papers have them."""
+
+import copy
+import dataclasses
+import itertools
+import math
+import random
+import statistics
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import envs
+import ppo_llm
+from envs import BadInput
+from ppo_llm import Args, Critic, Rollout, Segment
+from tests.run_folders import full_forward, gradients, same_tree
+
+LOW, HIGH = 0.2, 0.28
+
+
+# Tables of numbers, and episodes with several segments
+
+
+def random_mask(rng, size):
+    """The policy's at both ends, the environment's somewhere between them."""
+    mask = [1] + [rng.choice([0, 1, 1]) for _ in range(size - 2)] + [1]
+    mask[rng.randrange(1, size - 1)] = 0
+    return mask
+
+
+def random_numbers(rng, mask):
+    """All that a segment holds beside its ids; values are computed at the environment's tokens as well."""
+    def chosen(scale):
+        return [m * rng.gauss(0, scale) for m in mask]
+
+    old = [-3 * rng.random() * m for m in mask]
+    return dict(
+        response_mask=mask, old_logprobs=old, values=[rng.gauss(0, 1 if m else 100) for m in mask],
+        rollout_logprobs=[x + noise for x, noise in zip(old, chosen(0.3), strict=True)],
+        ref_logprobs=[x + noise for x, noise in zip(old, chosen(0.5), strict=True)],
+        rewards=[x * rng.choice([0, 1]) for x in chosen(1.0)], returns=chosen(1.0), advantages=chosen(1.0))
+
+
+def random_segment(rng, prompt, vocab=37):
+    size = rng.randrange(4, 10)
+    ids = [rng.randrange(3, vocab) for _ in range(size)]
+    return Segment(prompt, ids, **random_numbers(rng, random_mask(rng, size)))
+
+
+def random_episodes(seed, vocab=37, shared=True):
+    """Episodes of one to three segments; some prompts and some ids are equal, the numbers never are."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, vocab) for _ in range(size)] for size in (1, 4, 7, 2, 5, 6, 3, 8, 4)]
+    draw = iter([prompt for prompt in prompts[:3] for _ in range(3)] if shared else prompts)
+    episodes = [[random_segment(rng, next(draw), vocab) for _ in range(size)] for size in (1, 2, 3, 1, 2)]
+    first = episodes[0][0]
+    episodes[-1].append(dataclasses.replace(first, **random_numbers(rng, first.response_mask)))
+    if shared:  # and equal ids of which the policy chose others
+        episodes.append([dataclasses.replace(first, **random_numbers(rng, [1] * len(first.response_ids)))])
+    return episodes
+
+
+def flat(episodes, name=None):
+    """All segments, or one of their lists joined."""
+    segments = [segment for episode in episodes for segment in episode]
+    return np.array([x for segment in segments for x in getattr(segment, name)]) if name else segments
+
+
+def k3(log_ratio):
+    """arXiv:2402.03300, eq. 4."""
+    return math.exp(log_ratio) - log_ratio - 1
+
+
+# Generalised advantage estimation
+
+
+def reference_gae(rewards, values, mask, gamma, lam):
+    """arXiv:1506.02438, eq. 16 in its first form: the mean of the k-step advantages, weighted by lambda^k.
+
+    All those that reach the end are equal, and so are one with the weight of all.
+    """
+    steps, result = [t for t, m in enumerate(mask) if m], [0.0] * len(mask)
+    for i, t in enumerate(steps):
+        left = steps[i:]
+        for k in range(1, len(left) + 1):
+            k_step = sum(gamma**j * rewards[u] for j, u in enumerate(left[:k])) - values[t]
+            k_step += gamma**k * values[left[k]] if k < len(left) else 0.0
+            result[t] += k_step * lam**(k - 1) * (1 - lam if k < len(left) else 1)
+    return result
+
+
+def gae_table(seed, rows=6, width=11):
+    """rewards, values, mask (B, T): large garbage outside the mask, no step at all in the last row."""
+    rng = random.Random(seed)
+    padding = [i % 6 for i in range(rows - 1)]
+    mask = [random_mask(rng, width - n) + [0] * n for n in padding] + [[0] * width]
+    rewards, values = ([[rng.gauss(0, 1 if m else 1e3) for m in row] for row in mask] for _ in range(2))
+    return rewards, values, mask
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("gamma", [0.8, 1.0])
+def test_gae_is_the_weighted_mean_of_all_k_step_advantages(gamma, lam):
+    for seed in range(4):
+        table = gae_table(seed)
+        tensors = (torch.tensor(x, dtype=torch.float64) for x in table)
+        found = ppo_llm.gae(*tensors, gamma, lam).tolist()
+        for row, *columns in zip(found, *table, strict=True):
+            assert row == pytest.approx(reference_gae(*columns, gamma, lam), rel=1e-12, abs=1e-12)
+
+
+def test_advantages_are_rewards_to_go_with_lambda_1_and_a_zero_critic():
+    rewards, values, mask = gae_table(5)
+    rewards, mask = (torch.tensor(x, dtype=torch.float64) for x in (rewards, mask))
+    found = ppo_llm.gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
+    to_go = (rewards * mask).flip(1).cumsum(1).flip(1) * mask
+    torch.testing.assert_close(found, to_go, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("gamma", [0.8, 1.0])
+def test_a_perfect_critic_leaves_no_advantage(gamma, lam):
+    rewards, values, mask = gae_table(6)
+    for row, to_go, chosen in zip(rewards, values, mask, strict=True):
+        steps = [t for t, m in enumerate(chosen) if m]
+        for i, t in enumerate(steps):
+            to_go[t] = sum(gamma**j * row[u] for j, u in enumerate(steps[i:]))
+    found = ppo_llm.gae(*(torch.tensor(x, dtype=torch.float64) for x in (rewards, values, mask)), gamma, lam)
+    assert found.abs().max() < 1e-12
+
+
+# Whitening
+
+
+def test_whitening_takes_mean_and_population_deviation_of_the_chosen_alone():
+    x, _, mask = gae_table(7)
+    found = ppo_llm.whiten(*(torch.tensor(y, dtype=torch.float64) for y in (x, mask))).tolist()
+    places = [(b, t) for b, row in enumerate(mask) for t, m in enumerate(row) if m]
+    chosen = [x[b][t] for b, t in places]
+    mean, deviation = statistics.fmean(chosen), statistics.pstdev(chosen)
+    expected = [[(value - mean) / deviation * m for value, m in zip(*rows, strict=True)]
+                for rows in zip(x, mask, strict=True)]
+    assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_advantages_are_whitened_to_nothing(dtype):
+    _, _, mask = gae_table(8, rows=40)
+    mask, rounded = torch.tensor(mask, dtype=dtype), False
+    for value in (0.1, 0.7, -1.3, 1 / 3):
+        x = torch.full_like(mask, value)
+        rounded |= (x * mask).sum() / mask.sum() != x[0, 0]
+        assert ppo_llm.whiten(x, mask).abs().max() < 5e-3
+    assert rounded  # for some of them the mean is not exact, and there is a difference to blow up
+
+
+# Losses
+
+
+def finite_differences(function, row, step=1e-6):
+    """d function / d row[t], central."""
+    def moved(t, by):
+        return function([x + by * (u == t) for u, x in enumerate(row)])
+
+    return [(moved(t, step) - moved(t, -step)) / (2 * step) for t in range(len(row))]
+
+
+def loss_table(seed, size=200):
+    """Three rows of numbers, of which the second is near the first."""
+    rng = random.Random(seed)
+    first = [rng.gauss(-1, 1) for _ in range(size)]
+    return first, [x + rng.gauss(0, 0.5) for x in first], [rng.gauss(0, 1) for _ in range(size)]
+
+
+def check_loss(found, row, others, of_token, binds):
+    """The script's losses, flags and gradient at `row`, against a formula for one token."""
+    x = torch.tensor(row, dtype=torch.float64, requires_grad=True)
+    per_token, flags = found(x, *(torch.tensor(other, dtype=torch.float64) for other in others))
+    per_token.sum().backward()
+    tokens = list(zip(row, *others, strict=True))
+    assert per_token.tolist() == pytest.approx([of_token(*token) for token in tokens], abs=1e-12)
+    assert flags.tolist() == [binds(*token) for token in tokens] and set(flags.tolist()) == {True, False}
+    expected = finite_differences(lambda xs: sum(map(of_token, xs, *others)), row)
+    assert x.grad.tolist() == pytest.approx(expected, abs=1e-6)
+    return x.grad, flags
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_policy_loss_is_the_clipped_surrogate(seed):
+    old, new, advantages = loss_table(seed)
+
+    def of_token(new, old, advantage):  # arXiv:1707.06347, eq. 7
+        ratio = math.exp(new) / math.exp(old)
+        return -min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
+
+    def binds(new, old, advantage):
+        ratio = math.exp(new - old)
+        return ratio > 1 + HIGH and advantage > 0 or ratio < 1 - LOW and advantage < 0
+
+    gradient, flags = check_loss(lambda *x: ppo_llm.clipped_policy_loss(*x, LOW, HIGH), new,
+                                 (old, advantages), of_token, binds)
+    assert not gradient[flags].any() and gradient[~flags].all()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_value_loss_is_the_larger_of_the_free_and_the_clipped_error(seed):
+    old, values, returns = loss_table(seed)
+
+    def of_token(value, old, target):
+        return max((value - target)**2, (min(max(value, old - 0.3), old + 0.3) - target)**2)
+
+    def binds(value, old, target):  # it has left for where the return is, which earns no more
+        return value > old + 0.3 and target > (value + old + 0.3) / 2 \
+            or value < old - 0.3 and target < (value + old - 0.3) / 2
+
+    gradient, flags = check_loss(lambda *x: ppo_llm.clipped_value_loss(*x, 0.3), values, (old, returns),
+                                 of_token, binds)
+    assert not gradient[flags].any() and gradient[~flags].all()
+
+
+def test_a_value_clip_of_0_clips_nothing():
+    old, values, returns = (torch.tensor(x, dtype=torch.float64) for x in loss_table(3))
+    errors, flags = ppo_llm.clipped_value_loss(values, old, returns, 0.0)
+    assert torch.equal(errors, (values - returns)**2) and not flags.any()
+
+
+# The penalty and its controller
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_both_penalties_are_kl_to_the_reference_in_expectation(kind):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        log_p, log_q = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+        p, q = log_p.exp().tolist(), log_q.exp().tolist()
+        estimates = ppo_llm.kl_penalty(log_p, log_q, kind)
+        expected = {"k1": [math.log(a / b) for a, b in zip(p, q, strict=True)],
+                    "k3": [b / a - 1 - math.log(b / a) for a, b in zip(p, q, strict=True)]}[kind]
+        assert estimates.tolist() == pytest.approx(expected, rel=1e-9)
+        kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        assert float((log_p.exp() * estimates).sum()) == pytest.approx(kl, rel=1e-9) and kl > 0.01
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_in_the_reward_k1_descends_kl_and_k3_the_difference_of_its_two_directions(kind):
+    """So k3 does not lead back to the reference: near it, the two directions have the same gradient."""
+    generator = torch.Generator().manual_seed(2)
+    logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    log_p, log_q = logits.requires_grad_().log_softmax(-1), other.log_softmax(-1)
+    penalty = ppo_llm.kl_penalty(log_p, log_q, kind).detach()
+    found, = torch.autograd.grad((log_p.exp().detach() * penalty * log_p).sum(), logits, retain_graph=True)
+    kl, reverse = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    expected, = torch.autograd.grad(kl if kind == "k1" else kl - reverse, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_coefficient_follows_its_proportional_controller():
+    kls = (-0.1, 0.0, 0.45, 0.5, 0.55, 0.61, 0.9, 1.0, 1.1, 9.0)
+    for kl, target, gain in itertools.product(kls, (1.0, 0.5), (0.1, 1.0)):
+        error = np.clip((kl - target) / target, -0.2, 0.2)  # arXiv:1909.08593, section 2.2
+        expected = 0.3 * (1 + gain * error)
+        assert ppo_llm.adapt_kl_coef(0.3, kl, target, gain) == pytest.approx(expected, rel=1e-12)
+
+
+# From episodes to advantages
+
+
+def reference_estimates(episodes, coef, args):
+    """-> advantages before whitening, returns (lists over all tokens), metrics"""
+    advantages, returns, scores, logprobs = [], [], [], []
+    for episode in episodes:
+        mask, values, old, ref, sampled, rewards = (flat([episode], name) for name in (
+            "response_mask", "values", "old_logprobs", "ref_logprobs", "rollout_logprobs", "rewards"))
+        steps = [(o, r, s) for o, r, s, m in zip(old, ref, sampled, mask, strict=True) if m]
+        penalty = [o - r if args.kl_penalty == "k1" else k3(r - o) for o, r in zip(old, ref, strict=True)]
+        penalised = rewards - coef * np.array(penalty) * mask
+        row = np.array(reference_gae(penalised, values, mask, args.gamma, args.gae_lambda))
+        advantages, returns = [*advantages, *row], [*returns, *((row + values) * mask)]
+        scores, logprobs = [*scores, sum(penalised)], [*logprobs, *steps]
+    chosen = flat(episodes, "response_mask") > 0
+    values = flat(episodes, "values")[chosen]
+    table = dict(rewards=scores, advantages=np.array(advantages)[chosen], returns=np.array(returns)[chosen],
+                 values=values)
+    metrics = {f"critic/{name}/{of.__name__}": of(x) for name, x in table.items()
+               for of in (np.mean, np.max, np.min)}
+    ratios = np.array([math.exp(old - sampled) for old, _, sampled in logprobs])
+    return np.array(advantages), np.array(returns), metrics | {
+        "critic/vf_explained_var": 1 - np.var(table["returns"] - values) / np.var(table["returns"]),
+        "train/kl_loss": np.mean([k3(ref - old) for old, ref, _ in logprobs]), "kl/coef": coef,
+        "kl/k1": np.mean([old - ref for old, ref, _ in logprobs]),
+        "mismatch/kl": np.mean([k3(old - sampled) for old, _, sampled in logprobs]),
+        "mismatch/ratio_max": max(ratios), "mismatch/frac_capped": np.mean(ratios > args.tis_cap)}
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.9), (0.9, 0.5)])
+def test_advantages_returns_and_metrics_of_episodes_with_several_segments(gamma, lam, kind):
+    args = Args(gamma=gamma, gae_lambda=lam, kl_penalty=kind, kl_coef=0.5, tis_cap=1.2)
+    for seed in (1, 2, 3):
+        episodes = random_episodes(seed)
+        # The controller's coefficient counts, not the one that it started from.
+        advantages, returns, expected = reference_estimates(episodes, 0.17, args)
+        metrics = ppo_llm.estimate_advantages(episodes, 0.17, args)
+        assert metrics == pytest.approx(expected, rel=1e-9) and 0 < metrics["mismatch/frac_capped"] < 1
+        mask = flat(episodes, "response_mask")
+        chosen = advantages[mask > 0]
+        whitened = (advantages - chosen.mean()) / chosen.std() * mask
+        assert flat(episodes, "advantages") == pytest.approx(whitened, abs=1e-6)
+        assert flat(episodes, "returns") == pytest.approx(returns, rel=1e-9, abs=1e-12)
+        for segment in flat(episodes):
+            assert len(segment.advantages) == len(segment.returns) == len(segment.response_ids)
+
+
+def test_without_a_coefficient_there_is_no_penalty_and_no_reference():
+    episodes = random_episodes(4)
+    scores = [sum(flat([episode], "rewards")) for episode in episodes]
+    for segment in flat(episodes):
+        segment.ref_logprobs = None
+    metrics = ppo_llm.estimate_advantages(episodes, 0.0, Args(kl_coef=0.0, tis_cap=0.0))
+    assert metrics["critic/rewards/mean"] == pytest.approx(statistics.fmean(scores))
+    assert metrics["kl/k1"] == metrics["train/kl_loss"] == metrics["mismatch/frac_capped"] == 0.0
+
+
+def plain_segment(mask, rewards, values=None):
+    """A segment of which only rewards and values matter."""
+    zeros = [0.0] * len(mask)
+    return Segment([3], [4] * len(mask), mask, zeros, rewards, zeros, values=values or zeros)
+
+
+def test_a_reward_reaches_the_segments_before_its_own_and_no_other_episode():
+    first, last = plain_segment([1, 0, 1], [0.0] * 3), plain_segment([1, 1], [0.0, 1.0])
+    alone = plain_segment([1, 1], [0.0, 0.0])
+    ppo_llm.estimate_advantages([[first, last], [alone]], 0.0, Args(gae_lambda=1.0))
+    assert (first.returns, last.returns, alone.returns) == ([1.0, 0.0, 1.0], [1.0, 1.0], [0.0, 0.0])
+    assert first.advantages[0] == first.advantages[2] == last.advantages[1] > 0 > alone.advantages[0]
+    ppo_llm.estimate_advantages([[first], [last], [alone]], 0.0, Args(gae_lambda=1.0))
+    assert first.returns == [0.0, 0.0, 0.0] and first.advantages[0] < 0 == first.advantages[1]
+
+
+@pytest.mark.parametrize(("values", "explained"), [
+    ([1.0, 1.0, 3.0, 3.0], 1.0), ([0.0] * 4, 0.0), ([2.0] * 4, 0.0), ([3.0, 3.0, 1.0, 1.0], -3.0)])
+def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one(values, explained):
+    episodes = [[plain_segment([1, 1], [0.0, reward], values[2 * i:2 * i + 2])]
+                for i, reward in enumerate((1.0, 3.0))]
+    metrics = ppo_llm.estimate_advantages(episodes, 0.0, Args(gae_lambda=1.0))
+    assert metrics["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-12)
+
+
+def test_equal_returns_explain_nothing_and_teach_nothing():
+    episodes = [[plain_segment([1, 1], [0.0, 0.25])] for _ in range(30)]
+    metrics = ppo_llm.estimate_advantages(episodes, 0.0, Args(gae_lambda=1.0))
+    assert metrics["critic/vf_explained_var"] == 0.0
+    assert np.abs(flat(episodes, "advantages")).max() < 1e-6
+
+
+# Rewards of turns
+
+
+def a_rollout(turn_ends=((0, 1), (0, 4), (1, 2))):
+    segments = [plain_segment([1, 1, 0, 1, 1], [0.0] * 5), plain_segment([1, 1, 1], [0.0] * 3)]
+    return Rollout(envs.Task("t", "s", [], {}), 0, None, [], segments, turn_ends=list(turn_ends),
+                   termination="done")
+
+
+@pytest.mark.parametrize(("rewards", "first", "second", "total"), [
+    ([1.0, 2.0, 4.0], [0, 1, 0, 0, 2], [0, 0, 4], 7), ((1, 2, 4), [0, 1, 0, 0, 2], [0, 0, 4], 7),
+    (3.0, [0, 0, 0, 0, 0], [0, 0, 3], 3), (True, [0, 0, 0, 0, 0], [0, 0, 1], 1),
+    ([1.5], [0, 1.5, 0, 0, 0], [0, 0, 0], 1.5), ([], [0] * 5, [0] * 3, 0)])
+def test_a_turns_reward_is_at_its_last_token_a_single_one_at_the_last_turns(rewards, first, second, total):
+    r = a_rollout()
+    ppo_llm.set_rewards(r, rewards)
+    assert [segment.rewards for segment in r.segments] == [first, second] and r.reward == total
+
+
+def test_more_rewards_than_turns_are_refused():
+    with pytest.raises(BadInput, match="4 rewards for 3 turns"):
+        ppo_llm.set_rewards(a_rollout(), [0.0] * 4)
+    with pytest.raises(BadInput, match="2 rewards for 0 turns"):
+        ppo_llm.set_rewards(a_rollout(turn_ends=()), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("rewards", [math.nan, math.inf, [0.0, math.nan, 0.0], [math.inf, -math.inf]])
+def test_a_reward_that_is_not_finite_is_refused(rewards):
+    with pytest.raises(FloatingPointError, match="task t is"):
+        ppo_llm.set_rewards(a_rollout(), rewards)
+
+
+@pytest.mark.parametrize(("rewards", "total"), [([], 0.0), (-1.0, -1.0), ([-1.0], -1.0)])
+def test_an_episode_without_a_turn_has_a_reward_and_no_token_for_it(rewards, total):
+    r = a_rollout(turn_ends=())
+    ppo_llm.set_rewards(r, rewards)
+    assert r.reward == total and not any(any(segment.rewards) for segment in r.segments)
+
+
+def test_the_score_is_logged_before_the_penalty_and_the_rewards_after_it():
+    rollouts = [a_rollout() for _ in range(3)]
+    for r, rewards in zip(rollouts, ([1.0, 2.0, 4.0], -2.0, []), strict=True):
+        ppo_llm.set_rewards(r, rewards)
+        for segment in r.segments:
+            segment.old_logprobs = [-0.5 * m for m in segment.response_mask]
+            segment.ref_logprobs = [-1.5 * m for m in segment.response_mask]
+    episodes = [r.segments for r in rollouts]
+    metrics = ppo_llm.rollout_metrics(rollouts, 1.0) | ppo_llm.estimate_advantages(
+        episodes, 0.1, Args(kl_coef=0.1))
+    score, rewards = ([metrics[f"critic/{name}/{of}"] for of in ("mean", "max", "min")]
+                      for name in ("score", "rewards"))
+    assert score == pytest.approx([5 / 3, 7.0, -2.0])
+    assert rewards == pytest.approx([x - 0.1 * 7 for x in score])  # seven tokens, a nat each
+
+
+# From segments to values and log-probabilities: the model is called
+
+
+def critic_on(decoder, shared=False, seed=0):
+    """A critic whose head has learned something."""
+    critic = Critic(decoder, decoder.config.hidden_size, shared)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        critic.head.weight.normal_(generator=generator)
+        critic.head.bias.normal_(generator=generator)
+    return critic
+
+
+def full_values(decoder, head, segment):
+    """V before each token of a segment's response, alone and without a cache, in float64."""
+    hidden = decoder(torch.tensor([segment.ids]), use_cache=False).last_hidden_state[0].double()
+    values = hidden @ head.weight[0].double() + head.bias.double()
+    return values[len(segment.prompt_ids) - 1:-1]
+
+
+@pytest.mark.parametrize("budget", [10_000, 20, 1])
+@pytest.mark.parametrize("shared", [True, False])
+def test_values_and_logprobs_are_those_of_each_sequence_alone(countdown_tiny, shared, budget):
+    model, _ = countdown_tiny
+    critic, args = critic_on(model.get_decoder()), Args(temperature=0.7, microbatch_tokens=budget)
+    segments = flat(random_episodes(1, vocab=112, shared=shared))
+    random.Random(2).shuffle(segments)
+    batch = ppo_llm.collate(segments, 0, "cpu")
+    assert (len(batch["prompts"]) < len(batch["responses"])) == shared
+    assert len(batch["responses"]) < len(segments)  # equal ones are computed once
+    ppo_llm.store_values(critic, segments, args, 0)
+    ppo_llm.store_logprobs(model, segments, "old_logprobs", args, 0)
+    for s in segments:
+        with torch.no_grad():
+            values = full_values(model.model, critic.head, s).tolist()
+            logprobs = full_forward(model, s, 0.7)[0].tolist()
+        assert s.values == pytest.approx(values, abs=1e-4) and statistics.pstdev(values) > 0.1
+        assert s.old_logprobs == pytest.approx(
+            [m * x for m, x in zip(s.response_mask, logprobs, strict=True)], abs=1e-4)
+
+
+def test_a_token_changes_the_values_after_it_and_none_before_or_at_it(countdown_tiny):
+    model, tokenizer = countdown_tiny
+    critic, args = critic_on(model.get_decoder()), Args()
+    prompt, reply = tokenizer("<bos> 6 18 14 -> 38 :").input_ids, [10, 11, 12, 13, 14, 15, 16]
+    segments = [Segment(prompt, reply[:t] + [50] + reply[t + 1:], [1] * 7) for t in range(7)]
+    segments.append(Segment(prompt, reply, [1] * 7))
+    ppo_llm.store_values(critic, segments, args, 0)
+    ppo_llm.store_logprobs(model, segments, "old_logprobs", args, 0)
+    *changed, same = segments
+    for t, segment in enumerate(changed):
+        for name, first in (("values", t + 1), ("old_logprobs", t)):
+            moved = np.abs(np.subtract(getattr(segment, name), getattr(same, name)))
+            assert (moved[:first] < 1e-5).all() and (moved[first:] > 1e-4).all(), (name, t)
+
+
+# Update: a whole minibatch
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps each step's gradient; the weights follow it at `rate`."""
+
+    def __init__(self, module, rate=0.0):
+        super().__init__([p for p in module.parameters() if p.requires_grad], rate)
+        self.steps = []
+
+    def step(self):
+        self.steps.append(torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]]).double())
+        super().step()
+
+
+def an_update(module, terms, episodes, args, rate=0.0, epochs=1, minibatches=1, frozen=False):
+    """-> the steps' gradients, the metrics, (minibatch, sum of KL, tokens) of each pass"""
+    recorder, passes = Recorder(module, rate), []
+
+    def observed(module, batch, args):
+        per_token, logged = terms(module, batch, args)
+        kl, mask = logged.get("train/approx_kl", 0 * per_token).detach(), batch["response_mask"]
+        passes.append((len(recorder.steps), float((kl * mask).sum()), float(mask.sum())))
+        return per_token, logged
+
+    torch.manual_seed(1)
+    metrics, norm, steps = ppo_llm.update(module, recorder, observed, episodes, epochs, minibatches, args, 0,
+                                          frozen)
+    assert steps == len(recorder.steps) and all(p.grad is None for p in module.parameters())
+    mean_norm = statistics.fmean(float(g.norm()) for g in recorder.steps) if steps else 0.0
+    assert norm == pytest.approx(mean_norm, rel=1e-5)
+    return recorder.steps, metrics, passes
+
+
+def old_policy(model, episodes, temperature=0.7, noise=0.3):
+    """Give the segments log-probabilities that the model has moved away from."""
+    rng = random.Random(3)
+    for s in flat(episodes):
+        with torch.no_grad():
+            logprobs = full_forward(model, s, temperature)[0].tolist()
+        s.old_logprobs, s.rollout_logprobs = ([m * (x + rng.gauss(0, noise)) for x, m in zip(
+            logprobs, s.response_mask, strict=True)] for _ in range(2))
+
+
+def mean_over_tokens(episodes, of_segment, module):
+    """of_segment gives loss and metrics at a segment's tokens.  -> gradient of the mean, means"""
+    sums, tokens = {}, sum(flat(episodes, "response_mask"))
+    for s in flat(episodes):
+        chosen = torch.tensor(s.response_mask) > 0
+        for name, x in of_segment(s).items():
+            sums[name] = sums.get(name, 0.0) + x[chosen].sum() / tokens
+    sums.pop("loss").backward()
+    return gradients(module), {name: float(x.detach()) for name, x in sums.items()}
+
+
+def reference_policy(model, args):
+    def of_segment(s):
+        new, entropy = full_forward(model, s, args.temperature)
+        old, sampled, advantages = (torch.tensor(x, dtype=torch.float64) for x in (
+            s.old_logprobs, s.rollout_logprobs, s.advantages))
+        ratio, trust = torch.exp(new - old), torch.exp(old - sampled).clamp(max=args.tis_cap)
+        clipped = ratio.clamp(1 - LOW, 1 + HIGH)
+        loss = -trust * torch.minimum(ratio * advantages, clipped * advantages)
+        return {"loss": loss - args.entropy_coef * entropy, "train/policy_loss": loss,
+                "train/entropy": entropy, "train/approx_kl": ratio - 1 - ratio.log(),
+                "train/advantage": advantages,
+                "train/clipfrac": (clipped * advantages < ratio * advantages).double()}
+    return of_segment
+
+
+def reference_critic(critic, args):
+    def of_segment(s):
+        values = full_values(critic.decoder or critic.policy[0], critic.head, s)
+        old, returns = (torch.tensor(x, dtype=torch.float64) for x in (s.values, s.returns))
+        clipped = torch.maximum(torch.minimum(values, old + args.value_clip), old - args.value_clip)
+        errors = torch.maximum((values - returns)**2, (clipped - returns)**2)
+        return {"loss": 0.5 * errors, "train/value_loss": 0.5 * errors, "critic/vf_loss": errors,
+                "critic/vf_clipfrac": (errors > (values - returns)**2).double(),
+                "critic/vpred_mean": values}
+    return of_segment
+
+
+def reference_both(both, args):
+    policy, critic = (reference(module, args) for reference, module in zip(
+        (reference_policy, reference_critic), both, strict=True))
+
+    def of_segment(s):
+        a, b = policy(s), critic(s)
+        return a | b | {"loss": a["loss"] + args.value_coef * b["loss"]}
+    return of_segment
+
+
+COMMON = dict(clip_low=LOW, clip_high=HIGH, tis_cap=1.3, entropy_coef=0.05, temperature=0.7, value_clip=0.5,
+              value_coef=3.0, max_grad_norm=1e9)
+WHICH = pytest.mark.parametrize("which", ["policy", "critic", "both"])
+
+
+def both_terms(both, batch, args):
+    return ppo_llm.policy_terms(both[0], batch, args, both[1])
+
+
+def policy_or_critic(random_llama, which):
+    """-> module, terms, episodes, reference of the loss; "both": a policy, and a critic that shares it"""
+    model, episodes = random_llama(), random_episodes(5)
+    old_policy(model, episodes)
+    if which == "policy":
+        return model, ppo_llm.policy_terms, episodes, reference_policy
+    critic = critic_on(model.get_decoder(), shared=which == "both")
+    if which == "critic":
+        return critic, ppo_llm.value_terms, episodes, reference_critic
+    return torch.nn.ModuleList([model, critic]), both_terms, episodes, reference_both
+
+
+@WHICH
+def test_the_update_has_the_gradient_of_the_written_loss_however_it_is_cut(random_llama, which):
+    module, terms, episodes, reference = policy_or_critic(random_llama, which)
+    expected, means = mean_over_tokens(episodes, reference(module, Args(**COMMON)), module)
+    assert all(0.05 < means[name] < 0.95 for name in means if "clipfrac" in name)
+    for budget in (10_000, 20, 1):
+        args = Args(**COMMON, microbatch_tokens=budget)
+        (gradient,), metrics, passes = an_update(module, terms, episodes, args)
+        assert len(passes) == 1 if budget == 10_000 else len(passes) >= 4
+        assert (gradient - expected).norm() < 1e-5 * expected.norm()
+        assert metrics == pytest.approx(means, rel=1e-4, abs=1e-6)
+
+
+@WHICH
+def test_each_epoch_is_cut_into_minibatches_that_add_up_to_it(random_llama, which):
+    module, terms, episodes, _ = policy_or_critic(random_llama, which)
+    args = Args(**COMMON)
+    (whole,), metrics, _ = an_update(module, terms, episodes, args)
+    steps, same, passes = an_update(module, terms, episodes, args, epochs=2, minibatches=3)
+    assert len(steps) == len(passes) == 6 and same == pytest.approx(metrics, rel=1e-5)
+    shares = [tokens / sum(flat(episodes, "response_mask")) for _, _, tokens in passes]
+    assert len(set(shares)) > 1
+    for epoch in (slice(0, 3), slice(3, 6)):
+        total = sum(share * gradient for share, gradient in zip(shares[epoch], steps[epoch], strict=True))
+        assert (total - whole).norm() < 1e-5 * whole.norm()
+    assert not any(torch.allclose(a, b) for a in steps[:3] for b in steps[3:])  # another permutation
+
+
+@WHICH
+def test_weights_that_move_between_steps_do_not_depend_on_the_cut_either(random_llama, which):
+    results = []
+    for budget in (10_000, 12):
+        module, terms, episodes, _ = policy_or_critic(random_llama, which)
+        args = Args(**COMMON, microbatch_tokens=budget)
+        steps, metrics, passes = an_update(module, terms, episodes, args, 1e-3, epochs=2, minibatches=2)
+        assert len(steps) == 4 and (len(passes) == 4) == (budget == 10_000)
+        results.append((torch.stack(steps), metrics))
+    (whole, metrics), (cut, cut_metrics) = results
+    assert (cut - whole).norm() < 1e-5 * whole.norm()
+    assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_the_gradient_is_clipped_by_its_global_norm_and_returned_before(random_llama):
+    module, terms, episodes, _ = policy_or_critic(random_llama, "policy")
+    (free,), *_ = an_update(module, terms, episodes, Args(**COMMON))
+    recorder = Recorder(module)
+    args = Args(**COMMON | dict(max_grad_norm=0.01))
+    _, norm, _ = ppo_llm.update(module, recorder, terms, episodes, 1, 1, args, 0)
+    assert norm == pytest.approx(float(free.norm()), rel=1e-5) and norm > 0.1
+    torch.testing.assert_close(recorder.steps[0], 0.01 * free / free.norm(), rtol=1e-3, atol=1e-9)
+
+
+@WHICH
+def test_a_number_that_is_not_finite_stops_before_the_weights_change(random_llama, which):
+    module, terms, episodes, _ = policy_or_critic(random_llama, which)
+    for name in ("advantages", "returns"):
+        getattr(episodes[0][0], name)[0] = math.nan
+    recorder = Recorder(module)
+    with pytest.raises(FloatingPointError):
+        ppo_llm.update(module, recorder, terms, episodes, 1, 1, Args(**COMMON, microbatch_tokens=12), 0)
+    assert not recorder.steps
+
+
+@pytest.mark.parametrize("budget", [10_000, 12])
+def test_target_kl_ends_the_updates_at_the_first_minibatch_that_exceeds_it(random_llama, budget):
+    def run(target):
+        model, episodes = random_llama(), random_episodes(5)
+        args = Args(**COMMON, microbatch_tokens=budget, target_kl=target)
+        ppo_llm.store_logprobs(model, flat(episodes), "old_logprobs", args, 0)
+        steps, _, passes = an_update(model, ppo_llm.policy_terms, episodes, args, 0.02, 2, 3)
+        sums = [[(kl, tokens) for minibatch, kl, tokens in passes if minibatch == i] for i in range(6)]
+        return steps, [sum(kl for kl, _ in x) / sum(tokens for _, tokens in x) for x in sums if x]
+
+    every_step, kls = run(0.0)
+    assert len(every_step) == len(kls) == 6 and kls[0] < 1e-9 < kls[1]
+    ends = set()
+    for target in (1e-9, *(factor * kl for kl in sorted(kls)[3::2] for factor in (0.99, 1.01))):
+        steps, seen = run(target)
+        end = next((i for i, kl in enumerate(kls) if kl > target), 6)
+        assert seen == kls[:end + 1] and len(steps) == end
+        assert all(map(torch.equal, steps, every_step))
+        ends.add(end)
+    assert len(ends) > 2 and {1, 6} <= ends
+
+
+@WHICH
+def test_a_frozen_update_measures_and_changes_nothing(random_llama, which):
+    module, terms, episodes, _ = policy_or_critic(random_llama, which)
+    before = copy.deepcopy(module.state_dict())
+    _, metrics, _ = an_update(module, terms, episodes, Args(**COMMON), epochs=2, minibatches=2)
+    steps, same, passes = an_update(module, terms, episodes, Args(**COMMON, target_kl=1e-9), 1.0, epochs=2,
+                                    minibatches=2, frozen=True)
+    assert steps == [] and len(passes) == 4  # no target ends it
+    assert same == metrics and all(map(math.isfinite, same.values()))
+    same_tree(module.state_dict(), before)
+
+
+# Critics
+
+
+def policy_and_critic(base, args):
+    """As main makes them: beneath two adapters lie the same tensors."""
+    backbone = copy.deepcopy(base, {id(p): p for p in base.parameters()} if args.lora else None)
+    policy = ppo_llm.add_lora(base, args) if args.lora else base
+    return policy, ppo_llm.make_critic(policy, backbone, args)
+
+
+def values_and_logits(critic, policy, args):
+    segments = flat(random_episodes(5))
+    ppo_llm.store_values(critic, segments, args, 0)
+    with torch.no_grad():
+        return [s.values for s in segments], policy(torch.tensor([segments[-1].ids])).logits
+
+
+def train(module, terms, args, steps=3):
+    """-> names of the weights that moved, names of those that are trained"""
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+    ppo_llm.update(module, optimizer, terms, random_episodes(5), steps, 1, args, 0)
+    after = dict(module.named_parameters())
+    return {name for name in after if not torch.equal(before[name], after[name])}, \
+        {name for name, weight in after.items() if weight.requires_grad}
+
+
+HEAD = {"head.weight", "head.bias"}
+LORA = pytest.mark.parametrize("rank", [0, 4])
+
+
+@LORA
+def test_a_critic_of_its_own_is_zero_at_first_and_its_training_leaves_the_policy_alone(random_llama, rank):
+    args = Args(lora_rank=rank)
+    policy, critic = policy_and_critic(random_llama(dtype=torch.float32), args)
+    values, logits = values_and_logits(critic, policy, args)
+    assert not any(map(any, values))
+    before = copy.deepcopy(policy.state_dict())
+    moved, trained = train(critic, ppo_llm.value_terms, args)
+    assert moved == trained == set(critic.trained())
+    adapters = {name for name in trained if ".lora_A." in name or ".lora_B." in name}
+    everything = {name for name, _ in critic.named_parameters()}
+    assert trained == HEAD | adapters if rank else trained == everything and not adapters
+    assert len(adapters) == (2 * 2 * 7 if rank else 0)  # A and B of two layers' seven projections
+    assert not any(p.grad is not None for p in policy.parameters())
+    same_tree(policy.state_dict(), before)
+    values, same = values_and_logits(critic, policy, args)
+    assert torch.equal(same, logits) and all(map(all, values))
+
+
+@LORA
+def test_a_policys_training_leaves_a_critic_of_its_own_alone(random_llama, rank):
+    args = Args(lora_rank=rank)
+    policy, critic = policy_and_critic(random_llama(dtype=torch.float32), args)
+    torch.nn.init.normal_(critic.head.weight)
+    values, logits = values_and_logits(critic, policy, args)
+    before = copy.deepcopy(critic.state_dict())
+    moved, trained = train(policy, ppo_llm.policy_terms, args)
+    assert moved == trained and len(trained) > 20
+    same_tree(critic.state_dict(), before)
+    assert all(p.grad is None for p in critic.parameters())
+    same_values, changed_logits = values_and_logits(critic, policy, args)
+    assert not torch.equal(changed_logits, logits) and same_values == values
+
+
+@LORA
+def test_a_shared_critic_is_a_head_on_the_policys_states_and_trains_with_it(random_llama, rank):
+    args = Args(lora_rank=rank, critic="shared")
+    policy, critic = policy_and_critic(random_llama(dtype=torch.float32), args)
+    assert set(critic.trained()) == {name for name, _ in critic.named_parameters()} == HEAD
+    values, logits = values_and_logits(critic, policy, args)
+    assert not any(map(any, values))
+    moved, trained = train(torch.nn.ModuleList([policy, critic]), both_terms, args)
+    assert moved == trained and {name.removeprefix("1.") for name in moved} > HEAD
+    values, changed_logits = values_and_logits(critic, policy, args)
+    assert not torch.equal(changed_logits, logits)
+    decoder, _ = ppo_llm.decoder_and_head(policy)
+    for segment, found in zip(flat(random_episodes(5)), values, strict=True):
+        with torch.no_grad():
+            expected = full_values(decoder, critic.head, segment).tolist()
+        assert found == pytest.approx(expected, abs=1e-4) and max(map(abs, found)) > 1e-3
+
+
+@pytest.mark.parametrize(("targets", "num_adapted"), [("all-linear", 7), ("q_proj,lm_head,embed_tokens", 1)])
+def test_two_adapters_share_the_frozen_weights_beneath_them(random_llama, targets, num_adapted):
+    base = random_llama(dtype=torch.float32)
+    policy, critic = policy_and_critic(base, Args(lora_rank=4, lora_target_modules=targets))
+    policys = {name.removeprefix("base_model.model.model."): p for name, p in policy.named_parameters()}
+    critics = {name.removeprefix("decoder."): p for name, p in critic.named_parameters()}
+    assert policys.keys() - critics.keys() == {"base_model.model.lm_head.weight"}
+    assert critics.keys() - policys.keys() == HEAD
+    frozen = {name for name, weight in critics.items() if not weight.requires_grad}
+    assert len(frozen) == 2 + 2 * 9 and len(critics) == len(HEAD) + len(frozen) + 2 * 2 * num_adapted
+    for name in critics.keys() & policys.keys():
+        assert (critics[name].data_ptr() == policys[name].data_ptr()) == (name in frozen), name
+        assert "embed_tokens" not in name or name in frozen
+
+
+def test_without_a_critic_every_value_is_0(random_llama):
+    policy, critic = policy_and_critic(random_llama(), Args(critic="none"))
+    segments = flat(random_episodes(5))
+    ppo_llm.store_values(critic, segments, Args(), 0)
+    assert critic is None and all(s.values == [0.0] * len(s.response_ids) for s in segments)
+
+
+# Schedule
+
+
+def test_the_learning_rate_warms_up_from_its_first_iteration_and_decays_to_its_share():
+    args = Args(iterations=110, warmup_iterations=10, final_learning_rate=0.25)
+    rate = [ppo_llm.learning_rate(2.0, i, 11, args) for i in range(111)]
+    assert rate[:11] == [0.0] * 11
+    assert rate[11:21] == pytest.approx([0.2 * i for i in range(1, 11)])
+    assert rate[20] == max(rate) > rate[21] > rate[110]
+    assert rate[65] == pytest.approx((2.0 + 0.5) / 2)  # half-way between the peak and the last iteration
+    assert rate[110] == pytest.approx(0.5)
+    critics = [ppo_llm.learning_rate(2.0, i, 1, args) for i in (1, 10, 60, 110)]
+    assert critics == pytest.approx([0.2, 2.0, 1.25, 0.5])
+
+
+def test_the_learning_rate_without_warm_up_or_with_no_end_to_it():
+    args = Args(iterations=20, warmup_iterations=0, final_learning_rate=1.0)
+    assert [ppo_llm.learning_rate(2.0, i, 3, args) for i in (2, 3, 10, 20)] == [0.0, 2.0, 2.0, 2.0]
+    args = Args(iterations=20, warmup_iterations=0, final_learning_rate=0.0)
+    assert [ppo_llm.learning_rate(2.0, i, 11, args) for i in (15, 20)] == pytest.approx([1.0, 0.0])
+    short = Args(iterations=4, warmup_iterations=10)
+    assert [ppo_llm.learning_rate(2.0, i, 2, short) for i in (1, 2, 4)] == pytest.approx([0.0, 0.2, 0.6])
+    exact = Args(iterations=4, warmup_iterations=4)
+    assert [ppo_llm.learning_rate(2.0, i, 1, exact) for i in (1, 4)] == pytest.approx([0.5, 2.0])
+    assert [ppo_llm.learning_rate(2.0, i, 11, exact) for i in (1, 4)] == [0.0, 0.0]  # the policy never learns
+
+
+@pytest.mark.parametrize(("critic", "first"), [("own", 4), ("shared", 1), ("none", 1)])
+def test_the_policy_waits_for_a_critic_of_its_own_alone(critic, first):
+    assert Args(critic=critic, critic_warmup=3).first_policy_iteration == first
+
+
+# All of it: problems with a known optimum
+
+
+VOCAB, PROMPT = 8, [1, 3, 4]
+TOKENIZER = types.SimpleNamespace(pad_token_id=0, eos_token_id=2)
+
+
+def bandit_policy(random_llama, seed=0, spread=0.02):
+    return random_llama(vocab_size=VOCAB, seed=seed, dtype=torch.float32, num_hidden_layers=1, hidden_size=32,
+                        initializer_range=spread)
+
+
+def probability(model, ids):
+    with torch.no_grad():
+        return float(full_forward(model, Segment(PROMPT, ids), 1.0)[0].sum().exp())
+
+
+def sampled_episodes(model, reward_of, length, size):
+    episodes = []
+    for ids, logprobs in ppo_llm.generate(model, [PROMPT] * size, length, 1.0, TOKENIZER):
+        segment = Segment(PROMPT)
+        segment.append(ids, 1, logprobs)
+        segment.rewards[-1] = reward_of(tuple(ids))
+        episodes.append([segment])
+    return episodes
+
+
+def every_reply(length):
+    replies = [(token,) for token in range(VOCAB)]
+    pairs = [a + b for a, b in itertools.product(replies, replies) if a != (2,)]  # 2 is eos
+    return replies if length == 1 else [(2,), *pairs]
+
+
+def learn(policy, optimizer, critic, critic_optimizer, episodes, args, coef=0.0):
+    """One iteration of the script: the critic, then the policy unless it has no optimiser."""
+    segments = flat(episodes)
+    ppo_llm.store_logprobs(policy, segments, "old_logprobs", args, 0)
+    ppo_llm.store_values(critic, segments, args, 0)
+    ppo_llm.estimate_advantages(episodes, coef, args)
+    if critic:
+        ppo_llm.update(critic, critic_optimizer, ppo_llm.value_terms, episodes, 2, 1, args, 0)
+    if optimizer:
+        ppo_llm.update(policy, optimizer, ppo_llm.policy_terms, episodes, 2, 1, args, 0)
+
+
+@pytest.mark.parametrize(("length", "reward_of", "best"), [
+    (1, lambda ids: ids[0] / 7, [7]), (2, lambda ids: 1.0 if ids == (5, 3) else -0.5, [5, 3])])
+def test_ppo_finds_the_best_reply_and_the_critic_its_worth(random_llama, length, reward_of, best):
+    args = Args(entropy_coef=0.0)
+    policy, critic = policy_and_critic(bandit_policy(random_llama), args)
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-2, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), 2e-3, weight_decay=0.0)
+
+    def check_value():
+        worth = sum(probability(policy, list(ids)) * reward_of(ids) for ids in every_reply(length))
+        segment = Segment(PROMPT, best, [1] * length)
+        ppo_llm.store_values(critic, [segment], args, 0)
+        assert segment.values[0] == pytest.approx(worth, abs=0.1)
+
+    assert probability(policy, best) < 2 / VOCAB**length
+    torch.manual_seed(1)
+    for moves in (None, optimizer):  # the critic alone, then both
+        for _ in range(20):
+            episodes = sampled_episodes(policy, reward_of, length, 128)
+            learn(policy, moves, critic, critic_optimizer, episodes, args)
+        check_value()
+    assert probability(policy, best) > 0.95
+
+
+def test_a_penalty_alone_leads_back_to_the_reference(random_llama):
+    args = Args(entropy_coef=0.0, kl_coef=1.0, critic="none")
+    policy, reference = bandit_policy(random_llama, 1, 0.2), bandit_policy(random_llama, 2, 0.2)
+    optimizer = torch.optim.AdamW(policy.parameters(), 5e-3, weight_decay=0.0)
+
+    def kl():
+        with torch.no_grad():
+            p, q = (model(torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1)
+                    for model in (policy, reference))
+        return float((p.exp() * (p - q)).sum())
+
+    start = kl()
+    torch.manual_seed(1)
+    for _ in range(20):
+        episodes = sampled_episodes(policy, lambda ids: 0.0, 1, 128)
+        ppo_llm.store_logprobs(reference, flat(episodes), "ref_logprobs", args, 0)
+        learn(policy, optimizer, None, None, episodes, args, args.kl_coef)
+    assert kl() < 0.1 * start and start > 0.3
