@@ -186,11 +186,11 @@ class Args:
     kl_coef: float = 0.0
     """penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]"""
     kl_penalty: Literal["k1", "k3"] = "k1"
-    """its estimate: logprobs - ref_logprobs; or k3, which is never negative"""
+    """its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back"""
     kl_target: float = 0.0
     """the coefficient is adapted to hold the KL at this, --kl-coef being the first; 0: fixed [nats/token]"""
     kl_gain: float = 0.1
-    """how fast it is adapted: by at most a fifth of this share per iteration"""
+    """how fast it is adapted: by at most a fifth of this in an iteration, at most 1"""
     entropy_coef: float = 0.04
     """weight of the entropy bonus [1/nats]"""
     tis_cap: float = 2.0
@@ -263,7 +263,8 @@ LOWEST = dict.fromkeys((
     "prompts_per_iteration", "group_size", "microbatch_tokens", "max_response_tokens", "max_concurrent",
     "epochs", "minibatches", "critic_epochs", "critic_minibatches", "eval_tasks", "eval_samples",
     "checkpoint_every", "threads", "vllm_max_seqs"), 1)  # the others: 0
-SHARES = ("log_episodes", "final_learning_rate", "clip_low", "gamma", "gae_lambda", "vllm_gpu_memory")
+SHARES = ("log_episodes", "final_learning_rate", "clip_low", "gamma", "gae_lambda", "kl_gain",
+          "vllm_gpu_memory")
 POSITIVE = ("temperature", "eval_temperature", "learning_rate", "critic_learning_rate", "max_grad_norm",
             "vllm_gpu_memory", "vllm_cpu_cache", "vllm_timeout")
 
@@ -1267,7 +1268,7 @@ def estimate_advantages(episodes, kl_coef, args):
     for name, x in chosen.items():
         metrics |= spread(f"critic/{name}", x.tolist())
     return metrics | {
-        "critic/vf_explained_var": float(1 - unexplained / variance) if variance > 0 else 0.0,
+        "critic/vf_explained_var": float(1 - unexplained / variance) if variance > 1e-12 else 0.0,
         "train/kl_loss": mean(k3(ref_logprobs - old_logprobs)), "kl/k1": mean(old_logprobs - ref_logprobs),
         "kl/coef": kl_coef, "mismatch/kl": mean(k3(mismatch)),
         "mismatch/ratio_max": float((ratio * mask).max()),
@@ -1672,7 +1673,7 @@ def learning_rate(peak, iteration, start, args):
     done, whole, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
     progress = (done - warm) / max(whole - warm, 1)
     decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
-    return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay if done > 0 else 0.0
+    return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
 
 
 def set_learning_rate(optimizer, rate):

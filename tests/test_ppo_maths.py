@@ -349,6 +349,18 @@ def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one(v
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-12)
 
 
+@pytest.mark.parametrize("reward", [0.0, 0.1])
+def test_equal_rewards_explain_nothing_whatever_the_critic_says(reward):
+    rng, episodes = random.Random(1), []
+    for _ in range(20):  # the returns (R - V) + V differ in their last bits
+        size = rng.randrange(3, 9)
+        zeros, values = [0.0] * size, [rng.gauss(0.3, 0.2) for _ in range(size)]
+        episodes.append([Segment([3], [4] * size, [1] * size, zeros, [*zeros[1:], reward], zeros,
+                                 values=values)])
+    metrics = ppo_llm.estimate_advantages(episodes, 0.0, Args(gae_lambda=1.0))
+    assert metrics["critic/vf_explained_var"] == 0.0
+
+
 def test_equal_returns_explain_nothing_and_teach_nothing():
     episodes = [[plain_segment([1, 1], [0.0, 0.25])] for _ in range(30)]
     metrics = ppo_llm.estimate_advantages(episodes, 0.0, Args(gae_lambda=1.0))
