@@ -1,4 +1,5 @@
-"""The samplers of grpo_llm.py: one after another in a rollout, over HTTP against a stand-in, and vLLM itself.
+"""The samplers of grpo_llm.py and ppo_llm.py: replies one after another, over HTTP against a stand-in, and
+vLLM itself.
 
 The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m slow tests/test_engines.py
 """
@@ -34,15 +35,19 @@ from safetensors.torch import load_file, save_file
 
 import envs
 import grpo_llm
+import ppo_llm
 from envs import BadInput
 from grpo_llm import Args, EngineError, Segment
-from tests.run_folders import command_line, log_lines, process, records, timeless
+from tests.run_folders import command_line, log_lines, process, records, same_tree, timeless
 from tools.validate_train_log import validate
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "countdown-tiny"
 SMALL = dict(iterations=2, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2, eval_every=0,
              checkpoint_every=1, warmup_iterations=2)
+SMALL_PPO = SMALL | dict(prompts_per_iteration=8, group_size=1, minibatches=2, critic_minibatches=2,
+                         critic_warmup=1, eval_tasks=4)
+RL = pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 
 
@@ -78,13 +83,13 @@ class Continuous(grpo_llm.Engine):
         return [(key, *self.replies[key].pop(0)) for key in keys]
 
 
-def scripted_hf_engine(replies, tokenizer, model, args, monkeypatch):
-    """grpo_llm.HfEngine, for which `generate` takes each key's replies in turn."""
+def scripted_hf_engine(script, replies, tokenizer, model, args, monkeypatch):
+    """The script's HfEngine, for which `generate` takes each key's replies in turn."""
     replies, asked = copy.deepcopy(replies), []
-    engine = grpo_llm.HfEngine(model, tokenizer, args)
+    engine = script.HfEngine(model, tokenizer, args)
     submit = engine.submit
     engine.submit = lambda key, *rest: (asked.append(key), submit(key, *rest))
-    monkeypatch.setattr(grpo_llm, "generate", lambda model, prompts, *rest: [
+    monkeypatch.setattr(script, "generate", lambda model, prompts, *rest: [
         replies[asked.pop(0)].pop(0) for _ in prompts])
     return engine
 
@@ -127,11 +132,12 @@ def long_game():
     return env
 
 
+@RL
 @pytest.mark.parametrize("budget", [4096, 60])
 def test_the_order_of_replies_changes_nothing_that_a_rollout_keeps(
-        budget, countdown_tiny, long_game, monkeypatch):
+        script, budget, countdown_tiny, long_game, monkeypatch):
     model, tokenizer = countdown_tiny
-    args = Args(max_context_tokens=budget, max_concurrent=3, microbatch_tokens=100)
+    args = script.Args(max_context_tokens=budget, max_concurrent=3, microbatch_tokens=100)
     tasks = [long_game.task("train", index) for index in range(4)]
     replies = random_replies(tokenizer, tasks, 6, long_game.replies, long_game, random.Random(1))
     start, results, engines = long_game.start, [], []
@@ -143,10 +149,10 @@ def test_the_order_of_replies_changes_nothing_that_a_rollout_keeps(
         if seed:
             engines.append(Continuous(replies, [tokenizer.eos_token_id], rng))
         else:
-            engines.append(scripted_hf_engine(replies, tokenizer, model, args, monkeypatch))
+            engines.append(scripted_hf_engine(script, replies, tokenizer, model, args, monkeypatch))
         with ThreadPoolExecutor(3) as pool:
-            results.append(grpo_llm.rollout(engines[-1], tokenizer, long_game, tasks, 6, 1.0, args, pool,
-                                            grpo_llm.episode_reward))
+            results.append(script.rollout(engines[-1], tokenizer, long_game, tasks, 6, 1.0, args, pool,
+                                          script.episode_reward))
     kept = [[dict(vars(r), episode=None) for r in rollouts] for rollouts in results]
     assert kept[1:] == kept[:1] * 3
     assert {r.termination for r in results[0]} >= {"done", "length", "error"}
@@ -771,9 +777,10 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path, capsys, stand_in):
 # LoRA: an adapter to go on from
 
 
-def train(folder, **flags):
+def train(folder, script=grpo_llm, **flags):
     """A run in this process, to its end. -> its folder"""
-    grpo_llm.main(Args(**SMALL | dict(run_dir=str(folder)) | flags))
+    small = SMALL_PPO if script is ppo_llm else SMALL
+    script.main(script.Args(**small | dict(run_dir=str(folder)) | flags))
     return folder
 
 
@@ -798,8 +805,10 @@ def adapted(folder):
         return model(IDS).logits
 
 
-def test_an_adapter_is_gone_on_from_without_its_dropout(adapter, countdown_tiny, tmp_path, monkeypatch):
-    first, models, make_engine = [], [], grpo_llm.make_engine
+@pytest.mark.parametrize("script", [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
+def test_an_adapter_is_gone_on_from_without_its_dropout(
+        script, adapter, countdown_tiny, tmp_path, monkeypatch):
+    first, models, make_engine = [], [], script.make_engine
 
     def spy(model, *rest):
         models.append(model.train())  # so that dropout, were there any, would show
@@ -807,10 +816,11 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(adapter, countdown_tiny,
             first.append((model(IDS).logits, model(IDS).logits))
         return make_engine(model.eval(), *rest)
 
-    monkeypatch.setattr(grpo_llm, "make_engine", spy)
+    monkeypatch.setattr(script, "make_engine", spy)
     before = hashlib.sha256((TINY / "model.safetensors").read_bytes()).hexdigest()
-    flags = dict(lora_adapter_path=str(adapter), learning_rate=5e-3)
-    whole = train(tmp_path / "whole", **flags)
+    alone = dict(critic_warmup=0) if script is ppo_llm else {}
+    flags = dict(lora_adapter_path=str(adapter), learning_rate=5e-3, **alone)
+    whole = train(tmp_path / "whole", script, **flags)
     base_logits = countdown_tiny[0](IDS).logits
     torch.testing.assert_close(first[0][0], adapted(adapter))
     assert torch.equal(*first[0]) and (first[0][0] - base_logits).abs().max() > 0.05
@@ -832,17 +842,39 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(adapter, countdown_tiny,
     halves = tmp_path / "halves"
     shutil.copytree(whole, halves)
     shutil.rmtree(halves / "checkpoints" / "step_000002")
-    train(halves, **flags)
+    train(halves, script, **flags)
     torch.testing.assert_close(first[-1][0], adapted(halves / "checkpoints" / "step_000001"))
     assert timeless(halves) == timeless(whole)
     name = "checkpoints/step_000002/adapter_model.safetensors"
     assert (halves / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_the_reference_of_the_kl_penalty_is_the_model_without_any_adapter(adapter, tmp_path):
+@RL
+def test_the_reference_of_the_kl_penalty_is_the_model_without_any_adapter(script, adapter, tmp_path):
     """... and so the penalty is not zero when training goes on from an adapter."""
-    folder = train(tmp_path / "run", lora_adapter_path=str(adapter), kl_coef=0.1, iterations=1)
+    folder = train(tmp_path / "run", script, lora_adapter_path=str(adapter), kl_coef=0.1, iterations=1)
     assert records(folder)[1]["train/kl_loss"] > 1e-4
+
+
+def test_a_critic_of_its_own_starts_from_the_adapter_too(adapter, tmp_path, monkeypatch):
+    """As an adapter of its own, over the same frozen weights."""
+    states, make_critic = [], ppo_llm.make_critic
+
+    def spy(policy, backbone, args):
+        critic = make_critic(policy, backbone, args)
+        mine = ppo_llm.decoder_and_head(policy)[0]
+        with torch.no_grad():
+            states.append([decoder(IDS).last_hidden_state for decoder in (mine, critic.decoder)])
+        for (name, one), (_, other) in zip(mine.named_parameters(), critic.decoder.named_parameters(),
+                                           strict=True):
+            assert (one is other) is ("lora_" not in name), name
+        return critic
+
+    monkeypatch.setattr(ppo_llm, "make_critic", spy)
+    train(tmp_path / "run", ppo_llm, lora_adapter_path=str(adapter), iterations=0, eval_tasks=1)
+    ((of_policy, of_critic),) = states
+    base = grpo_llm.load_weights(str(TINY)).get_decoder()(IDS).last_hidden_state
+    assert torch.equal(of_policy, of_critic) and (of_critic - base).abs().max() > 0.05
 
 
 def spoil(kind, adapter, folder):
@@ -912,22 +944,34 @@ def test_an_adapter_of_another_model_or_nowhere_is_refused(adapter, tmp_path, ca
                 (tmp_path / "kept").replace(adapter / "adapter_model.safetensors")
 
 
-def test_the_first_hand_overs_are_checked_and_all_of_them_on_request(tmp_path, monkeypatch):
-    checked = []
-    monkeypatch.setattr(grpo_llm, "import_vllm", lambda device: None)
-    monkeypatch.setattr(grpo_llm, "make_engine", lambda model, tokenizer, args, folder: grpo_llm.HfEngine(
+def watch_checks(script, monkeypatch):
+    """-> a list that grows: of each check of a hand-over, the records that the log held by then."""
+    checked, check_sync = [], script.check_sync
+
+    def watched(engine, model, tokenizer, args):
+        checked.append(len(records(Path(args.run_dir))))
+        difference = check_sync(engine, model, tokenizer, args)
+        assert difference < 1e-5
+        return difference
+
+    monkeypatch.setattr(script, "check_sync", watched)
+    return checked
+
+
+@RL
+def test_the_first_hand_overs_are_checked_and_all_of_them_on_request(script, tmp_path, monkeypatch):
+    """Of the starting weights and of the first ones that training has changed; both times in full."""
+    checked = watch_checks(script, monkeypatch)
+    monkeypatch.setattr(script, "import_vllm", lambda device: None)
+    monkeypatch.setattr(script, "make_engine", lambda model, tokenizer, args, folder: script.HfEngine(
         model, tokenizer, args))
-    check_sync = grpo_llm.check_sync
-    monkeypatch.setattr(grpo_llm, "check_sync",
-                        lambda *rest: checked.append(check_sync(*rest)) or checked[-1])
-    flags = dict(engine="vllm", iterations=4, max_context_tokens=300)
-    counts = []
-    for options in (dict(), dict(check_sync=True)):
-        checked.clear()
-        train(tmp_path / str(len(counts)), **flags, **options)
-        counts.append(len(checked))
-        assert max(checked) < 1e-5
-    assert counts == [2, 5]
+    flags = dict(engine="vllm", iterations=4, max_context_tokens=300, eval_tasks=2)
+    alone = dict(critic_warmup=2) if script is ppo_llm else {}  # iterations that leave the policy as it is
+    train(tmp_path / "run", script, **flags, **alone)
+    assert checked == ([0, 3] if alone else [0, 1])
+    checked.clear()
+    train(tmp_path / "all", script, **flags | alone | dict(iterations=2, check_sync=True))
+    assert checked == [0, 1, 2]
 
 
 # vLLM itself. Every engine of this process stays: one that goes takes along what they share.
@@ -1163,22 +1207,49 @@ def test_training_with_vllm_climbs_as_with_the_default_engine(vllm, tmp_path, lo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
-def test_with_vllm_two_iterations_and_two_more_equal_four_bit_for_bit(vllm, tmp_path, lora_rank):
+def test_ppo_with_vllm_starts_as_with_the_default_engine_and_stays_on_policy(
+        vllm, tmp_path, monkeypatch, lora_rank):
+    """In two iterations of the critic alone, and after each update of the policy."""
+    checked = watch_checks(ppo_llm, monkeypatch)
+    flags = dict(lora_rank=lora_rank, learning_rate=RATES[lora_rank], warmup_iterations=0, eval_tasks=32)
+    default = train(tmp_path / "hf", ppo_llm, **flags, iterations=0)
+    folder = train(tmp_path / "vllm", ppo_llm, **flags, **VLLM, iterations=5, critic_warmup=2)
+    assert checked == [0, 3]
+    verdict = validate(folder, strict=True)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    log = records(folder)
+    assert 0 < log[0]["val/countdown/greedy"] == records(default)[0]["val/countdown/greedy"] < 1
+    assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
+    assert [record["train/policy_steps"] for record in log[1:]] == [0, 0, 2, 2, 2]
+    norms = [record["train/weight_norm"] for record in log[1:]]
+    assert norms[0] == norms[1] != norms[2]
+    # A sampler that had missed an update would be further away than that.
+    assert all(record["train/approx_kl"] > 1e-5 for record in log[3:])
+
+
+@pytest.mark.slow
+@RL
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_with_vllm_two_iterations_and_two_more_equal_four_bit_for_bit(vllm, script, tmp_path, lora_rank):
     flags = VLLM | dict(iterations=4, lora_rank=lora_rank, learning_rate=RATES[lora_rank], eval_every=2,
                         keep_checkpoints=0)
-    whole = train(tmp_path / "whole", **flags)
+    whole = train(tmp_path / "whole", script, **flags)
     halves = tmp_path / "halves"
     shutil.copytree(whole, halves)
     shutil.rmtree(halves / "checkpoints" / "step_000004")
     shutil.rmtree(halves / "checkpoints" / "step_000003")
     torch.manual_seed(1234)  # what this process did before must not matter
-    train(halves, **flags)
+    train(halves, script, **flags)
     (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
     assert mark["iteration"] == 2 and len(records(halves)) == 5
     assert timeless(halves) == timeless(whole)
     (weights,) = (path.relative_to(whole) for path in whole.glob("checkpoints/*4/*model.safetensors"))
     assert (halves / weights).read_bytes() == (whole / weights).read_bytes()
     assert (halves / weights).read_bytes() != (whole / str(weights).replace("4", "3")).read_bytes()
+    ends = [torch.load(folder / "checkpoints" / "step_000004" / "trainer_state.pt")
+            for folder in (whole, halves)]
+    for name in ("optimizer", *(("critic", "critic_optimizer") if script is ppo_llm else ())):
+        same_tree(*(end[name] for end in ends))
 
 
 # Real servers
@@ -1257,11 +1328,12 @@ def at_iteration(folder, iteration, action):
     return thread
 
 
-def server_run(folder, server, **flags):
+def server_run(folder, server, script=grpo_llm, **flags):
     """The command line of a short run that samples with this server. -> exit code"""
-    flags = SMALL | dict(engine="vllm", vllm_url=server.url, max_context_tokens=256, run_dir=folder,
+    small = SMALL_PPO if script is ppo_llm else SMALL
+    flags = small | dict(engine="vllm", vllm_url=server.url, max_context_tokens=256, run_dir=folder,
                          prompts_per_iteration=8) | flags
-    return command_line("grpo_llm.py", "--check-sync", *(
+    return command_line(f"{script.__name__}.py", "--check-sync", *(
         part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))
 
 
@@ -1304,12 +1376,16 @@ def test_a_server_that_is_killed_ends_the_run_with_one_line_and_the_same_command
     again = full.output.read_text().rpartition("Started server process")[2]
     assert re.findall(r'"POST (\S+) HTTP', again)[:2] == ["/collective_rpc", "/reset_prefix_cache"]
 
+    # Another run, of the other script, gets its own.
+    assert server_run(tmp_path / "ppo", full, ppo_llm, **flags | dict(iterations=4)) == 0
+    check_run(tmp_path / "ppo", 4)
+
 
 @pytest.mark.slow
 def test_a_server_samples_with_the_adapter_of_each_run_in_turn(server, tmp_path):
     lora = server("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1").ready()
-    for name, seed in (("one", 1), ("two", 2)):
-        assert server_run(tmp_path / name, lora, lora_rank=8, learning_rate=1e-2, iterations=4, seed=seed,
+    for name, script in (("one", grpo_llm), ("two", ppo_llm)):
+        assert server_run(tmp_path / name, lora, script, lora_rank=8, learning_rate=1e-2, iterations=4,
                           warmup_iterations=0) == 0
         check_run(tmp_path / name, 4)
         cards = requests.get(lora.url + "/v1/models", timeout=PATIENCE).json()["data"]

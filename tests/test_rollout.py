@@ -1,7 +1,8 @@
-"""Sampling and rollouts of grpo_llm.py: tokens, masks and log-probabilities, on very small models."""
+"""Sampling and rollouts of grpo_llm.py and ppo_llm.py: tokens, masks and numbers, on very small models."""
 
 import copy
 import dataclasses
+import json
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import envs
 import grpo_llm
+import ppo_llm
 from envs import BadInput, Step
 from grpo_llm import Args, Rollout, Segment
 
@@ -143,6 +145,12 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion(monkeypatch):
 # Rollouts with a scripted sampler
 
 
+@pytest.fixture(params=[grpo_llm, ppo_llm], ids=["grpo", "ppo"])
+def trainer(request):
+    """The script whose rollout is played. What the two hold in common they hold to the letter."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def pool():
     with ThreadPoolExecutor(4) as threads:
@@ -168,7 +176,7 @@ def byte_tokenizer(template):
 
 
 class Script:
-    """In the place of grpo_llm.generate: given replies, in order; and what it was asked to continue."""
+    """In the place of a script's generate: given replies, in order; and what it was asked to continue."""
 
     def __init__(self, *replies):
         self.replies, self.prompts = list(replies), []
@@ -187,12 +195,16 @@ class Script:
         return [-reply - (t + 1) / 100 for t in range(length)]
 
 
-def play(monkeypatch, pool, model, tokenizer, env, script, num_samples=1, index=0, **flags):
-    monkeypatch.setattr(grpo_llm, "generate", script)
-    args = Args(**dict(max_response_tokens=40) | flags)
-    engine = grpo_llm.HfEngine(model, tokenizer, args)
-    return grpo_llm.rollout(engine, tokenizer, env, [env.task("train", index)], num_samples, 1.0, args, pool,
-                            grpo_llm.episode_reward)
+@pytest.fixture
+def play(trainer, monkeypatch, pool):
+    """Plays a task with scripted replies. -> Rollouts"""
+    def play(model, tokenizer, env, script, num_samples=1, score=None, **flags):
+        monkeypatch.setattr(trainer, "generate", script)
+        args = trainer.Args(**dict(max_response_tokens=40) | flags)
+        engine = trainer.HfEngine(model, tokenizer, args)
+        return trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], num_samples, 1.0, args, pool,
+                               score or trainer.episode_reward)
+    return play
 
 
 def reply_ids(tokenizer, text):
@@ -220,14 +232,14 @@ def test_two_turn_answers_a_wrong_reply_with_the_problem(two_turn):
 
 @pytest.mark.parametrize("words", [True, False], ids=["word-level", "chatml"])
 def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
-        monkeypatch, pool, countdown_tiny, two_turn, words):
+        play, countdown_tiny, two_turn, words):
     model = countdown_tiny[0]
     tokenizer = countdown_tiny[1] if words else byte_tokenizer(CHATML)
     task = two_turn.task("train", 0)
     texts = [wrong(two_turn), two_turn.solution(task)]
     sampled = [reply_ids(tokenizer, text) for text in texts]
     script = Script(*sampled)
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, script)
+    (r,) = play(model, tokenizer, two_turn, script)
     assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.0, 1.0, 2)
     assert [(m["role"], m["content"]) for m in r.messages] == [
         ("user", task.messages[0]["content"]), ("assistant", texts[0]),
@@ -248,14 +260,14 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
     assert script.prompts == [segment.prompt_ids, segment.ids[:-len(sampled[1])]]
 
 
-def test_replies_are_kept_as_the_ids_that_were_sampled(monkeypatch, pool, countdown_tiny, two_turn):
+def test_replies_are_kept_as_the_ids_that_were_sampled(play, countdown_tiny, two_turn):
     """A reply with a special token inside: its text gives other ids, and those must not come back."""
     model, tokenizer = countdown_tiny
     odd = reply_ids(tokenizer, wrong(two_turn))
     odd.insert(2, tokenizer.bos_token_id)
     right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
     script = Script(odd, right)
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, script)
+    (r,) = play(model, tokenizer, two_turn, script)
     assert r.messages[1]["content"] == wrong(two_turn)
     assert reply_ids(tokenizer, r.messages[1]["content"]) != odd
     (segment,) = r.segments
@@ -264,47 +276,47 @@ def test_replies_are_kept_as_the_ids_that_were_sampled(monkeypatch, pool, countd
 
 
 def test_a_turn_closed_by_a_mark_that_is_not_the_tokenizers_eos_is_not_closed_twice(
-        monkeypatch, pool, countdown_tiny, two_turn):
+        play, countdown_tiny, two_turn):
     """Gemma and Phi: the generation config names the closing mark as an eos, the tokenizer another one."""
     model, tokenizer = copy.deepcopy(countdown_tiny[0]), byte_tokenizer(CHATML.replace("<|im_end|>", "<end>"))
     end = tokenizer.convert_tokens_to_ids("<end>")
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
     texts = [wrong(two_turn), two_turn.solution(two_turn.task("train", 0))]
     sampled = [reply_ids(tokenizer, text)[:-1] + [end] for text in texts]
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, Script(*sampled))
+    (r,) = play(model, tokenizer, two_turn, Script(*sampled))
     assert r.correct
     whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
     assert tokenizer.decode(r.segments[0].ids) == whole
 
 
-def test_a_default_system_prompt_does_not_get_into_the_answers(monkeypatch, pool, countdown_tiny, two_turn):
+def test_a_default_system_prompt_does_not_get_into_the_answers(play, countdown_tiny, two_turn):
     """Templates with a system prompt of their own, whatever words are in it."""
     system = "<|im_start|>system\nAnswer the question. Keep each reply short.<|im_end|>\n"
     tokenizer = byte_tokenizer(system + CHATML)
     texts = [wrong(two_turn), two_turn.solution(two_turn.task("train", 0))]
     script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(monkeypatch, pool, countdown_tiny[0], tokenizer, two_turn, script)
+    (r,) = play(countdown_tiny[0], tokenizer, two_turn, script)
     whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
     assert tokenizer.decode(r.segments[0].ids) == whole
 
 
-def test_the_plain_template_is_the_bare_text(monkeypatch, pool, countdown_tiny, two_turn):
+def test_the_plain_template_is_the_bare_text(play, countdown_tiny, two_turn):
     tokenizer = byte_tokenizer(None)
     task = two_turn.task("train", 0)
     texts = [wrong(two_turn), two_turn.solution(task)]
     script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(monkeypatch, pool, countdown_tiny[0], tokenizer, two_turn, script, chat_template="plain")
+    (r,) = play(countdown_tiny[0], tokenizer, two_turn, script, chat_template="plain")
     problem, eos = task.messages[0]["content"], tokenizer.eos_token
     assert tokenizer.decode(r.segments[0].ids) == f"{problem}{texts[0]}{eos}{problem}{texts[1]}{eos}"
 
 
-def test_a_reply_cut_at_the_limit_never_reaches_the_environment(monkeypatch, pool, countdown_tiny, two_turn):
+def test_a_reply_cut_at_the_limit_never_reaches_the_environment(monkeypatch, play, countdown_tiny, two_turn):
     model, tokenizer = countdown_tiny
     solution = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
     steps = []
     monkeypatch.setattr(two_turn, "start", lambda task, seed: Recording(steps))
     script = Script(solution[:-1], solution)
-    cut, ended = play(monkeypatch, pool, model, tokenizer, two_turn, script, 2,
+    cut, ended = play(model, tokenizer, two_turn, script, 2,
                       max_response_tokens=len(solution))
     assert (cut.termination, cut.reward, cut.correct, cut.steps) == ("length", 0.0, 0.0, [])
     assert cut.segments[0].response_mask == [1] * (len(solution) - 1)
@@ -329,36 +341,36 @@ class Broken(envs.Episode):
 
 
 def test_an_environment_that_raises_ends_its_episode_and_not_the_run(
-        monkeypatch, pool, countdown_tiny, two_turn, capsys):
+        monkeypatch, play, countdown_tiny, two_turn, capsys):
     model, tokenizer = countdown_tiny
     steps, started = [], []
     monkeypatch.setattr(two_turn, "start", lambda task, seed: started.append(task) or (
         Broken() if len(started) == 2 else Recording(steps)))
     reply = reply_ids(tokenizer, wrong(two_turn))
-    rollouts = play(monkeypatch, pool, model, tokenizer, two_turn, Script(*[reply] * 3), 3)
+    rollouts = play(model, tokenizer, two_turn, Script(*[reply] * 3), 3)
     assert [r.termination for r in rollouts] == ["done", "error", "done"]
     assert [r.reward for r in rollouts] == [1.0, 0.0, 1.0]
     assert "out of order" in capsys.readouterr().err
 
 
-def test_the_environments_own_limit_ends_as_truncated(monkeypatch, pool, countdown_tiny, two_turn):
+def test_the_environments_own_limit_ends_as_truncated(monkeypatch, play, countdown_tiny, two_turn):
     class Late(envs.Episode):
         def step(self, reply):
             return Step([], 0.25, False, True, {"correct": 1.0})
 
     model, tokenizer = countdown_tiny
     monkeypatch.setattr(two_turn, "start", lambda task, seed: Late())
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, Script(reply_ids(tokenizer, wrong(two_turn))))
+    (r,) = play(model, tokenizer, two_turn, Script(reply_ids(tokenizer, wrong(two_turn))))
     assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
 
 
-def test_episodes_of_a_group_keep_their_own_tokens_as_others_end(monkeypatch, pool, countdown_tiny, two_turn):
+def test_episodes_of_a_group_keep_their_own_tokens_as_others_end(play, countdown_tiny, two_turn):
     model, tokenizer = countdown_tiny
     right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
     bad = reply_ids(tokenizer, wrong(two_turn))
     worse = bad[:1] + [bad[0]] + bad[2:]
     script = Script(right, bad, worse, right[:2], bad, right)
-    rollouts = play(monkeypatch, pool, model, tokenizer, two_turn, script, 4, max_concurrent=2)
+    rollouts = play(model, tokenizer, two_turn, script, 4, max_concurrent=2)
     assert [r.termination for r in rollouts] == ["done", "done", "done", "length"]
     assert [r.correct for r in rollouts] == [1.0, 0.0, 1.0, 0.0]
     def sampled(r):
@@ -408,13 +420,13 @@ def expected_segments(tokenizer, env, texts, budget, limit):
 
 @pytest.mark.parametrize("budget", [45, 52, 60, 75])
 def test_a_history_over_the_budget_starts_a_segment_that_keeps_the_task(
-        monkeypatch, pool, countdown_tiny, two_turn, budget):
+        play, countdown_tiny, two_turn, budget):
     model, tokenizer = countdown_tiny
     env, limit = long_game(two_turn, 8), 16
     task = env.task("train", 0)
     texts = [wrong(env)] * 3 + [wrong(env) + "; 1 + 1 = 2"] * 4 + [env.solution(task)]
     script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(monkeypatch, pool, model, tokenizer, env, script, max_context_tokens=budget,
+    (r,) = play(model, tokenizer, env, script, max_context_tokens=budget,
                 max_response_tokens=limit)
     assert (r.termination, r.correct) == ("done", 1.0)
     found = [(s.prompt_ids, s.response_ids) for s in r.segments]
@@ -433,21 +445,136 @@ def test_a_history_over_the_budget_starts_a_segment_that_keeps_the_task(
                        for i, p in zip(ids, Script.logprobs(n + 1, len(ids)), strict=True)]
 
 
-def test_an_episode_that_cannot_fit_ends_with_context(monkeypatch, pool, countdown_tiny, two_turn):
+def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_turn):
     model, tokenizer = countdown_tiny
     bad = reply_ids(tokenizer, wrong(two_turn))
     prompt = len(tokenizer.apply_chat_template(two_turn.task("train", 0).messages, add_generation_prompt=True)
                  ["input_ids"])
     # The prompt and one reply fit, the second turn does not, and there is no older turn to leave out.
     flags = dict(max_context_tokens=prompt + 16, max_response_tokens=16)
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, Script(bad), **flags)
+    (r,) = play(model, tokenizer, two_turn, Script(bad), **flags)
     assert (r.termination, r.correct, len(r.segments), len(r.steps)) == ("context", 0.0, 1, 1)
     assert r.segments[0].response_ids == bad
     # The prompt alone does not fit: nothing is sampled.
     flags["max_context_tokens"] -= 1
     script = Script()
-    (r,) = play(monkeypatch, pool, model, tokenizer, two_turn, script, **flags)
+    (r,) = play(model, tokenizer, two_turn, script, **flags)
     assert (r.termination, r.reward, r.segments[0].response_ids, script.prompts) == ("context", 0.0, [], [])
+
+
+# PPO: what is earned where, and who learns from it
+
+
+ppo_alone = pytest.mark.parametrize("trainer", [ppo_llm], indirect=True, ids=["ppo"])
+
+
+@ppo_alone
+@pytest.mark.parametrize("budget", [4096, 52], ids=["one", "several"])
+@pytest.mark.parametrize("given", ["list", "short", "number"])
+def test_the_reward_of_a_turn_is_at_its_last_token(play, countdown_tiny, two_turn, given, budget):
+    """In one segment, and where the history was cut into several."""
+    model, tokenizer = countdown_tiny
+    texts = [wrong(two_turn)] * 7 + [two_turn.solution(two_turn.task("train", 0))]
+    rewards = [0.5, -0.25, 0.0, 1.0, 0.75, -1.0, 0.125, 2.0]
+    given, expected = {"list": (rewards, rewards), "short": (rewards[:3], rewards[:3] + [0.0] * 5),
+                       "number": (0.7, [0.0] * 7 + [0.7])}[given]
+    script = Script(*(reply_ids(tokenizer, text) for text in texts))
+    (r,) = play(model, tokenizer, long_game(two_turn, 8), script, score=lambda r: given,
+                max_context_tokens=budget, max_response_tokens=16)
+    assert (len(r.segments) > 1) == (budget == 52)
+    tokens = [(token == tokenizer.eos_token_id and mask == 1, reward) for s in r.segments
+              for token, mask, reward in zip(s.response_ids, s.response_mask, s.rewards, strict=True)]
+    assert [reward for last, reward in tokens if last] == expected
+    assert not any(reward for last, reward in tokens if not last)
+    assert r.reward == pytest.approx(sum(expected))
+
+
+@ppo_alone
+def test_a_reply_that_was_cut_earns_nothing_and_the_turns_before_it_keep_their_rewards(
+        play, countdown_tiny, two_turn):
+    model, tokenizer = countdown_tiny
+    first, cut = reply_ids(tokenizer, wrong(two_turn)), reply_ids(tokenizer, wrong(two_turn))[:3]
+    (r,) = play(model, tokenizer, two_turn, Script(first, cut), score=lambda r: [0.5 for _ in r.steps])
+    assert (r.termination, r.reward, len(r.steps)) == ("length", 0.5, 1)
+    rewards = r.segments[0].rewards
+    assert rewards[len(first) - 1] == 0.5 and sum(map(bool, rewards)) == 1
+
+
+@ppo_alone
+def test_more_rewards_than_turns_are_refused(play, countdown_tiny, two_turn):
+    model, tokenizer = countdown_tiny
+    right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
+    with pytest.raises(BadInput, match="gave 2 rewards for 1 turns"):
+        play(model, tokenizer, two_turn, Script(right), score=lambda r: (1.0, 1.0))
+
+
+class Keep:
+    """In an optimiser's place: keeps the gradient and leaves the weights."""
+
+    def __init__(self, model):
+        self.param_groups = [dict(params=list(model.parameters()))]
+
+    def step(self):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
+
+    def zero_grad(self, set_to_none):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+@ppo_alone
+def test_nothing_is_learned_from_what_the_environment_wrote(play, countdown_tiny, two_turn):
+    """Its tokens have advantages and returns of 0, and no number that stands at them matters."""
+    policy, tokenizer = copy.deepcopy(countdown_tiny[0]), countdown_tiny[1]
+    critic = ppo_llm.Critic(copy.deepcopy(policy).get_decoder(), policy.config.hidden_size, shared=False)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(critic.head.weight, std=0.1)
+    env, args = long_game(two_turn, 8), ppo_llm.Args(kl_coef=0.1, max_grad_norm=1e9)
+    texts = [wrong(env)] * 7 + [env.solution(env.task("train", 0))]
+    script = Script(*(reply_ids(tokenizer, text) for text in texts for _ in range(2)))
+    rollouts = play(policy, tokenizer, env, script, 2, lambda r: [0.1 * n for n in range(len(r.steps))],
+                    max_context_tokens=60, max_response_tokens=16)
+    episodes = [r.segments for r in rollouts]
+    segments = [segment for episode in episodes for segment in episode]
+    assert len(segments) > 2
+    for name in ("old_logprobs", "ref_logprobs"):
+        ppo_llm.store_logprobs(policy, segments, name, args, tokenizer.pad_token_id)
+    for segment in segments:  # so that there is a penalty
+        segment.ref_logprobs = [p - 0.1 * m for p, m in zip(segment.ref_logprobs, segment.response_mask,
+                                                            strict=True)]
+    ppo_llm.store_values(critic, segments, args, tokenizer.pad_token_id)
+
+    def learned():
+        """All that an iteration logs, learns and learns from."""
+        metrics = ppo_llm.estimate_advantages(episodes, 0.1, args)
+        targets = [[getattr(segment, name) for segment in segments] for name in ("advantages", "returns")]
+        spoil("advantages", "returns")
+        gradients = []
+        for model, terms in ((policy, ppo_llm.policy_terms), (critic, ppo_llm.value_terms)):
+            optimizer = Keep(model)
+            torch.manual_seed(1)
+            metrics |= ppo_llm.update(model, optimizer, terms, episodes, 1, 1, args,
+                                      tokenizer.pad_token_id)[0]
+            gradients.append(optimizer.gradient)
+        return metrics, targets, gradients
+
+    def spoil(*names):
+        for segment in segments:
+            for name in names:
+                setattr(segment, name, [x if m else noise.uniform(-5, 5) for x, m in zip(
+                    getattr(segment, name), segment.response_mask, strict=True)])
+
+    noise = random.Random(1)
+    before = learned()
+    for advantages, returns, segment in zip(*before[1], segments, strict=True):
+        assert all(not a and not g for a, g, m in zip(advantages, returns, segment.response_mask, strict=True)
+                   if not m)
+        assert all(a and g for a, g, m in zip(advantages, returns, segment.response_mask, strict=True) if m)
+    spoil("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
+    after = learned()
+    assert before[:2] == after[:2]
+    for one, other in zip(before[2], after[2], strict=True):
+        assert torch.equal(one, other) and one.norm() > 1e-3
 
 
 # Chat templates
@@ -532,11 +659,11 @@ def test_tasks_come_in_a_new_order_in_each_epoch():
     assert [grpo_llm.task_index(i, 2, 10) for i in range(10)] != first
 
 
-def test_evaluation_counts_correct_replies_by_source(monkeypatch, pool, countdown_tiny):
+def test_evaluation_counts_correct_replies_by_source(trainer, monkeypatch, pool, countdown_tiny):
     """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
     model, tokenizer = countdown_tiny
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
-    args = Args(eval_tasks=6, eval_samples=4, max_response_tokens=16)
+    args = trainer.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16)
     tasks = [env.task("test", i) for i in range(6)]
     rng = random.Random(1)
     plan = {0.0: [[rng.random() < 0.5] for _ in tasks],  # which replies are right, by temperature
@@ -549,9 +676,9 @@ def test_evaluation_counts_correct_replies_by_source(monkeypatch, pool, countdow
                  for task, flag in zip(repeated, right, strict=True)]
         return [(ids := reply_ids(tokenizer, text), [0.0] * len(ids)) for text in texts]
 
-    monkeypatch.setattr(grpo_llm, "generate", generate)
-    engine = grpo_llm.HfEngine(model, tokenizer, args)
-    metrics, samples = grpo_llm.evaluate(engine, tokenizer, env, args, pool, grpo_llm.episode_reward)
+    monkeypatch.setattr(trainer, "generate", generate)
+    engine = trainer.HfEngine(model, tokenizer, args)
+    metrics, samples = trainer.evaluate(engine, tokenizer, env, args, pool, trainer.episode_reward)
     assert len(samples) == 24
     sources = {task.source for task in tasks}
     assert sources == {"countdown/2", "countdown/3"}
@@ -565,7 +692,7 @@ def test_evaluation_counts_correct_replies_by_source(monkeypatch, pool, countdow
         assert metrics[f"val/{source}/correct"] == metrics[f"val/{source}/pass@1"]
 
 
-def test_segments_survive_json():
+def test_segments_survive_json(trainer):
     """Episodes are written as JSON."""
-    segment = Segment([1, 2], [3], [1], [-0.5])
-    assert Segment(**dataclasses.asdict(segment)) == segment
+    segment = trainer.Segment([1, 2], [3], [1], [-0.5])
+    assert trainer.Segment(**json.loads(json.dumps(dataclasses.asdict(segment)))) == segment

@@ -1,10 +1,11 @@
-"""grpo_llm.py and sft.py from the command line to the run folder, a few iterations at a time, on the CPU.
+"""grpo_llm.py, ppo_llm.py and sft.py from the command line to the run folder, a few iterations, on the CPU.
 
 Most runs happen in this process: importing torch takes longer than they do. Slow ones are killed for real:
 
     KILLS=10 pytest -m slow tests/test_runs.py
 """
 
+import functools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import re
 import resource
 from pathlib import Path
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 import grpo_llm
+import ppo_llm
 import sft
 from tests.run_folders import (
     command_line,
@@ -39,9 +42,14 @@ TINY = str(ROOT / "models" / "countdown-tiny")
 SMALL = {
     grpo_llm: dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
                    eval_every=2, checkpoint_every=2, warmup_iterations=2),
+    ppo_llm: dict(iterations=4, prompts_per_iteration=8, minibatches=2, critic_minibatches=2, critic_warmup=1,
+                  eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2, warmup_iterations=2),
     sft: dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
               eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
 }
+RL = [grpo_llm, ppo_llm]
+RL_SLOW = [pytest.param(grpo_llm, marks=pytest.mark.slow), ppo_llm]  # where one of them will do in a hurry
+ALL = [*RL, sft]
 LAST = "step_000004"
 
 
@@ -54,7 +62,13 @@ def train(script, folder, **flags):
 
 
 def same_end(one, other, step=LAST):
-    """Bit for bit: the weights' file, the optimiser's state, counters and log."""
+    """Bit for bit: the weights' file, what the trainer keeps beside them, and the log."""
+    same_checkpoint(one, other, step)
+    assert timeless(one) == timeless(other)
+
+
+def same_checkpoint(one, other, step=LAST):
+    """Weights, the state of the optimiser, counters; the critic and its optimiser where there is one."""
     one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
     (weights,) = (path.name for path in one_end.glob("*model.safetensors"))
     assert (one_end / weights).read_bytes() == (other_end / weights).read_bytes()
@@ -63,7 +77,16 @@ def same_end(one, other, step=LAST):
         for volatile in ("elapsed", "log_bytes"):
             state.pop(volatile)
     same_tree(*states)
-    assert timeless(one) == timeless(other)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """script -> a finished run that kept all checkpoints and episodes; each is made once."""
+    @functools.cache
+    def of(script):
+        folder = tmp_path_factory.mktemp("finished") / script.__name__
+        return train(script, folder, checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0)
+    return of
 
 
 class InterruptAt:
@@ -94,13 +117,15 @@ def keys_of(metrics):
     return {key: re.compile(re.sub(r"<\w+>", r".+", key) + r"(/.+)?") for key in metrics}
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
+@pytest.mark.parametrize("script", ALL)
 def test_the_log_passes_the_validator_and_holds_what_metrics_promises(script, tmp_path):
     folder = train(script, tmp_path / "run", **({} if script is sft else dict(kl_coef=0.1)))
-    verdict = validate(folder)
+    verdict = validate(folder, strict=True)
     assert verdict["ok"] and not verdict["warnings"], verdict
     assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 0, 0)
-    assert verdict["last"]["iteration"] == verdict["last"]["opt_steps"] == 4
+    assert log_lines(folder)[0]["meta"]["algo"] == script.__name__.removesuffix("_llm")
+    updates = 4 * 2 * 2 + 3 * 2 if script is ppo_llm else 4  # of the critic, and later of the policy
+    assert (verdict["last"]["iteration"], verdict["last"]["opt_steps"]) == (4, updates)
     logged = {key for record in records(folder) for key in record} - set(COMMON)
     patterns = keys_of(script.METRICS)
     for key in logged:
@@ -114,28 +139,39 @@ def test_the_log_passes_the_validator_and_holds_what_metrics_promises(script, tm
                if r["iteration"] in evaluated)
 
 
-def test_the_counters_and_rates_of_the_log_add_up(tmp_path):
-    folder = train(grpo_llm, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
+@pytest.mark.parametrize("script", RL)
+def test_the_counters_and_rates_of_the_log_add_up(script, finished, tmp_path):
+    folder = finished(script) if script is ppo_llm else train(
+        script, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
+    num_tasks = SMALL[script]["prompts_per_iteration"]
+    num_episodes = num_tasks * SMALL[script].get("group_size", 1)
     before, seen = records(folder)[0], set()
     for record in records(folder)[1:]:
         step = f"train_step_{record['iteration']:06d}"
         episodes = [json.loads(path.read_text()) for path in (folder / "episodes" / step).glob("countdown*")]
         tokens = sum(sum(s["response_mask"]) for episode in episodes for s in episode["segments"])
-        assert len(episodes) == 16
+        assert len(episodes) == num_episodes
         tasks = {episode["task_id"] for episode in episodes}
-        assert len(tasks) == 4 and not tasks & seen  # new ones in each iteration
+        assert len(tasks) == num_tasks and not tasks & seen  # new ones in each iteration
         seen |= tasks
         assert record["env_steps"] - before["env_steps"] == tokens
-        updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
+        if script is ppo_llm:
+            assert record["train/policy_steps"] == (2 if record["iteration"] > 1 else 0)
+            updates = record["train/policy_steps"] + 2 * 2
+        else:
+            updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
         assert record["opt_steps"] - before["opt_steps"] == updates
         assert record["train/global_step"] == record["opt_steps"]
-        assert record["train/reward"] == pytest.approx(sum(e["reward"] for e in episodes) / 16)
-        assert record["train/pass@1"] == pytest.approx(sum(e["correct"] for e in episodes) / 16)
         rewards = [e["reward"] for e in episodes]
-        assert [record[f"critic/score/{k}"] for k in ("max", "min")] == [max(rewards), min(rewards)]
+        mean = pytest.approx(sum(rewards) / num_episodes)
+        assert record["train/reward"] == mean
+        assert record["train/pass@1"] == pytest.approx(sum(e["correct"] for e in episodes) / num_episodes)
+        for name in ("score", "rewards"):  # which differ by a penalty, and there is none
+            assert [record[f"critic/{name}/{of}"] for of in ("mean", "max", "min")] == [
+                mean, max(rewards), min(rewards)]
         ends = {k.rpartition("/")[2]: v for k, v in record.items() if k.startswith("rollout/termination/")}
         assert sum(ends.values()) == pytest.approx(1.0)
-        assert ends["done"] == sum(e["termination"] == "done" for e in episodes) / 16
+        assert ends["done"] == sum(e["termination"] == "done" for e in episodes) / num_episodes
         assert sum(v for k, v in record.items() if k.startswith("time/")) <= (
             record["wall_time_s"] - before["wall_time_s"])
         before = record
@@ -164,15 +200,29 @@ RESUMED = {
     "lora-kl-bf16": (grpo_llm, dict(lora_rank=2, kl_coef=0.1, dtype="bfloat16", learning_rate=1e-2)),
     "dynamic": (grpo_llm, dict(dynamic_sampling=2, mask_truncated=True, max_response_tokens=9)),
     "two-turn": (grpo_llm, dict(env="tests/two_turn.py:TwoTurn", loss="cispo", aggregation="constant")),
+    "ppo": (ppo_llm, {}),
+    "ppo-warmup": (ppo_llm, dict(critic_warmup=3, gae_lambda=1.0, value_clip=0.0)),
+    "ppo-shared": (ppo_llm, dict(critic="shared", gamma=0.99)),
+    "ppo-shared-lora": (ppo_llm, dict(critic="shared", lora_rank=2, learning_rate=1e-2)),
+    "ppo-none": (ppo_llm, dict(critic="none", weight_decay=0.1)),
+    "ppo-lora": (ppo_llm, dict(lora_rank=2, learning_rate=1e-2)),
+    "ppo-epochs": (ppo_llm, dict(epochs=3, critic_epochs=1, group_size=2, target_kl=2e-3, value_clip=0.1,
+                                 learning_rate=2e-3)),
+    "ppo-kl": (ppo_llm, dict(kl_coef=0.05, kl_target=0.01, learning_rate=1e-3)),
+    "ppo-lora-kl-bf16": (ppo_llm, dict(lora_rank=2, kl_coef=0.05, kl_target=0.01, kl_penalty="k3",
+                                       dtype="bfloat16", learning_rate=1e-2)),
+    "ppo-two-turn": (ppo_llm, dict(env="tests/two_turn.py:TwoTurn", max_context_tokens=40)),
     "sft": (sft, {}),
     "sft-model": (sft, dict(model=TINY, schedule="constant")),
     "sft-bf16": (sft, dict(dtype="bfloat16", microbatch_tokens=60)),
 }
 
 
+QUICK = {"full", "lora", "epochs", "two-turn", "ppo", "ppo-warmup", "sft", "sft-bf16"}
+
+
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] * (case in ("lora-kl-bf16", "dynamic", "kl", "sft-model")))
-    for case in RESUMED])
+    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in RESUMED])
 def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     script, flags = RESUMED[case]
     whole = train(script, tmp_path / "whole", **flags)
@@ -192,22 +242,83 @@ def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     first, last = (load_file(next((halves / "checkpoints" / step).glob("*model.safetensors")))
                    for step in ("step_000002", LAST))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
+    if script is ppo_llm:
+        check_critics(halves, flags)
 
 
-def test_the_seed_decides_everything_random(tmp_path):
-    one, other, third = (train(grpo_llm, tmp_path / f"{n}", seed=seed, lora_rank=2, iterations=1)
+def check_critics(folder, flags):
+    """Checkpoints 2 and 4 hold all of a critic: its weights, which have changed, and their moments."""
+    states = [torch.load(path) for path in sorted(folder.glob("checkpoints/step_*/trainer_state.pt"))]
+    coefs = [state["kl_coef"] for state in states]
+    assert coefs[0] != coefs[1] if "kl_target" in flags else coefs == [flags.get("kl_coef", 0.0)] * 2
+    kind = flags.get("critic", "own")
+    for state, iteration in zip(states, (2, 4), strict=True):
+        names = state.get("critic", ())
+        assert ("decoder" in str(names)) is (kind == "own") is ("critic_optimizer" in state)
+        if kind == "own":
+            steps, moments = 2 * flags.get("critic_epochs", 2) * iteration, state["critic_optimizer"]["state"]
+            assert ("lora_" in str(names)) is ("lora_rank" in flags)
+            assert len(moments) == len(names) and {int(m["step"]) for m in moments.values()} == {steps}
+        else:  # the weights of a shared one are the policy's optimiser's, too
+            of_policy = load_file(next(folder.glob(f"checkpoints/*{iteration}/*model.safetensors")))
+            assert list(names) == ["head.weight", "head.bias"] * (kind == "shared")
+            assert len(state["optimizer"]["state"]) == len(of_policy) + len(names)
+    for name, weight in states[0].get("critic", {}).items():
+        assert not torch.equal(weight, states[1]["critic"][name]), name
+
+
+@pytest.mark.parametrize("script", RL_SLOW)
+def test_an_iteration_that_was_trained_but_not_logged_is_logged_when_the_run_goes_on(
+        script, finished, tmp_path, monkeypatch):
+    """The sampler is lost as it is handed the third iteration's weights: they are kept with their numbers."""
+    handed = []
+
+    def sync_weights(engine, model):
+        handed.append(0)
+        if len(handed) == 4:
+            raise script.EngineError("the sampler is gone")
+
+    monkeypatch.setattr(script.HfEngine, "sync_weights", sync_weights)
+    with pytest.raises(SystemExit, match="EngineError: the sampler is gone .*receipt"):
+        train(script, tmp_path / "run", checkpoint_every=9)
+    assert [record["iteration"] for record in records(tmp_path / "run")] == [0, 1, 2]
+    folder = train(script, tmp_path / "run", checkpoint_every=9)
+    same_end(finished(script), folder)
+    verdict = validate(folder)
+    assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
+    assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [3]
+
+
+@pytest.mark.parametrize("script", RL_SLOW)
+def test_no_evaluation_changes_what_is_trained(script, finished, tmp_path):
+    often, never = finished(script), train(script, tmp_path / "run", eval_every=0, eval_tasks=2)
+    same_checkpoint(often, never)
+    evaluated = [[record["iteration"] for record in records(folder) if "val/countdown/greedy" in record]
+                 for folder in (often, never)]
+    assert evaluated == [[0, 2, 4], [0, 4]]
+    trained = [[{name: value for name, value in record.items() if not name.startswith("val/")}
+                for record in timeless(folder)] for folder in (often, never)]
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("script", RL)
+def test_the_seed_decides_everything_random(script, tmp_path):
+    one, other, third = (train(script, tmp_path / f"{n}", seed=seed, lora_rank=2, iterations=1, eval_tasks=2)
                          for n, seed in enumerate((1, 2, 1)))
     same_end(one, third, "step_000001")
     assert timeless(one)[1] != timeless(other)[1]
-    adapters = [load_file(folder / "checkpoints/step_000001/adapter_model.safetensors")
-                for folder in (one, other)]
-    name = next(name for name in adapters[0] if "lora_A" in name)
-    assert not torch.allclose(adapters[0][name], adapters[1][name], atol=1e-2)
+    last = [folder / "checkpoints" / "step_000001" for folder in (one, other)]
+    adapters = [[load_file(folder / "adapter_model.safetensors") for folder in last]]
+    if script is ppo_llm:  # the critic's, which starts as noise of its own
+        adapters.append([torch.load(folder / "trainer_state.pt")["critic"] for folder in last])
+    for mine, others in adapters:
+        name = next(name for name in mine if "lora_A" in name)
+        assert not torch.allclose(mine[name], others[name], atol=1e-2)
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
-def test_a_finished_run_stays_as_it_is(script, tmp_path):
-    folder = train(script, tmp_path / "run")
+@pytest.mark.parametrize("script", ALL)
+def test_a_finished_run_stays_as_it_is(script, finished, tmp_path):
+    folder = train(sft, tmp_path / "run") if script is sft else copy_run(finished(script), tmp_path / "run")
     before = timeless(folder)
     card = tmp_path / "run-model" / "README.md"
     numbers = script is sft and card.read_text()
@@ -225,11 +336,16 @@ def test_old_checkpoints_are_dropped_and_zero_keeps_all(tmp_path):
         assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == left
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
-def test_what_would_change_the_result_is_refused_by_name(script, tmp_path):
-    folder = train(script, tmp_path / "run")
+CHANGED = {
+    ppo_llm: [(dict(critic="shared"), "--critic shared: .* started with own;"),
+              (dict(critic_warmup=2), "--critic-warmup 2"), (dict(gae_lambda=1.0), "--gae-lambda 1.0")]}
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_what_would_change_the_result_is_refused_by_name(script, finished, tmp_path):
+    folder = train(sft, tmp_path / "run") if script is sft else copy_run(finished(script), tmp_path / "run")
     for flags, named in ((dict(seed=2), "--seed 2"), (dict(learning_rate=1e-4), "--learning-rate 0.0001"),
-                         (dict(env_kwargs=("max_number=9",)), "--env-kwargs")):
+                         (dict(env_kwargs=("max_number=9",)), "--env-kwargs"), *CHANGED.get(script, ())):
         with pytest.raises(envs.BadInput, match=named):
             train(script, folder, **flags)
     train(script, folder, keep_checkpoints=5)  # this one leaves the numbers as they are
@@ -278,47 +394,42 @@ DAMAGE = {
 }
 
 
-@pytest.fixture(scope="module")
-def four_checkpoints(tmp_path_factory):
-    """A finished run that kept the checkpoints of all its iterations."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    return train(grpo_llm, folder, checkpoint_every=1, keep_checkpoints=0)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("script", "damage"), [*((grpo_llm, damage) for damage in DAMAGE),
+                                                (ppo_llm, "state")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
-        damage, tmp_path, four_checkpoints, capsys):
-    folder = copy_run(four_checkpoints, tmp_path / "run")
+        script, damage, tmp_path, finished, capsys):
+    folder = copy_run(finished(script), tmp_path / "run")
     DAMAGE[damage](folder / "checkpoints" / LAST)
     capsys.readouterr()
-    train(grpo_llm, folder, checkpoint_every=1, keep_checkpoints=0)
+    train(script, folder, checkpoint_every=1, keep_checkpoints=0)
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if LAST in line and "damaged" in line]
-    same_end(four_checkpoints, folder)
+    same_end(finished(script), folder)
     assert [line["resume"]["checkpoint"] for line in log_lines(folder) if "resume" in line] == ["step_000003"]
     assert validate(folder)["ok"]
 
 
-def test_when_every_checkpoint_is_damaged_one_line_says_so(tmp_path, four_checkpoints, capsys):
-    folder = copy_run(four_checkpoints, tmp_path / "run")
+@pytest.mark.parametrize("script", RL)
+def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, finished, capsys):
+    folder = copy_run(finished(script), tmp_path / "run")
     for path in (folder / "checkpoints").glob("step_*"):
         flip_a_byte(path / "model.safetensors")
     log = (folder / "train_log.jsonl").read_bytes()
     with pytest.raises(envs.BadInput) as told:
-        train(grpo_llm, folder)
+        train(script, folder)
     assert str(folder) in str(told.value) and "damaged" in str(told.value) and "\n" not in str(told.value)
     assert (folder / "train_log.jsonl").read_bytes() == log
 
 
-def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, four_checkpoints):
+def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, finished):
     """After falling back, new checkpoints are older by name than the damaged one."""
-    folder = copy_run(four_checkpoints, tmp_path / "run")
+    folder = copy_run(finished(grpo_llm), tmp_path / "run")
     for step in (2, 3, 4):
         flip_a_byte(folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
     flags = dict(checkpoint_every=1, keep_checkpoints=1)
     with InterruptAt(grpo_llm, 3), pytest.raises(SystemExit):
         train(grpo_llm, folder, **flags)
-    same_end(four_checkpoints, train(grpo_llm, folder, **flags))
+    same_end(finished(grpo_llm), train(grpo_llm, folder, **flags))
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [1, 2]
 
 
@@ -393,14 +504,24 @@ COMMON_BAD = {
     "torn-weights": (["--model", "{d}/torn"], r"--model \S*torn.*weights"),
     "run-folder": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
 }
-BAD = {f"grpo-{name}": (grpo_llm, *case) for name, case in COMMON_BAD.items()} | {
-    f"sft-{name}": (sft, *case) for name, case in COMMON_BAD.items()} | {
+RL_BAD = {
+    "context": (["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
+    "template": (["--model", "{d}/mute"], r"--model \S*mute.*no chat template"),
+    "reward": (["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
+    "lora": (["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
+}
+BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in ALL
+       for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()} | {
     "grpo-group": (grpo_llm, ["--group-size", "1"], r"--group-size 1: expected 2 or more"),
     "grpo-minibatches": (grpo_llm, ["--minibatches", "99"], r"--minibatches 99.*--prompts-per-iteration"),
-    "grpo-context": (grpo_llm, ["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
-    "grpo-template": (grpo_llm, ["--model", "{d}/mute"], r"--model \S*mute.*no chat template"),
-    "grpo-reward": (grpo_llm, ["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
-    "grpo-lora": (grpo_llm, ["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
+    "ppo-minibatches": (ppo_llm, ["--minibatches", "513"], r"--minibatches 513: .* the 512 episodes"),
+    "ppo-critic-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--critic-minibatches", "7",
+                                         "--group-size", "2"], r"--critic-minibatches 7: .* the 6 episodes"),
+    "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
+    "ppo-gamma": (ppo_llm, ["--gamma", "2"], r"--gamma 2\.0: expected at most 1"),
+    "ppo-lambda": (ppo_llm, ["--gae-lambda", "-1"], r"--gae-lambda -1\.0: expected 0 or more"),
+    "ppo-rate": (ppo_llm, ["--critic-learning-rate", "0"], r"--critic-learning-rate 0\.0: .*more than 0"),
+    "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
     "sft-heads": (sft, ["--hidden-size", "30"], r"--hidden-size 30.*--num-heads"),
     "sft-no-file": (sft, ["--train-files", "{d}/no.jsonl"], r"--train-files \S*no\.jsonl"),
     "sft-suffix": (sft, ["--train-files", "{d}/good.csv"], r"--train-files \S*good\.csv.*parquet"),
@@ -445,6 +566,10 @@ def test_sizes_that_cannot_be_are_refused_before_anything_loads():
                           (grpo_llm, dict(clip_low=1.5)), (grpo_llm, dict(advantage_balance=-1.5)),
                           (grpo_llm, dict(log_episodes=2.0)), (grpo_llm, dict(iterations=-1)),
                           (grpo_llm, dict(tis_cap=math.inf)), (grpo_llm, dict(threads=0)),
+                          (ppo_llm, dict(group_size=0)), (ppo_llm, dict(critic_epochs=0)),
+                          (ppo_llm, dict(critic_minibatches=0)), (ppo_llm, dict(value_clip=-0.1)),
+                          (ppo_llm, dict(critic_warmup=-1)), (ppo_llm, dict(gae_lambda=1.01)),
+                          (ppo_llm, dict(kl_coef=math.nan)), (ppo_llm, dict(target_kl=-1.0)),
                           (sft, dict(val_ratio=0.0)), (sft, dict(val_ratio=1.5)), (sft, dict(steps=-1)),
                           (sft, dict(batch_size=0)), (sft, dict(log_every=3, checkpoint_every=4))):
         (name,) = list(flags)[:1]
@@ -461,10 +586,13 @@ def write_module(tmp_path, text):
     return path
 
 
-def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(tmp_path, capsys):
+@pytest.mark.parametrize("script", RL)
+def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(script, tmp_path, capsys):
     path = write_module(tmp_path, "def nan(r):\n    return float('nan') if 'train' in r.task.id else 0.0\n")
-    code = command_line("grpo_llm.py", "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
-                        "--eval-tasks", 4, "--prompts-per-iteration", 2, "--iterations", 2)
+    sizes = ["--minibatches", 2, "--critic-minibatches", 2] if script is ppo_llm else []
+    code = command_line(f"{script.__name__}.py", "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
+                        "--eval-tasks", 4, "--eval-samples", 2, "--prompts-per-iteration", 2,
+                        "--iterations", 2, *sizes)
     said = capsys.readouterr().err
     assert code == 1 and "Traceback" not in said
     assert re.search(r"^error: FloatingPointError: the reward of task countdown-train-\d+ is nan", said, re.M)
@@ -477,7 +605,8 @@ def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(tmp_path, 
     assert told["args"]["prompts_per_iteration"] == 2
     assert {"versions", "git_sha", "traceback", "iteration", "opt_steps"} <= set(told)
     evidence = json.loads((receipt / "evidence.json").read_text())
-    assert evidence and evidence[0]["messages"][0]["role"] == "user"
+    if script is grpo_llm:
+        assert evidence and evidence[0]["messages"][0]["role"] == "user"
 
 
 def test_an_error_in_the_users_code_keeps_its_traceback_and_leaves_a_receipt(tmp_path):
@@ -490,16 +619,44 @@ def test_an_error_in_the_users_code_keeps_its_traceback_and_leaves_a_receipt(tmp
     assert "custom.py" in "".join(json.loads((receipt / "receipt.json").read_text())["traceback"])
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
-def test_weights_that_are_not_finite_end_the_run(script, tmp_path):
+MORE_REWARDS = "def more(r):\n    return [step.reward for step in r.steps] + [1.0] * ('{}' in r.task.id)\n"
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_more_rewards_than_turns_are_one_line_and_nothing_is_trained(split, tmp_path, capsys):
+    """As the model is evaluated first, or in the first iteration."""
+    path = write_module(tmp_path, MORE_REWARDS.format(split))
+    code = command_line("ppo_llm.py", "--reward-fn", f"{path}:more", "--run-dir", tmp_path / "run",
+                        "--eval-tasks", 4, "--eval-samples", 2, "--prompts-per-iteration", 8,
+                        "--iterations", 2)
+    said = capsys.readouterr().err
+    assert code == 1 and "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert re.search(r"the reward function gave (1 rewards for 0|2 rewards for 1) turns", line)
+    assert [r["opt_steps"] for r in records(tmp_path / "run")] == ([] if split == "test" else [0])
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+TOO_FAST = {
+    "grpo": (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
+    "ppo": (ppo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
+    "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1)),
+    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0)),
+}
+
+
+@pytest.mark.parametrize("case", TOO_FAST)
+def test_weights_that_are_not_finite_end_the_run(case, tmp_path):
     """A learning rate that overflows float32: the run ends, and no broken checkpoint is written."""
-    flags = {grpo_llm: dict(warmup_iterations=0), sft: dict(warmup_steps=0)}[script]
+    script, flags = TOO_FAST[case]
     with pytest.raises(SystemExit, match="FloatingPointError"):
-        train(script, tmp_path / "run", learning_rate=1e38, **flags)
+        train(script, tmp_path / "run", **flags)
     verdict = validate(tmp_path / "run")
     assert verdict["ok"] and verdict["errors"] == 1, verdict
     for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
-        assert all(t.isfinite().all() for t in load_file(path / "model.safetensors").values())
+        weights = load_file(path / "model.safetensors")
+        weights |= torch.load(path / "trainer_state.pt").get("critic", {})
+        assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_skipped(tmp_path):
@@ -526,24 +683,27 @@ def test_dynamic_sampling_fills_the_batch_and_stops(tmp_path):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path, monkeypatch, lora_rank):
+@pytest.mark.parametrize("script", RL)
+def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path, monkeypatch, lora_rank):
     ids, start = torch.tensor([[1, 10, 22, 18, 108, 42, 109]]), AutoModelForCausalLM.from_pretrained(TINY)
     distances = []
-    store = grpo_llm.store_logprobs
+    store = script.store_logprobs
 
     @torch.no_grad()
     def watched(model, segments, name, *rest):
         distances.append((name, float((model(ids).logits - start(ids).logits).abs().max())))
         store(model, segments, name, *rest)
 
-    monkeypatch.setattr(grpo_llm, "store_logprobs", watched)
-    folder = train(grpo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
-                   warmup_iterations=0)
+    monkeypatch.setattr(script, "store_logprobs", watched)
+    folder = train(script, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
+                   warmup_iterations=0, iterations=2, eval_every=0, eval_tasks=2,
+                   **dict(critic_warmup=0) if script is ppo_llm else {})
     old, ref = ([distance for which, distance in distances if which == name]
                 for name in ("old_logprobs", "ref_logprobs"))
     assert max(ref) == 0 < len(ref) and old[0] == 0 < min(old[1:])
     kl = [record["train/kl_loss"] for record in records(folder)[1:]]
     assert kl[1] > 1e-3
+    assert script is grpo_llm or kl[0] == 0  # PPO takes it before the updates
 
 
 def test_an_evaluation_alone_needs_no_iteration(tmp_path):
@@ -556,24 +716,29 @@ def test_an_evaluation_alone_needs_no_iteration(tmp_path):
     assert timeless(folder) == [timeless(folder)[0]] and len(log_lines(folder)) == 2
 
 
-def test_replies_that_do_not_fit_the_context_are_counted(tmp_path):
-    folder = train(grpo_llm, tmp_path / "run", max_context_tokens=17, iterations=1)
+@pytest.mark.parametrize("script", RL)
+def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path):
+    folder = train(script, tmp_path / "run", max_context_tokens=17, iterations=1)
     record = records(folder)[-1]
-    assert record["rollout/termination/context"] == 1.0 and record["env_steps"] == 0
+    assert record["rollout/termination/context"] == 1.0
+    assert record["env_steps"] == record["opt_steps"] == 0
     assert validate(folder)["ok"]
 
 
 # Episodes
 
 
-def test_episodes_are_written_with_a_summary_that_adds_up(tmp_path):
-    folder = train(grpo_llm, tmp_path / "run", log_episodes=1.0, eval_tasks=12, iterations=2)
+@pytest.mark.parametrize("script", RL)
+def test_episodes_are_written_with_a_summary_that_adds_up(script, tmp_path):
+    folder = train(script, tmp_path / "run", log_episodes=1.0, eval_tasks=12, iterations=1)
+    num_episodes = SMALL[script]["prompts_per_iteration"] * SMALL[script].get("group_size", 1)
     kinds = {path.name: path for path in (folder / "episodes").iterdir()}
-    assert set(kinds) == {"val_step_000000", "train_step_000001", "train_step_000002", "val_step_000002"}
+    assert set(kinds) == {"val_step_000000", "train_step_000001", "val_step_000001"}
     for name, path in kinds.items():
         summary = json.loads((path / "summary.json").read_text())
         episodes = [json.loads(file.read_text()) for file in path.glob("countdown-*_*.json")]
-        assert summary["episodes"] == summary["files"] == len(episodes) == (24 if "val" in name else 16)
+        assert summary["episodes"] == summary["files"] == len(episodes) == (
+            24 if "val" in name else num_episodes)
         assert summary["reward_sum"] == pytest.approx(sum(e["reward"] for e in episodes))
         assert summary["correct_sum"] == sum(e["correct"] for e in episodes)
         assert len({(e["task_id"], e["number"]) for e in episodes}) == len(episodes)
@@ -629,8 +794,9 @@ def test_a_hostile_task_id_stays_within_its_folder(tmp_path):
     assert not list(tmp_path.rglob("evil*")) and validate(folder)["ok"]
 
 
-def test_sample_episodes_are_printed_in_training_and_validation(tmp_path, capsys):
-    train(grpo_llm, tmp_path / "run", print_samples=2, iterations=1)
+@pytest.mark.parametrize("script", RL)
+def test_sample_episodes_are_printed_in_training_and_validation(script, tmp_path, capsys):
+    train(script, tmp_path / "run", print_samples=2, iterations=1, eval_tasks=4)
     said = capsys.readouterr().out
     for title, samples in (("val", 4), ("train", 2)):
         lines = [line for line in said.splitlines() if line.startswith(f"\033[2m{title} countdown-")]
@@ -691,12 +857,15 @@ def test_bfloat16_trains_with_close_to_the_same_numbers(tmp_path):
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_a_lora_checkpoint_is_a_peft_adapter_and_the_base_stays_untouched(tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", RL)
+def test_a_lora_checkpoint_is_a_peft_adapter_and_the_base_stays_untouched(script, tmp_path, monkeypatch):
+    """... by a critic's adapter too, beneath which the same weights lie."""
     trained = []
-    save = grpo_llm.Run.save
-    monkeypatch.setattr(grpo_llm.Run, "save", lambda run, model, *rest: (
+    save = script.Run.save
+    monkeypatch.setattr(script.Run, "save", lambda run, model, *rest: (
         trained.append(model), save(run, model, *rest)))
-    folder = train(grpo_llm, tmp_path / "run", lora_rank=4, learning_rate=1e-2)
+    folder = train(script, tmp_path / "run", lora_rank=4, learning_rate=1e-2, eval_every=0, eval_tasks=2,
+                   iterations=2)
     start = load_file(Path(TINY) / "model.safetensors")
     inside = {name.replace("base_layer.", ""): tensor
               for name, tensor in trained[-1].get_base_model().state_dict().items() if "lora_" not in name}
@@ -705,27 +874,166 @@ def test_a_lora_checkpoint_is_a_peft_adapter_and_the_base_stays_untouched(tmp_pa
     base = AutoModelForCausalLM.from_pretrained(TINY)
     ids = torch.tensor([[1, 10, 22, 18, 108, 42, 109]])
     before = base(ids).logits
-    model = peft.PeftModel.from_pretrained(base, folder / "checkpoints" / LAST)
-    adapter = load_file(folder / "checkpoints" / LAST / "adapter_model.safetensors")
+    model = peft.PeftModel.from_pretrained(base, folder / "checkpoints" / "step_000002")
+    adapter = load_file(folder / "checkpoints" / "step_000002" / "adapter_model.safetensors")
     assert not [name for name in adapter if "lm_head" in name or "embed_tokens" in name]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, trained[-1](ids).logits)
         assert (model(ids).logits - before).abs().max() > 1e-3
         with model.disable_adapter():
             torch.testing.assert_close(model(ids).logits, before)
+    assert not [name for name in adapter if "decoder" in name]  # the critic's
     base_norm = math.sqrt(sum(float(tensor.norm()) ** 2 for tensor in start.values()))
     assert records(folder)[-1]["train/weight_norm"] < base_norm  # it is that of the trained weights
 
 
-def test_a_full_checkpoint_is_a_hugging_face_model(tmp_path, four_checkpoints):
-    folder = four_checkpoints / "checkpoints" / LAST
+def test_a_full_checkpoint_is_a_hugging_face_model(tmp_path, finished):
+    folder = finished(grpo_llm) / "checkpoints" / LAST
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.num_parameters() == AutoModelForCausalLM.from_pretrained(TINY).num_parameters()
     again = train(grpo_llm, tmp_path / "run", model=str(folder), iterations=0)
-    last, first = records(four_checkpoints)[-1], records(again)[0]
+    last, first = records(finished(grpo_llm))[-1], records(again)[0]
     for name in ("pass@1", "pass@2", "greedy"):
         assert first[f"val/countdown/{name}"] == last[f"val/countdown/{name}"]
     assert tokenizer.chat_template
+
+
+# PPO: what its log says of the episodes, and when its policy begins to move
+
+
+LONG_GAME = """
+from tests.two_turn import TwoTurn
+
+class LongGame(TwoTurn):
+    replies = 4
+
+def of_turns(r):
+    return [0.1 * n + step.reward for n, step in enumerate(r.steps)]
+"""
+
+
+@pytest.fixture(scope="module")
+def long_games(tmp_path_factory):
+    """A run of episodes with up to four turns and several segments, each of which is kept."""
+    path = write_module(tmp_path_factory.mktemp("long_games"), LONG_GAME)
+    return train(ppo_llm, path.parent / "run", env=f"{path}:LongGame", reward_fn=f"{path}:of_turns",
+                 max_context_tokens=45, kl_coef=0.2, kl_target=0.01, gamma=0.98, gae_lambda=0.9,
+                 critic_warmup=2, warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
+                 checkpoint_every=1, keep_checkpoints=0)
+
+
+def episodes_of(folder, iteration):
+    """The episodes of an iteration, each the columns of its tokens, all segments joined: {name: array}."""
+    names = ("response_mask", "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs",
+             "rollout_logprobs")
+    for path in sorted((folder / "episodes" / f"train_step_{iteration:06d}").glob("countdown*")):
+        episode = json.loads(path.read_text())
+        columns = {name: np.concatenate([segment[name] for segment in episode["segments"]]) for name in names}
+        # A turn's last token: one that the policy chose, before one that it did not or the segment's end.
+        ends = [np.diff([*segment["response_mask"], 0]) < 0 for segment in episode["segments"]]
+        yield episode, columns | {"ends": np.concatenate(ends)}
+
+
+def lambda_returns(rewards, values, gamma, lam):
+    """GAE as it is written (arXiv:1506.02438, eq. 16), in float64: a sum over the steps to come."""
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    return np.array([sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+                     for t in range(len(deltas))])
+
+
+def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
+    coef, split, num_turns = 0.2, 0, set()
+    for record in records(long_games)[1:]:
+        of_episode, of_token = {"score": [], "rewards": []}, {}
+        for episode, columns in episodes_of(long_games, record["iteration"]):
+            chosen = columns.pop("response_mask") == 1
+            for name in ("rewards", "returns", "advantages"):
+                assert not columns[name][~chosen].any()  # of the environment's tokens nothing is learned
+            turns = sum(message["role"] == "assistant" for message in episode["messages"])
+            expected = [0.1 * n for n in range(turns)]  # a right reply earns 1 beside, a cut one nothing
+            expected[-1] = 0.0 if episode["termination"] == "length" else expected[-1] + episode["correct"]
+            ends = columns.pop("ends")
+            assert columns["rewards"][ends].tolist() == pytest.approx(expected)
+            assert not columns["rewards"][~ends].any()
+            of_token_here = {name: column[chosen] for name, column in columns.items()}
+            penalty = coef * (of_token_here["old_logprobs"] - of_token_here["ref_logprobs"])
+            rewards = of_token_here["rewards"] - penalty
+            of_token_here["estimates"] = lambda_returns(rewards, of_token_here["values"], 0.98, 0.9)
+            assert episode["reward"] == pytest.approx(sum(expected))
+            of_episode["score"].append(episode["reward"])
+            of_episode["rewards"].append(rewards.sum())
+            for name, column in of_token_here.items():
+                of_token.setdefault(name, []).append(column)
+            split, num_turns = split + (len(episode["segments"]) > 1), num_turns | {turns}
+        numbers = {name: np.concatenate(columns) for name, columns in of_token.items()}
+        estimates, values, returns = (numbers[name] for name in ("estimates", "values", "returns"))
+        assert returns == pytest.approx(estimates + values, abs=1e-6)
+        whitened = (estimates - estimates.mean()) / estimates.std()
+        assert numbers["advantages"] == pytest.approx(whitened, abs=1e-4)
+        for name, column in (*of_episode.items(), ("advantages", estimates), ("values", values),
+                             ("returns", returns)):
+            assert [record[f"critic/{name}/{of}"] for of in ("mean", "max", "min")] == pytest.approx(
+                [np.mean(column), np.max(column), np.min(column)], abs=1e-6), name
+        explained = 1 - np.var(returns - values) / np.var(returns)
+        assert record["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
+        drift = numbers["old_logprobs"] - numbers["ref_logprobs"]
+        mismatch = numbers["old_logprobs"] - numbers["rollout_logprobs"]
+        assert record["kl/k1"] == pytest.approx(drift.mean(), abs=1e-9)
+        assert record["train/kl_loss"] == pytest.approx((np.exp(-drift) - 1 + drift).mean(), abs=1e-9)
+        assert record["mismatch/ratio_max"] == pytest.approx(np.exp(mismatch).max())
+        assert abs(record["mismatch/kl"]) < 1e-9 and abs(record["train/advantage"]) < 1e-6
+        assert record["critic/vf_loss"] == pytest.approx(2 * record["train/value_loss"]) and (
+            record["critic/vf_loss"] > 0)
+        assert record["kl/coef"] == pytest.approx(coef)
+        coef *= 1 + 0.1 * min(max(record["kl/k1"] / 0.01 - 1, -0.2), 0.2)
+    assert abs(drift.mean()) > 1e-3 and coef != pytest.approx(0.2 * 0.98**4)  # the policy did move
+    assert split > 4 and {1, 4} <= num_turns
+
+
+def test_the_critic_learns_alone_before_the_policy_moves(long_games):
+    assert validate(long_games, strict=True)["ok"]
+    log = records(long_games)[1:]
+    start = load_file(Path(TINY) / "model.safetensors")
+    last = [long_games / "checkpoints" / f"step_{iteration:06d}" for iteration in (1, 2, 3, 4)]
+    weights = [load_file(folder / "model.safetensors") for folder in last]
+    critics = [torch.load(folder / "trainer_state.pt")["critic"] for folder in last]
+    for n, record in enumerate(log):
+        unchanged = all(torch.equal(weights[n][name], start[name]) for name in start)
+        alone = record["iteration"] <= 2
+        assert unchanged is alone is (record["train/policy_steps"] == 0)
+        assert alone is (record["train/learning_rate"] == 0) is (record["train/grad_norm"] == 0)
+        assert alone is (record["train/approx_kl"] < 1e-9)
+        assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
+        assert record["opt_steps"] == 4 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
+        norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights[n].values()))
+        assert record["train/weight_norm"] == pytest.approx(norm, rel=1e-6)
+        if n:
+            assert all(not torch.equal(tensor, critics[n - 1][name]) for name, tensor in critics[n].items())
+    norms = [record["train/weight_norm"] for record in log]
+    assert norms[0] == norms[1] != norms[2] != norms[3]
+    values = [[record["critic/values/min"], record["critic/values/max"]] for record in log]
+    assert values[0] == [0, 0] and values[1][0] < values[1][1]
+    assert log[0]["critic/vf_explained_var"] == 0 != log[1]["critic/vf_explained_var"]
+
+
+@pytest.mark.parametrize("critic", ["none", "shared"])
+def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, tmp_path):
+    folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=3, eval_every=0,
+                   eval_tasks=2, warmup_iterations=0)
+    assert validate(folder, strict=True)["ok"]
+    log = records(folder)[1:]
+    for record in log:
+        assert record["critic/grad_norm"] == record["critic/learning_rate"] == 0
+        assert record["train/policy_steps"] == 2 and record["opt_steps"] == 2 * record["iteration"]
+        assert record["train/grad_norm"] > 0 and record["train/learning_rate"] > 0
+    names = ["train/value_loss"] + [f"critic/{name}" for name in (
+        "values/mean", "values/max", "values/min", "vf_explained_var", "vf_loss", "vpred_mean")]
+    if critic == "none":
+        assert all(record[name] == 0 for record in log for name in (*names, "critic/vf_clipfrac"))
+        assert all(record[f"critic/{name}/max"] == record["critic/score/max"] for record in log
+                   for name in ("returns", "advantages"))
+    else:
+        assert all(log[2][name] != 0 for name in names)
 
 
 # Supervised fine-tuning
@@ -915,6 +1223,10 @@ def test_tracking_mirrors_the_log_offline(tmp_path):
 KILL = {
     "grpo_llm.py": ["--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4, "--eval-samples", 2,
                     "--eval-every", 5, "--checkpoint-every", 2, "--epochs", 2, "--log-episodes", 0.1],
+    "ppo_llm.py": ["--prompts-per-iteration", 4, "--minibatches", 1, "--critic-minibatches", 2,
+                   "--critic-epochs", 1, "--critic-warmup", 20, "--kl-coef", 0.05, "--kl-target", 0.01,
+                   "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 20, "--checkpoint-every", 3,
+                   "--log-episodes", 0.1],
     "sft.py": ["--batch-size", 16, "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 6,
                "--log-every", 2, "--checkpoint-every", 2],
 }
@@ -925,7 +1237,7 @@ KILL = {
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
     kills, rng = int(os.environ.get("KILLS", "3")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length = 40 * kills
-    flags = [*KILL[script], "--iterations" if script == "grpo_llm.py" else "--steps", length]
+    flags = [*KILL[script], "--steps" if script == "sft.py" else "--iterations", length]
 
     def start(name):
         folder = tmp_path / name
