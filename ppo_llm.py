@@ -164,9 +164,9 @@ class Args:
     """weight of the value loss beside the policy's, with --critic shared; the flags below are for own"""
     critic_warmup: int = 10
     """iterations at the start that train the critic alone [iterations]"""
-    critic_epochs: int = 2
+    critic_epochs: int = 1
     """passes of the critic over an iteration's responses"""
-    critic_minibatches: int = 8
+    critic_minibatches: int = 16
     """the critic's optimiser steps per epoch"""
     critic_learning_rate: float = 1e-3
     """peak learning rate of the critic's AdamW"""
