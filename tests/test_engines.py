@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "countdown-tiny"
 SMALL = dict(iterations=2, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2, eval_every=0,
              checkpoint_every=1, warmup_iterations=2)
-SMALL_PPO = SMALL | dict(prompts_per_iteration=8, group_size=1, minibatches=2, critic_minibatches=2,
-                         critic_warmup=1, eval_tasks=4)
+SMALL_PPO = SMALL | dict(prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2, critic_epochs=2,
+                         critic_minibatches=2, critic_warmup=1, eval_tasks=4)
 RL = pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 

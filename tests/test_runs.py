@@ -42,8 +42,9 @@ TINY = str(ROOT / "models" / "countdown-tiny")
 SMALL = {
     grpo_llm: dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
                    eval_every=2, checkpoint_every=2, warmup_iterations=2),
-    ppo_llm: dict(iterations=4, prompts_per_iteration=8, minibatches=2, critic_minibatches=2, critic_warmup=1,
-                  eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2, warmup_iterations=2),
+    ppo_llm: dict(iterations=4, prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2,
+                  critic_epochs=2, critic_minibatches=2, critic_warmup=1, warmup_iterations=2,
+                  eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
     sft: dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
               eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
 }
@@ -144,7 +145,7 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished, tmp_path):
     folder = finished(script) if script is ppo_llm else train(
         script, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
     num_tasks = SMALL[script]["prompts_per_iteration"]
-    num_episodes = num_tasks * SMALL[script].get("group_size", 1)
+    num_episodes = num_tasks * SMALL[script]["group_size"]
     before, seen = records(folder)[0], set()
     for record in records(folder)[1:]:
         step = f"train_step_{record['iteration']:06d}"
@@ -514,9 +515,11 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
        for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()} | {
     "grpo-group": (grpo_llm, ["--group-size", "1"], r"--group-size 1: expected 2 or more"),
     "grpo-minibatches": (grpo_llm, ["--minibatches", "99"], r"--minibatches 99.*--prompts-per-iteration"),
-    "ppo-minibatches": (ppo_llm, ["--minibatches", "513"], r"--minibatches 513: .* the 512 episodes"),
-    "ppo-critic-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--critic-minibatches", "7",
-                                         "--group-size", "2"], r"--critic-minibatches 7: .* the 6 episodes"),
+    "ppo-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--minibatches", "4"],
+                        r"--minibatches 4: .* the 3 episodes"),
+    "ppo-critic-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--group-size", "2",
+                                         "--minibatches", "6", "--critic-minibatches", "7"],
+                               r"--critic-minibatches 7: .* the 6 episodes"),
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
     "ppo-gamma": (ppo_llm, ["--gamma", "2"], r"--gamma 2\.0: expected at most 1"),
     "ppo-lambda": (ppo_llm, ["--gae-lambda", "-1"], r"--gae-lambda -1\.0: expected 0 or more"),
@@ -628,7 +631,7 @@ def test_more_rewards_than_turns_are_one_line_and_nothing_is_trained(split, tmp_
     path = write_module(tmp_path, MORE_REWARDS.format(split))
     code = command_line("ppo_llm.py", "--reward-fn", f"{path}:more", "--run-dir", tmp_path / "run",
                         "--eval-tasks", 4, "--eval-samples", 2, "--prompts-per-iteration", 8,
-                        "--iterations", 2)
+                        "--minibatches", 2, "--critic-minibatches", 2, "--iterations", 2)
     said = capsys.readouterr().err
     assert code == 1 and "Traceback" not in said
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
@@ -731,7 +734,7 @@ def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path):
 @pytest.mark.parametrize("script", RL)
 def test_episodes_are_written_with_a_summary_that_adds_up(script, tmp_path):
     folder = train(script, tmp_path / "run", log_episodes=1.0, eval_tasks=12, iterations=1)
-    num_episodes = SMALL[script]["prompts_per_iteration"] * SMALL[script].get("group_size", 1)
+    num_episodes = SMALL[script]["prompts_per_iteration"] * SMALL[script]["group_size"]
     kinds = {path.name: path for path in (folder / "episodes").iterdir()}
     assert set(kinds) == {"val_step_000000", "train_step_000001", "val_step_000001"}
     for name, path in kinds.items():
