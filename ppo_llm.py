@@ -284,8 +284,8 @@ METRICS = {
     "train/global_step": "optimiser steps so far, the critic's included",
     "train/policy_steps": "optimiser steps of the policy in this iteration; --target-kl may end them early",
     "train/pass@1": "share of the iteration's responses that are correct",
-    "kl/k1": "mean of logprobs - ref_logprobs before the update, with a reference only [nats/token]",
-    "kl/coef": "weight of the penalty in the rewards, with a reference only [1/nats]",
+    "kl/k1": "mean of logprobs - ref_logprobs before the update, 0 without a reference [nats/token]",
+    "kl/coef": "weight of the penalty in the rewards [1/nats]",
     "critic/score": "episode rewards before the penalty: mean, max, min",
     "critic/rewards": "episode rewards after the penalty, sums over tokens: mean, max, min",
     "critic/advantages": "advantages of policy tokens before whitening: mean, max, min",
@@ -296,6 +296,7 @@ METRICS = {
     "critic/vf_explained_var": "1 - var(returns - values) / var(returns), values before the update",
     "critic/vpred_mean": "mean value during the critic's update",
     "critic/grad_norm": "global gradient norm of a critic of its own before clipping, else 0",
+    "critic/weight_norm": "global norm of the critic's trained weights",
     "critic/learning_rate": "learning rate of a critic of its own, else 0",
     "response_length": "tokens after the prompt: mean, max, min [tokens]; clip_ratio is the share cut off",
     "prompt_length": "tokens of the prompt: mean, max, min [tokens]",
@@ -1062,8 +1063,6 @@ def set_rewards(r, rewards):
     if len(rewards) > max(len(r.turn_ends), 1):
         raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turn_ends)} turns")
     r.reward = float(sum(rewards))
-    if not math.isfinite(r.reward):
-        raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
     for (segment, position), reward in zip(r.turn_ends, rewards, strict=False):
         r.segments[segment].rewards[position] = float(reward)
 
@@ -1176,6 +1175,15 @@ def observe(r, tokenizer, args):
 
 
 # Update: segments to a gradient
+
+
+def trainable_episodes(rollouts):
+    """The segments of each episode in which the policy said something."""
+    for r in rollouts:
+        if not math.isfinite(r.reward):
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+    episodes = [[segment for segment in r.segments if any(segment.response_mask)] for r in rollouts]
+    return [segments for segments in episodes if segments]
 
 
 def microbatches(segments, budget):
@@ -1756,7 +1764,8 @@ def main(args):
           f"{args.epochs * args.minibatches} optimiser step(s) of the policy and "
           f"{args.critic_epochs * args.critic_minibatches if critic_optimizer else 0} of the critic on them, "
           f"in passes of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} + "
-          f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}"
+          f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}; "
+          f"{args.first_policy_iteration - 1} iterations for the critic alone"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
     pool = ThreadPoolExecutor(args.max_concurrent)
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
@@ -1817,8 +1826,7 @@ def main(args):
                          for i in range(args.prompts_per_iteration)]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
                                    pool, score)
-            episodes = [[segment for segment in r.segments if any(segment.response_mask)] for r in rollouts]
-            episodes = [segments for segments in episodes if segments]
+            episodes = trainable_episodes(rollouts)
 
             metrics, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
             frozen, pad_id = iteration < args.first_policy_iteration, tokenizer.pad_token_id
@@ -1834,7 +1842,7 @@ def main(args):
                             store_logprobs(reference or model, everything, "ref_logprobs", args, pad_id)
                     store_values(critic, everything, args, pad_id)
                     metrics |= estimate_advantages(episodes, kl_coef, args)
-                    if args.kl_target:
+                    if args.kl_target and not frozen:
                         kl_coef = adapt_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, args.kl_gain)
 
                     # 3. Fit the critic to the returns; one that shares the policy's backbone waits for 4.
@@ -1853,6 +1861,7 @@ def main(args):
                                                    args.minibatches, args, pad_id, frozen)
                     metrics |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                 metrics["train/weight_norm"] = float(torch.nn.utils.get_total_norm(parameters))
+                metrics["critic/weight_norm"] = float(torch.nn.utils.get_total_norm(critic_weights.values()))
 
             # 5. What the log says of the iteration.
             cursor, run.counters["iteration"] = cursor + len(tasks), iteration

@@ -397,7 +397,16 @@ def test_more_rewards_than_turns_are_refused():
 @pytest.mark.parametrize("rewards", [math.nan, math.inf, [0.0, math.nan, 0.0], [math.inf, -math.inf]])
 def test_a_reward_that_is_not_finite_is_refused(rewards):
     with pytest.raises(FloatingPointError, match="task t is"):
-        ppo_llm.set_rewards(a_rollout(), rewards)
+        r = a_rollout()
+        ppo_llm.set_rewards(r, rewards)
+        ppo_llm.trainable_episodes([r])
+
+
+def test_episodes_in_which_the_policy_said_nothing_are_not_trained_on():
+    r, silent = a_rollout(), a_rollout()
+    silent.segments = [Segment([1])]
+    r.segments.append(Segment([1]))
+    assert ppo_llm.trainable_episodes([silent, r]) == [r.segments[:2]]
 
 
 @pytest.mark.parametrize(("rewards", "total"), [([], 0.0), (-1.0, -1.0), ([-1.0], -1.0)])

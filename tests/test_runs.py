@@ -608,8 +608,7 @@ def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(script, tm
     assert told["args"]["prompts_per_iteration"] == 2
     assert {"versions", "git_sha", "traceback", "iteration", "opt_steps"} <= set(told)
     evidence = json.loads((receipt / "evidence.json").read_text())
-    if script is grpo_llm:
-        assert evidence and evidence[0]["messages"][0]["role"] == "user"
+    assert evidence and evidence[0]["messages"][0]["role"] == "user"
 
 
 def test_an_error_in_the_users_code_keeps_its_traceback_and_leaves_a_receipt(tmp_path):
@@ -643,7 +642,8 @@ def test_more_rewards_than_turns_are_one_line_and_nothing_is_trained(split, tmp_
 TOO_FAST = {
     "grpo": (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
     "ppo": (ppo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
-    "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1)),
+    "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1,
+                                 critic_epochs=1, critic_minibatches=1)),
     "sft": (sft, dict(learning_rate=1e38, warmup_steps=0)),
 }
 
@@ -988,8 +988,9 @@ def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
         assert record["critic/vf_loss"] == pytest.approx(2 * record["train/value_loss"]) and (
             record["critic/vf_loss"] > 0)
         assert record["kl/coef"] == pytest.approx(coef)
-        coef *= 1 + 0.1 * min(max(record["kl/k1"] / 0.01 - 1, -0.2), 0.2)
-    assert abs(drift.mean()) > 1e-3 and coef != pytest.approx(0.2 * 0.98**4)  # the policy did move
+        if record["train/policy_steps"]:  # the KL of a policy that may not move yet says nothing
+            coef *= 1 + 0.1 * min(max(record["kl/k1"] / 0.01 - 1, -0.2), 0.2)
+    assert abs(drift.mean()) > 1e-3 and coef not in (0.2, pytest.approx(0.2 * 0.98**2))  # it did move
     assert split > 4 and {1, 4} <= num_turns
 
 
