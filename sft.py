@@ -174,6 +174,7 @@ METRICS = {
     "train/global_step": "optimiser steps so far",
     "train/throughput": "tokens per second, prompts included, padding not [tokens/s]",
     "train/grad_norm": "global gradient norm before clipping, mean since the record before",
+    "train/weight_norm": "global norm of the weights",
     "val/loss": "cross-entropy per response token on held-out rows [nats]",
     "val/<source>/pass@1": "held-out correctness at temperature 1, mean over tasks and samples",
     "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
@@ -916,7 +917,9 @@ def main(args):
             last = step == args.steps
             if last or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.stack(window).double().mean(0).tolist()
+                weight_norm = torch.nn.utils.get_total_norm(model.parameters())  # the log refuses NaN
                 metrics = {"train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
+                           "train/weight_norm": float(weight_norm),
                            "train/learning_rate": learning_rate(step, args),
                            "train/epoch": step * args.batch_size / num_rows,
                            "train/throughput":

@@ -54,7 +54,7 @@ def kill_at(moment, run, folder, rng, pause=0.0):
         wait_for(lambda: log.exists() and log.stat().st_size != size)
     if moment == "log":
         wait_for(lambda: any((folder / "checkpoints").glob("step_*")))
-    deadline = time.monotonic() + rng.uniform(*(1, 8) if moment == "start" else (0, 1))
+    deadline = time.monotonic() + rng.uniform(*(1, 6) if moment == "start" else (0, 1))
     wait_for(lambda: time.monotonic() > deadline)
     while moment == "writing" and run.poll() is None:
         wait_for(writing)

@@ -644,7 +644,7 @@ TOO_FAST = {
     "ppo": (ppo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
     "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1,
                                  critic_epochs=1, critic_minibatches=1)),
-    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0)),
+    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1)),
 }
 
 
