@@ -173,7 +173,7 @@ class Args:
     critic_beta2: float = 0.99
     """its second decay rate"""
     value_clip: float = 0.5
-    """a value that moves further than this from the old one earns no gradient; 0: no clipping [reward]"""
+    """how far from its old value a value may move before the clipped loss holds it; 0: any way [reward]"""
     # Loss
     gamma: float = 1.0
     """discount per token"""
