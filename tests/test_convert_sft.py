@@ -1,0 +1,492 @@
+"""tools/convert_sft.py: what becomes of each shape of row, the promises of the split, and what it refuses."""
+
+import copy
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import sft
+from tests.run_folders import records
+from tools import convert_sft
+from tools.convert_sft import BadRow, held_out, to_example
+from tools.validate_train_log import validate
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "countdown-tiny")
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content} | more
+
+
+def chat(*messages, instance="i", patch=None, run="r"):
+    return {"instance_id": instance, "messages": list(messages), "model_patch": patch, "run_name": run}
+
+
+def simple(number, instance=None):
+    return chat(say("user", f"{number} 1 -> {number + 1}"),
+                say("assistant", f"{number} + 1 = {number + 1}"), instance=instance or f"task-{number}")
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def convert(tmp_path, capsys, *flags, data=("rows.jsonl",), name="x", out="out"):
+    """-> the report on standard output, or the error on standard error: one line of the two"""
+    capsys.readouterr()
+    data = [item if isinstance(item, str) and "/" in item else str(tmp_path / item) for item in data]
+    code = convert_sft.main(["--data", *data, "--name", name, "--output-dir", str(tmp_path / out),
+                             *map(str, flags)])
+    said = capsys.readouterr()
+    lines = (said.err if code else said.out).splitlines()
+    assert len(lines) == 1 and not (said.out if code else said.err), said
+    report = json.loads(lines[0])
+    assert (code == 1) is ("error" in report)
+    if not code:
+        assert report["rows"] == (report["train"] + report["val"] + sum(report["dropped"].values())
+                                  + report["bad_rows"])
+        sides = [read(tmp_path / out, side, name) for side in ("train", "val")]
+        assert [len(side) for side in sides] == [report["train"], report["val"]]
+    return report
+
+
+def read(folder, side="train", name="x"):
+    return pq.read_table(folder / f"{name}_{side}.parquet").to_pylist()
+
+
+def refused(tmp_path, capsys, *says, flags=(), **options):
+    """One line that says so, and no output, not even a half of it."""
+    error = convert(tmp_path, capsys, *flags, **options)["error"]
+    assert [text for text in says if text not in error] == [], error
+    assert not list((tmp_path / "out").glob("*")) and not list(tmp_path.rglob("*.writing"))
+
+
+# A row
+
+
+USER, ANSWER = say("user", " Fix it.\n"), say("assistant", "Done.")
+SHELL = {"type": "tool_use", "id": "1", "name": "bash", "input": {"command": "ls", "more": None}}
+SHAPES = {  # the row, its prompt, its response
+    "plain": (chat(USER, ANSWER), " Fix it.\n", "Done."),
+    "system": (chat(say("system", "Be brief."), USER, ANSWER),
+               "[system]\nBe brief.\n\n[user]\n Fix it.\n", "Done."),
+    "silent-system": (chat(say("system", None), USER, ANSWER), " Fix it.\n", "Done."),
+    "turns": (chat(USER, say("assistant", "How?"), say("user", "Well."), ANSWER),
+              "[user]\n Fix it.\n\n\n[assistant]\nHow?\n\n[user]\nWell.", "Done."),
+    "blocks": (chat(say("user", [{"type": "text", "text": "a"}, "b", {"type": "text", "text": None}]),
+                    say("assistant", [{"type": "thinking", "thinking": "hm"}, "c"])),
+               "a\nb", "c"),
+    "later-turns": (chat(USER, ANSWER, say("tool", "ok"), say("user", "Thanks"), say("assistant", " \n")),
+                    " Fix it.\n", "Done."),
+    "tools": (chat(USER, say("assistant", [{"type": "text", "text": "I look."}, SHELL]),
+                   say("user", [{"type": "tool_result", "content": [{"type": "text", "text": "a.py"}]}]),
+                   ANSWER),
+              '[user]\n Fix it.\n\n\n[assistant]\nI look.\n[tool_use bash] {"command": "ls"}\n\n'
+              "[user]\n[tool_result]\na.py", "Done."),
+    "tool-calls": (chat(USER, say("assistant", None, tool_calls=[
+        {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]),
+        say("tool", "a.py"), say("assistant", "Now.", tool_calls=[{"name": "end", "arguments": {}}])),
+        '[user]\n Fix it.\n\n\n[assistant]\n[tool_use bash] {"command": "ls"}\n\n[tool]\na.py',
+        "Now.\n[tool_use end] {}"),
+    "patch": (chat(USER, say("assistant", [SHELL]), patch="diff --git a b"),
+              '[user]\n Fix it.\n\n\n[assistant]\n[tool_use bash] {"command": "ls"}', "diff --git a b"),
+    "patch-not-needed": (chat(USER, ANSWER, patch="diff"), " Fix it.\n", "Done."),
+    "json": (chat(USER, ANSWER) | {"messages": json.dumps([USER, ANSWER])}, " Fix it.\n", "Done."),
+    "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", " \n"),
+    "nothing": (chat(), "", ""),
+    "answer-first": (chat(ANSWER, USER), "", "Done."),
+    "two-users": (chat(USER, say("user", "b"), ANSWER), "[user]\n Fix it.\n\n\n[user]\nb", "Done."),
+    "image": (chat(say("user", [{"type": "image_url", "image_url": {}}, "a"]), ANSWER), "a", "Done."),
+    "unicode": (chat(say("user", "naïve \U0001f600 \ud800\0"), say("assistant", "\udfff é")),
+                "naïve \U0001f600 \ufffd\0", "\ufffd é"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes_of_rows(case):
+    row, prompt, response = SHAPES[case]
+    before = json.dumps(row)
+    example, _ = to_example(row)
+    assert example == dict(prompt=prompt, response=response, instance_id="i", run_name="r")
+    assert json.dumps(row) == before
+
+
+def test_kinds_of_blocks_are_counted_up_to_the_response():
+    row = copy.deepcopy(SHAPES["tools"][0])
+    row["messages"][0]["content"] = [{"type": "image"}, {"type": "text", "text": "x"}]
+    row["messages"].append(say("user", [{"type": "image"}]))
+    kinds = to_example(row)[1]
+    assert {kind: kinds[kind] for kind in ("tool_use", "tool_result", "image", "")} == {
+        "tool_use": 1, "tool_result": 1, "image": 1, "": 1}
+
+
+BAD = {  # the row, what is said of it
+    "no-object": ([1], "expected an object"),
+    "no-messages": ({"instance_id": "i"}, "column messages: missing"),
+    "no-id": ({"messages": []}, "column instance_id: missing"),
+    "id": (chat() | {"instance_id": 7}, "column instance_id: expected a text, got 7"),
+    "patch": (chat(patch=["x"]), "column model_patch: expected a text, got ['x']"),
+    "run": (chat(run=1.5), "column run_name: expected a text, got 1.5"),
+    "null": (chat() | {"messages": None}, "column messages: expected a list of messages, got None"),
+    "text": (chat() | {"messages": "Hello"}, "column messages: expected a list of messages or its JSON (Exp"),
+    "json-object": (chat() | {"messages": "{}"}, "column messages: expected a list of messages, got {}"),
+    "deep-json": (chat() | {"messages": "[" * 100_000}, "column messages: expected a list"),
+    "message": (chat(USER, "Hello"), "message 2: expected a role and a content, got 'Hello'"),
+    "role": (chat(say(3, "x")), "message 1: expected a text as role, got 3"),
+    "no-role": (chat({"content": "x"}), "message 1: expected a text as role, got None"),
+    "content": (chat(say("user", 3)), "message 1: expected text, blocks or null as content, got 3"),
+    "false": (chat(say("user", False)), "expected text, blocks or null"),
+    "block": (chat(say("user", [3])), "expected a block with a type and its text, got 3"),
+    "no-type": (chat(say("user", [{"text": "x"}])), "expected a block with a type"),
+    "block-text": (chat(say("user", [{"type": "text", "text": 3}])), "expected a block with a type"),
+    "long": (chat() | {"messages": {"x": "y" * 10**6}}, "expected a list of messages, got {'x': 'yyy"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_malformed_rows(case):
+    row, says = BAD[case]
+    with pytest.raises(BadRow) as error:
+        to_example(row)
+    assert says in str(error.value) and len(str(error.value)) < 300
+
+
+def test_a_malformed_row_stops_it_or_is_counted(tmp_path, capsys):
+    texts = [simple(1), "", "{torn", '{"messages": "\\ud800"}', chat() | {"messages": "["}, simple(2)]
+    write_jsonl(tmp_path / "rows.jsonl", texts)
+    refused(tmp_path, capsys, "rows.jsonl, row 3, expected a line of JSON (Expecting property name")
+    report = convert(tmp_path, capsys, "--on-bad-row", "skip")
+    assert (report["rows"], report["bad_rows"], report["train"], report["val"]) == (5, 3, 1, 1)
+    assert [text.partition("rows.jsonl, ")[2][:30] for text in report["first_bad_rows"]] == [
+        "row 3, expected a line of JSON", "row 4, column instance_id: mis", "row 5, column messages: expect"]
+
+
+
+def test_malformed_rows_alone_are_nothing_to_train_on(tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", ["{}"] * 9)
+    refused(tmp_path, capsys, "rows.jsonl: no row is left to train on", '"bad_rows": 9',
+            flags=["--on-bad-row", "skip"])
+
+
+def test_nesting_too_deep_is_a_malformed_row(tmp_path, capsys, monkeypatch):
+    content = "x"
+    for _ in range(5000):
+        content = [{"type": "tool_result", "content": content}]
+    write_jsonl(tmp_path / "rows.jsonl", [])
+    monkeypatch.setattr(convert_sft, "jsonl_rows", lambda path: iter([chat(say("user", content))]))
+    refused(tmp_path, capsys, "rows.jsonl, row 1, column messages: nested too deeply")
+
+
+# Sources
+
+
+def folder(tmp_path, rows, name="saved"):
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / name)
+    return name
+
+
+def test_all_sources_give_the_same_rows(tmp_path, capsys):
+    rows = [simple(number) for number in range(5)] + [chat(*SHAPES["tools"][0]["messages"], instance="t")]
+    texts = [row | {"messages": json.dumps(row["messages"])} for row in rows]
+    mixed = datasets.load_from_disk(str(tmp_path / folder(tmp_path, rows)))
+    mixed.to_parquet(tmp_path / "mixed.parquet")  # content is kept as JSON there
+    datasets.DatasetDict(train=mixed, other=mixed.select([0])).save_to_disk(tmp_path / "dict")
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    write_parquet(tmp_path / "texts.parquet", texts)
+    write_parquet(tmp_path / "plain.parquet", rows[:5])
+    write_jsonl(tmp_path / "last.jsonl", rows[5:])
+    found = [(convert(tmp_path, capsys, "--overwrite", data=data)["rows"],
+              read(tmp_path / "out"), read(tmp_path / "out", "val")) for data in (
+        ["rows.jsonl"], ["texts.jsonl"], ["texts.parquet"], ["mixed.parquet"], ["saved"], ["dict"],
+        ["plain.parquet", "last.jsonl"])]
+    assert found[0][0] == 6 and [one for one in found if one != found[0]] == []
+    assert convert(tmp_path, capsys, "--overwrite", "--split", "other", data=["dict"])["rows"] == 1
+    error = convert(tmp_path, capsys, "--overwrite", "--split", "test", data=["dict"])["error"]
+    assert "--split test" in error and "train, other" in error
+
+
+def tear(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3:len(data) // 3 + 40] = b"\xff" * 40
+    path.write_bytes(data)
+
+
+def not_utf8(path):
+    bad = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
+    pq.write_table(pa.table({"instance_id": bad, "messages": ["[]"]}), path)
+
+
+def without_columns(path):
+    pq.write_table(pa.table({"text": ["x"]}), path)
+
+
+def of_other_types(path):
+    pq.write_table(pa.table({"instance_id": ["x"], "messages": [5]}), path)
+
+
+def corrupt_folder(path):
+    datasets.Dataset.from_list([simple(1)]).save_to_disk(path)
+    for file in path.glob("*.arrow"):
+        tear(file)
+
+
+BROKEN = {  # name, what is done to it, what is said
+    "missing": ("no.jsonl", None, ["no.jsonl: expected an existing .parquet or .jsonl file"]),
+    "suffix": ("rows.csv", lambda path: path.write_text("a,b"), ["rows.csv: expected", ".parquet"]),
+    "empty": ("rows.jsonl", Path.touch, ["rows.jsonl: no row is left to train on", '"rows": 0']),
+    "blank": ("rows.jsonl", lambda path: path.write_text("\n \n"), ["no row is left", '"rows": 0']),
+    "empty-parquet": ("rows.parquet", lambda path: path.write_bytes(b""), ["rows.parquet: cannot be read"]),
+    "torn-parquet": ("rows.parquet", tear, ["rows.parquet: cannot be read"]),
+    "damaged-parquet": ("rows.parquet", damage, ["rows.parquet: cannot be read"]),
+    "columns": ("rows.parquet", without_columns, [
+        "rows.parquet, row 1, column instance_id: missing"]),
+    "types": ("rows.parquet", of_other_types, [
+        "row 1, column messages: expected a list", "got 5"]),
+    "not-utf8": ("rows.parquet", not_utf8, ["rows.parquet, row 1, expected UTF-8 text"]),
+    "latin1": ("rows.jsonl", lambda path: path.write_bytes(b'{"messages": "\xe9"}'), [
+        "rows.jsonl, row 1, expected a line of JSON ('utf-8' codec"]),
+    "folder": ("rows", Path.mkdir, ["rows: expected a folder made by save_to_disk"]),
+    "torn-folder": ("rows", corrupt_folder, ["/rows: "]),
+    "silent": ("rows.jsonl", lambda path: write_jsonl(path, [chat(USER), chat(ANSWER)]), [
+        "no row is left", '"empty_response": 1', '"empty_prompt": 1']),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_input_is_one_clear_line(case, tmp_path, capsys):
+    name, spoil, says = BROKEN[case]
+    if name.endswith(".parquet"):
+        write_parquet(tmp_path / name, [simple(number) for number in range(50)])
+    if spoil:
+        spoil(tmp_path / name)
+    refused(tmp_path, capsys, *says, data=[name])
+
+
+def test_a_hub_id_without_the_hub_is_one_clear_line(tmp_path, capsys):
+    refused(tmp_path, capsys, "--data nobody/none: no such file, nor can it be fetched", data=["nobody/none"])
+    refused(tmp_path, capsys, "--data nobody/none.jsonl: expected an existing", data=["nobody/none.jsonl"])
+
+
+def test_a_hub_id_is_loaded_when_it_is_named(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def load(*names, **options):
+        asked.append((names, options))
+        return datasets.Dataset.from_list([simple(1)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert convert(tmp_path, capsys, data=["some/set"])["train"] == 1
+    assert asked == [(("some/set",), {"split": "train"})]
+
+
+# Split and limits
+
+
+def test_whole_groups_are_held_out_and_never_all():
+    rng = random.Random(1)
+    for _ in range(300):
+        groups = [f"g{rng.randrange(rng.choice([1, 3, 40]))}" for _ in range(rng.randrange(1, 60))]
+        ratio, sizes = rng.choice([0, 1e-9, 0.1, 0.5, 0.999]), Counter(groups)
+        val = held_out(groups, ratio, 1)
+        assert val < sizes.keys()
+        assert bool(val) is (ratio > 0 and len(sizes) > 1)
+        if len(val) > 1:
+            assert sum(sizes[group] for group in val) <= max(1, round(ratio * len(groups)))
+        assert val == held_out(rng.sample(groups, len(groups)), ratio, 1)
+    single = [f"g{number}" for number in range(200)]
+    assert len(held_out(single, 0.1, 1)) == 20
+    assert held_out(single, 0.1, 1) != held_out(single, 0.1, 2)
+
+
+def test_the_split_is_that_of_the_rows_not_of_the_files(tmp_path, capsys):
+    rows = [simple(number, instance=f"task-{number // 3}") for number in range(90)]
+    write_jsonl(tmp_path / "a.jsonl", rows[:40])
+    write_parquet(tmp_path / "b.parquet", rows[40:])
+
+    def sides(*flags, data=("a.jsonl", "b.parquet")):
+        convert(tmp_path, capsys, "--overwrite", *flags, data=data)
+        return [read(tmp_path / "out", side) for side in ("train", "val")]
+
+    train, val = sides()
+    held = {row["instance_id"] for row in val}
+    assert len(val) == 9 and [row["prompt"] for row in train] == [
+        row["messages"][0]["content"] for row in rows if row["instance_id"] not in held]
+
+    def unordered(pair):
+        return [sorted(map(str, side)) for side in pair]
+
+    files = [(tmp_path / "out" / f"x_{side}.parquet").read_bytes() for side in ("train", "val")]
+    assert unordered(sides(data=["b.parquet", "a.jsonl"])) == unordered([train, val])
+    assert sides() == [train, val] != sides("--seed", 1)
+    sides()
+    assert files == [(tmp_path / "out" / f"x_{side}.parquet").read_bytes() for side in ("train", "val")]
+
+    some = sides("--max-samples", 30)
+    assert sum(map(len, some)) == 30
+    assert unordered(sides("--max-samples", 30, data=["b.parquet", "a.jsonl"])) == unordered(some)
+    assert unordered(sides("--max-samples", 30, "--seed", 5)) != unordered(some)
+    assert sides("--max-samples", 1)[1] == [] and sides("--max-samples", 99) == [train, val]
+    assert [len(side) for side in sides("--val-ratio", 0)] == [90, 0]
+
+
+def test_what_is_dropped_is_counted(tmp_path, capsys):
+    same = simple(1)
+    rows = [same, same, chat(USER, say("assistant", "\n")), chat(ANSWER), chat(say("user", "x" * 20), ANSWER),
+            chat(USER, say("assistant", "é" * 20)), chat(say("user", "x" * 19), say("assistant", "é" * 19))]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    report = convert(tmp_path, capsys, "--max-chars-prompt", 19, "--max-chars-response", 19)
+    assert report["dropped"] == {
+        "empty_prompt": 1, "empty_response": 1, "prompt_too_long": 1, "response_too_long": 1}
+    assert report["train"] + report["val"] == 3
+    report = convert(tmp_path, capsys, "--max-samples", 2, "--overwrite")
+    assert report["dropped"] == {"empty_prompt": 1, "empty_response": 1, "max_samples": 3}
+
+
+def test_the_report_tells_what_was_rendered_and_left_out(tmp_path, capsys):
+    cases = ("tools", "image", "blocks", "later-turns")
+    write_jsonl(tmp_path / "rows.jsonl", [SHAPES[case][0] for case in cases])
+    report = convert(tmp_path, capsys)
+    assert report["rendered"] == {"tool_use": 1, "tool_result": 1}
+    assert report["left_out"] == {"turns_after_response": 3, "blocks": {"image_url": 1, "thinking": 1}}
+    assert report["files"] == [str(tmp_path / "out" / f"x_{side}.parquet") for side in ("train", "val")]
+    assert report["val"] == 0  # one instance, which stays whole
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--val-ratio", "1"], "--val-ratio 1.0: expected 0 or more, and less than 1"),
+    (["--val-ratio", "nan"], "--val-ratio nan"),
+    (["--max-samples", "-1"], "--max-samples -1: expected 0 or more"),
+    (["--max-chars-prompt", "-1"], "--max-chars-prompt -1"),
+    (["--name", "a/b"], "--name a/b: expected the start of a file name"),
+    (["--output-dir", "{d}/rows.jsonl/out"], "rows.jsonl is no folder that can be written to"),
+    (["--output-dir", "{d}/" + "x" * 300], "File name too long"),
+    (["--name", "x" * 300], "File name too long"),
+])
+def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", [simple(1)])
+    refused(tmp_path, capsys, says, flags=[flag.replace("{d}", str(tmp_path)) for flag in flags])
+
+
+# Writing
+
+
+def test_long_texts_arrive_whole(tmp_path, capsys):
+    texts = [f"{number} ä\0\n" + "x" * 9_000_000 for number in range(3)]  # more than one row group
+    write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", "x"), say("assistant", text)) for text in texts])
+    assert convert(tmp_path, capsys)["train"] == 3
+    assert [row["response"] for row in read(tmp_path / "out")] == texts
+
+
+def test_files_are_replaced_only_when_asked(tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
+    convert(tmp_path, capsys)
+    (tmp_path / "out" / "x_train.parquet").unlink()
+    error = convert(tmp_path, capsys)["error"]
+    assert "x_val.parquet exists; --overwrite replaces it" in error
+    convert(tmp_path, capsys, name="y")  # another name is another pair
+    write_jsonl(tmp_path / "rows.jsonl", [simple(3)])
+    convert(tmp_path, capsys, "--overwrite")
+    assert [row["instance_id"] for row in read(tmp_path / "out")] == ["task-3"]
+    assert read(tmp_path / "out", "val") == [] and len(list((tmp_path / "out").iterdir())) == 4
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path, capsys):
+    rng = random.Random(1)
+    text = "".join(chr(rng.randrange(0x4e00, 0x9fff)) for _ in range(100_000))
+    write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", text), ANSWER)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        refused(tmp_path, capsys, "/out: cannot be written")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("after", [[simple(1)], [simple(1), chat(USER)]])
+def test_data_that_change_between_the_two_passes_are_noticed(after, tmp_path, capsys, monkeypatch):
+    write_jsonl(tmp_path / "rows.jsonl", [])
+    passes = iter([[simple(1), simple(2)], after])
+    monkeypatch.setattr(convert_sft, "jsonl_rows", lambda path: iter(next(passes)))
+    refused(tmp_path, capsys, "rows.jsonl: changed while it was read")
+
+
+def test_an_interruption_leaves_what_was_there(tmp_path, capsys, monkeypatch):
+    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
+    convert(tmp_path, capsys)
+    old = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
+
+    def interrupted(path):
+        assert path.name == ".x_train.parquet.writing" and pq.read_table(path).num_rows == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_sft, "flush_to_disk", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path, capsys, "--overwrite")
+    assert old == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+KILLED = """
+import os, signal, sys
+from tools import convert_sft
+replace = convert_sft.Path.replace
+def killed(*names):
+    replace(*names)
+    os.kill(os.getpid(), signal.SIGKILL)
+convert_sft.Path.replace = killed
+convert_sft.main(sys.argv[1:])
+"""
+
+
+def test_a_kill_between_the_two_files_leaves_no_half_and_no_mixture(tmp_path, capsys):
+    """In another process, for real. The next run goes on as if nothing had been."""
+    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
+    convert(tmp_path, capsys)
+    write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
+    flags = ["--data", tmp_path / "rows.jsonl", "--name", "x", "--output-dir", tmp_path / "out",
+             "--overwrite"]
+    done = subprocess.run([sys.executable, "-c", KILLED, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").glob("x_*")) == ["x_val.parquet"]
+    assert read(tmp_path / "out", "val")[0]["instance_id"] in ("task-3", "task-4")
+    convert(tmp_path, capsys, "--overwrite")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x_train.parquet", "x_val.parquet"]
+
+
+# Training
+
+
+def test_sft_trains_on_what_it_writes(tmp_path, capsys):
+    rows = [simple(number) for number in range(1, 9)]
+    rows.append(chat(say("system", "Add \0\ud800."), say("user", "1 2"), say("assistant", "3")))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    report = convert(tmp_path, capsys)
+    sft.main(sft.Args(train_files=(report["files"][0],), model=TINY, steps=2, batch_size=4, eval_every=0,
+                      checkpoint_every=2, log_every=1, run_dir=str(tmp_path / "run"),
+                      output_dir=str(tmp_path / "model")))
+    assert validate(tmp_path / "run")["ok"]
+    assert report["train"] == 8 and report["val"] == 1  # and of the eight sft.py holds one out itself
+    assert records(tmp_path / "run")[-1]["train/epoch"] == pytest.approx(2 * 4 / 7)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
