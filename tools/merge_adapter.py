@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import shutil
 import sys
@@ -37,6 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
+from tools.convert_sft import first_line, flush_to_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -241,16 +241,6 @@ def largest(difference) -> float:
 def some(names) -> str:
     names = sorted(name.removeprefix("base_model.model.").replace(".default", "") for name in names)
     return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def run(args: argparse.Namespace) -> dict:
