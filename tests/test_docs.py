@@ -5,7 +5,6 @@ import functools
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,23 +82,13 @@ def listed_commands():
             yield page, command
 
 
-@functools.cache
-def help_of(tool: str) -> str:
-    """What `python TOOL --help` prints; nothing for a program without a parser of flags, which is not run."""
-    source = (ROOT / tool).read_text()
-    if "argparse" not in source and "tyro" not in source:
-        return ""
-    command = [sys.executable, tool, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"python {tool} --help: {done.stderr[-500:]}"
-    return done.stdout
-
-
 def known_flags(script: str) -> set[str]:
     if script in ALGO_OF:
         names = {flag.option for flag in docs_tables.flags(ROOT / script)}
         return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
-    return set(re.findall(r"--[a-z0-9][a-z0-9_-]*", help_of(script)))
+    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)
+             and getattr(node.func, "attr", "") == "add_argument"]
+    return {"--help"} | {name.value for call in calls for name in call.args if isinstance(name, ast.Constant)}
 
 
 @pytest.mark.parametrize("page", PAGES)
