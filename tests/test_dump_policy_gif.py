@@ -265,6 +265,7 @@ def test_image_observations_are_shown_where_there_is_no_render(render, dump, tmp
     assert status == 1 and "cannot be drawn" in said["reason"] and "no images" in said["reason"]
 
 
+@pytest.mark.slow
 def test_a_game_boy_is_shown_with_its_goal(dump, tmp_path):
     """A policy that always presses RIGHT moves the block of our own ROM to where it should be."""
     pytest.importorskip("pyboy")

@@ -450,7 +450,7 @@ def together(number, answer):
     return trouble
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("answer", [(500, "EngineCore died"), None, (200, "{\"choices\": [")],
                          ids=["500", "dropped", "torn"])
 def test_of_requests_that_fail_together_one_hands_the_weights_over_again(stand_in, connect, lora, answer):

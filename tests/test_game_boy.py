@@ -99,7 +99,8 @@ def test_the_rom_shows_every_button(folder):
     assert (record_frames(held, ["START"]) == 0).mean() < 0.1  # released a frame ago: not seen yet
 
 
-@pytest.mark.parametrize(("stack_k", "state"), [(1, ""), (2, "start.state")])
+@pytest.mark.parametrize(("stack_k", "state"), [
+    pytest.param(1, "", marks=pytest.mark.slow), (2, "start.state")])
 def test_steps_are_those_of_an_emulator_stepped_by_hand(folder, stack_k, state):
     rows, max_steps = 3, 6
     state = str(folder / state) if state else ""
@@ -148,6 +149,7 @@ def test_steps_are_those_of_an_emulator_stepped_by_hand(folder, stack_k, state):
     env.close()
 
 
+@pytest.mark.slow
 def test_a_saved_env_continues_bit_for_bit(folder, tmp_path):
     kwargs = options(folder, 2, max_steps=9)
     env = make_vec("pyboy", 3, workers=2, **kwargs)
@@ -213,6 +215,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_workers_leave_with_their_parent(folder):
     out = subprocess.run([sys.executable, "-c", ORPHAN, folder / "game.gb", folder / "goal1"],
                          capture_output=True, text=True, timeout=60)

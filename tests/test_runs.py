@@ -219,7 +219,7 @@ RESUMED = {
 }
 
 
-QUICK = {"full", "lora", "epochs", "two-turn", "ppo", "ppo-warmup", "sft", "sft-bf16"}
+QUICK = {"full", "lora", "two-turn", "ppo", "ppo-warmup", "sft"}
 
 
 @pytest.mark.parametrize("case", [
