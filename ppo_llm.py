@@ -1319,7 +1319,7 @@ def update(model, optimizer, terms, episodes, epochs, minibatches, args, pad_id,
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals, norms, num_seen, device = {}, [], 0, parameters[0].device
-    for chosen in [part for _ in range(epochs) for part in
+    for chosen in [part for _ in range(1 if frozen else epochs) for part in
                    np.array_split(torch.randperm(len(episodes)).numpy(), min(minibatches, len(episodes)))]:
         segments = [segment for index in chosen for segment in episodes[index]]
         num_tokens, kl = sum(sum(segment.response_mask) for segment in segments), 0.0

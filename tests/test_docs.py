@@ -5,6 +5,7 @@ import functools
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,20 @@ def known_flags(script: str) -> set[str]:
         return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
     calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
-    return {"--help"} | {name.value for call in calls for name in call.args if isinstance(name, ast.Constant)}
+    names = {name.value for call in calls for name in call.args if isinstance(name, ast.Constant)}
+    return {"--help"} | {name for name in names if name.startswith("--")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted({shlex.split(command)[1] for _, command in listed_commands()}))
+def test_the_programs_of_the_docs_tell_their_flags(script):
+    if "argparse" not in (source := (ROOT / script).read_text()) and "tyro" not in source:
+        return  # takes none, and starts its work at once
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-500:]
+    shown = set(re.findall(r"--[a-z0-9][a-z0-9_-]*", done.stdout))
+    assert {name for name in known_flags(script) if not name.startswith("--no-")} <= shown
 
 
 @pytest.mark.parametrize("page", PAGES)
