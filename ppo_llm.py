@@ -1558,7 +1558,8 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
+            names = {"last": folder.name} | {name: state[name] for name in ("best",) if state.get(name)}
+            replace_file(folder.parent / "state.json", json.dumps(names).encode())
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
@@ -1566,7 +1567,8 @@ class Run:
             # A later one is a damaged one that this run fell back from; it must not count as the newest.
             complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
             for old in complete[:-self.args.keep_checkpoints]:
-                shutil.rmtree(old)
+                if old.name != state.get("best"):
+                    shutil.rmtree(old)
 
     def fail(self, error, evidence):
         """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""

@@ -1,30 +1,37 @@
 """Supervised fine-tuning of a causal language model: next-token cross-entropy on responses.
 
-    loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t       mask: 1 on the response and its eos, else 0
+    loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t       mask: 1 on a response and its eos, else 0
 
-The prompt becomes a chat turn through the tokenizer's template. Both sums run over the whole global batch, so
-neither the loss nor its gradient depends on how the batch is cut into passes. Demonstrations are an
-environment's reference solutions (fresh ones at every step) or rows of parquet and JSONL files.
+Both sums run over the whole global batch, so neither the loss nor its gradient depends on how the batch is
+cut into passes, nor on packing. Demonstrations are an environment's reference solutions (fresh ones at every
+step), rows of parquet and JSONL files, or a hub data set: prompts and responses, or conversations whose
+assistant turns are learned. Rows become tokens once, in a memory-mapped file of the run's folder.
 
     python sft.py                                  # makes models/countdown-tiny on one CPU core in 100 s
-    python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --steps 500 \
-        --batch-size 32 --learning-rate 2e-6 --dtype bfloat16 --output-dir models/mine
+    python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --messages-key messages \
+        --packing --gradient-checkpointing --output-dir models/mine
+    python sft.py --model Qwen/Qwen2.5-7B-Instruct --dataset OWNER/NAME --lora-rank 16 --learning-rate 1e-4
 
-The default run learns from mixed company, as base models do: 70 % of its rows are a novice's random moves and
-30 % are solved games (`skill=mixed`), so it knows the form and the arithmetic and seldom the answer.
-Expect val/loss to fall to 0.37 and greedy accuracy to end near 0.6; the rest is for grpo_llm.py to teach.
+With --model the defaults are others: REAL_MODEL below. The default run learns from mixed company, as base
+models do: 70 % of its rows are a novice's random moves and 30 % are solved games (`skill=mixed`), so it knows
+the form and the arithmetic and seldom the answer. Expect val/loss to fall to 0.37 and greedy accuracy to end
+near 0.6; the rest is for grpo_llm.py to teach.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
+import re
+import reprlib
 import shutil
 import subprocess
 import sys
@@ -38,12 +45,17 @@ import datasets
 import numpy as np
 import peft
 import psutil
+import pyarrow.parquet
 import torch
 import transformers
 import tyro
+from datasets.arrow_writer import ArrowWriter
 from dotenv import load_dotenv
+from jinja2 import TemplateError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -55,6 +67,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
 
 import envs
 from envs import BadInput
@@ -68,15 +82,35 @@ class Args:
     env_kwargs: tuple[str, ...] = ("skill=mixed",)
     """its options, as key=value"""
     train_files: tuple[str, ...] = ()
-    """parquet or JSONL files to learn from in place of the environment's solutions"""
+    """parquet and JSONL files to learn from in place of the environment's solutions"""
+    val_files: tuple[str, ...] = ()
+    """such files for val/loss; none: a share of the training rows is held out"""
+    dataset: str = ""
+    """hub data set to learn from in place of files, OWNER/NAME or OWNER/NAME:CONFIG"""
+    train_split: str = "train"
+    """its split to learn from"""
+    val_split: str = ""
+    """its split for val/loss; empty: a share of the training rows is held out"""
     prompt_key: str = "prompt"
-    """their column with the prompt (a text, or a list of chat messages)"""
+    """column with the prompt (a text, or a list of chat messages)"""
     response_key: str = "response"
-    """their column with the response"""
+    """column with the response (a text)"""
+    messages_key: str = ""
+    """column with whole conversations, in place of the two: every assistant turn is learned"""
+    chat_template: str = ""
+    """file with a Jinja chat template, in place of the tokenizer's"""
     val_ratio: float = 0.1
-    """share of the files' rows held out for val/loss"""
+    """share of the training rows held out for val/loss, where no rows are given for it; 0: none"""
+    max_rows: int = 0
+    """read at most so many rows to learn from [rows]; 0: all"""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """a row of a wrong form ends the run before it starts, or is counted and left out; both name it"""
     max_length: int = 2048
-    """longest prompt and response together; a longer row is an error [tokens]"""
+    """longest prompt and response together [tokens]"""
+    truncation: Literal["error", "left", "right"] = "error"
+    """a longer row is a bad row, or loses its beginning (left) or its end (right)"""
+    packing: bool = False
+    """several rows in one, none seeing another: less padding, the same loss and gradient"""
     # Model
     model: str = ""
     """folder or hub id to start from; empty: a small Llama with random weights"""
@@ -88,14 +122,28 @@ class Args:
     """its attention heads; vLLM on a CPU wants hidden-size / num-heads to be at least 32"""
     intermediate_size: int = 192
     """width of its feed-forward layers"""
+    lora_rank: int = 0
+    """rank of the LoRA adapter; 0 trains all weights"""
+    lora_alpha: int = 32
+    """LoRA scale: the adapter's output is multiplied by alpha / rank"""
+    lora_target_modules: str = "all-linear"
+    """names of the linear layers to adapt, with commas"""
+    lora_exclude_modules: str = "lm_head,embed_tokens"
+    """never these, unless empty: adapting them changes the vocabulary and the size of the merged model"""
+    lora_adapter_path: str = ""
+    """folder of a PEFT adapter to go on from; its own configuration then replaces the four flags above"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """arithmetic of the forward and backward pass; weights and AdamW's moments stay float32"""
+    """arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32"""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """kernel; auto: flash_attention_2 on a GPU in bfloat16 where flash-attn is installed, else sdpa"""
+    gradient_checkpointing: bool = False
+    """keep one activation per layer and recompute the rest: a third more time, far less memory"""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda, cuda:1"""
     threads: int = 1
     """CPU threads of torch [threads]; the small default model gains nothing from more"""
     output_dir: str = "models/countdown-tiny"
-    """the finished model; what was there before is kept beside it as <name>.previous"""
+    """the finished model or adapter; what was there is kept as <name>.previous; empty: in the run's folder"""
     # Sizes
     batch_size: int = 128
     """rows per optimiser step"""
@@ -105,24 +153,30 @@ class Args:
     seed: int = 1
     """of everything random"""
     steps: int = 1200
-    """optimiser steps"""
+    """optimiser steps; 0: as many as --epochs takes"""
+    epochs: float = 10
+    """passes over the training rows, where --steps is 0"""
     learning_rate: float = 5e-3
     """peak learning rate of AdamW"""
     warmup_steps: int = 20
     """linear warm-up [steps]"""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """of the learning rate after the warm-up"""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """of the learning rate after the warm-up; wsd: constant, then a line down"""
+    decay: float = 0.1
+    """share of the steps in which wsd goes down"""
     final_learning_rate: float = 0.05
-    """share of the peak that the cosine ends at"""
+    """share of the peak that cosine and wsd end at"""
     beta2: float = 0.95
     """AdamW's second decay rate (the first is 0.9)"""
     weight_decay: float = 0.01
-    """AdamW's decoupled weight decay"""
+    """AdamW's decoupled weight decay, of matrices; never of norms and biases"""
     max_grad_norm: float = 1.0
     """gradient clipping, by global norm"""
     # Evaluation
     eval_every: int = 200
-    """steps between evaluations [steps]; 0: only before and after"""
+    """steps between evaluations [steps]; 0: none but before, after and with --eval-epochs"""
+    eval_epochs: int = 1
+    """passes over the training rows between further evaluations [epochs]; 0: none"""
     eval_tasks: int = 512
     """held-out tasks or rows, always the same ones"""
     eval_samples: int = 16
@@ -139,7 +193,7 @@ class Args:
     checkpoint_every: int = 200
     """steps between checkpoints [steps]"""
     keep_checkpoints: int = 2
-    """newest checkpoints to keep; 0: all"""
+    """newest checkpoints to keep beside the one with the lowest val/loss; 0: all"""
     track: bool = False
     """mirror the TensorBoard log to Weights & Biases"""
 
@@ -155,17 +209,47 @@ class Args:
         if self.hidden_size % (2 * self.num_heads):
             raise BadInput(f"--hidden-size {self.hidden_size}: expected a multiple of 2 x --num-heads "
                            f"{self.num_heads}")
+        if self.train_files and self.dataset:
+            raise BadInput(f"--dataset {self.dataset}: --train-files are given too; expected one of them")
+        if self.val_files and not self.train_files:
+            raise BadInput(f"--val-files {self.val_files[0]}: expected --train-files beside it")
+        if self.val_split and not self.dataset:
+            raise BadInput(f"--val-split {self.val_split}: expected --dataset beside it")
+        if self.messages_key and not self.from_rows:
+            raise BadInput(f"--messages-key {self.messages_key}: expected --train-files or --dataset too")
+        if self.lora and not self.model:
+            raise BadInput(f"--lora-rank {self.lora_rank}: expected --model beside it")
+        if self.lora_rank and self.lora_adapter_path:
+            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
+        if not self.steps and not self.epochs:
+            raise BadInput("--steps 0: expected --epochs more than 0 then")
         if self.checkpoint_every % self.log_every or self.eval_every % self.log_every:
             raise BadInput(f"--log-every {self.log_every}: expected a divisor of --checkpoint-every "
                            f"{self.checkpoint_every} and of --eval-every {self.eval_every}")
 
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter is trained and the model beneath it stays as it is."""
+        return bool(self.lora_rank or self.lora_adapter_path)
+
+    @property
+    def from_rows(self) -> bool:
+        """Whether demonstrations are rows of data, not an environment's solutions."""
+        return bool(self.train_files or self.dataset)
+
+
+# What one fine-tunes a real model with: the defaults where --model is given.
+REAL_MODEL = dict(
+    env_kwargs=(), dtype="bfloat16", output_dir="", batch_size=32, microbatch_tokens=16384, steps=0,
+    learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, checkpoint_every=50,
+    max_response_tokens=512)
 
 LOWEST = dict.fromkeys((
     "batch_size", "microbatch_tokens", "max_length", "max_response_tokens", "hidden_size", "num_layers",
     "num_heads", "intermediate_size", "eval_tasks", "eval_samples", "log_every", "checkpoint_every",
     "threads"), 1)  # the others: 0
-SHARES = ("final_learning_rate", "val_ratio", "beta2")
-POSITIVE = ("learning_rate", "max_grad_norm", "val_ratio")
+SHARES = ("final_learning_rate", "val_ratio", "beta2", "decay")
+POSITIVE = ("learning_rate", "max_grad_norm")
 
 METRICS = {
     "train/loss": "cross-entropy per response token, mean of the steps since the record before [nats]",
@@ -174,7 +258,13 @@ METRICS = {
     "train/global_step": "optimiser steps so far",
     "train/throughput": "tokens per second, prompts included, padding not [tokens/s]",
     "train/grad_norm": "global gradient norm before clipping, mean since the record before",
-    "train/weight_norm": "global norm of the weights",
+    "train/weight_norm": "global norm of the trained weights",
+    "train/padding": "share of the computed tokens that are padding, in the last step",
+    "data/rows": "rows that are learned from (first record only, as are the four below)",
+    "data/held_out": "rows that val/loss is measured on",
+    "data/truncated": "rows of both kinds that were cut to --max-length",
+    "data/dropped": "rows that were left out, having nothing to learn: an empty response, or one cut off",
+    "data/bad": "rows that were left out, being of a wrong form",
     "val/loss": "cross-entropy per response token on held-out rows [nats]",
     "val/<source>/pass@1": "held-out correctness at temperature 1, mean over tasks and samples",
     "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
@@ -186,34 +276,35 @@ METRICS = {
 }
 
 
-def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
-    """Log-probabilities of the targets and entropies, in nats.  hidden (N, H), targets (N,) -> (N,), (N,).
+def token_losses(hidden, head, targets, chunk_elements=2**25):
+    """-log p of each target in nats, in float32.  hidden (N, H), targets (N,) -> (N,).
 
-    Logits exist for one chunk of tokens at a time, in float32: chunk_elements bounds tokens x vocabulary. The
-    backward pass recomputes each chunk, so memory does not grow with N x vocabulary.
+    Logits exist for one chunk of tokens at a time: chunk_elements bounds tokens x vocabulary. The backward
+    pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
-        logits = torch.log_softmax(head(hidden).float() / temperature, dim=-1)           # (n, V)
-        entropy = -(logits.exp() * logits).sum(-1)
-        return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return functional.cross_entropy(head(hidden).float(), targets, reduction="none")     # logits (n, V)
 
     size = max(1, chunk_elements // head.out_features)
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    parts = [recompute(of_chunk, h, t, use_reentrant=False)
-             for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    return torch.cat([recompute(of_chunk, h, t, use_reentrant=False)
+                      for h, t in zip(hidden.split(size), targets.split(size), strict=True)])
 
 
 def response_loss(model, batch):
-    """Sum of -log p over response tokens, divided by nothing yet.  batch tokens, mask (B, T) -> scalar."""
+    """Sum of -log p over response tokens, divided by nothing yet.  batch tokens, mask (B, T) -> scalar.
+
+    Rows are padded on the right, where no token of theirs looks, so they need no attention mask. In packed
+    rows position_ids start anew with each row, from which transformers keeps attention within it (with
+    use_cache, it would not).
+    """
     decoder, head = decoder_and_head(model)
-    tokens, mask = batch["tokens"], batch["response_mask"]
-    hidden = decoder(input_ids=tokens[:, :-1], attention_mask=batch["valid"][:, :-1]).last_hidden_state
-    chosen = mask[:, 1:].bool()                       # token t is predicted at position t - 1: the only shift
-    logprobs, _ = selected_logprobs(hidden[chosen], head, tokens[:, 1:][chosen])
-    return -logprobs.sum()
+    tokens, positions = batch["tokens"], batch["position_ids"]
+    hidden = decoder(input_ids=tokens[:, :-1], position_ids=None if positions is None else positions[:, :-1],
+                     use_cache=False).last_hidden_state                                      # (B, T - 1, H)
+    chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
+    return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()
 
 
 def decoder_and_head(model):
@@ -222,12 +313,21 @@ def decoder_and_head(model):
     return base.get_decoder(), base.get_output_embeddings()
 
 
-def learning_rate(step, args):
-    """Linear warm-up, then a cosine to a share of the peak (or constant)."""
+def learning_rate(step, steps, args):
+    """Linear warm-up, then constant, a cosine, or constant and a line down (WSD, arXiv:2404.06395)."""
     warm = min(1.0, step / max(args.warmup_steps, 1))
-    progress = min(max((step - args.warmup_steps) / max(args.steps - args.warmup_steps, 1), 0.0), 1.0)
-    low = args.final_learning_rate if args.schedule == "cosine" else 1.0
-    return args.learning_rate * warm * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+    start = max(args.warmup_steps, round(steps * (1 - args.decay)) if args.schedule == "wsd" else 0)
+    progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
+    low = args.final_learning_rate
+    return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
+
+
+def parameter_groups(model, weight_decay):
+    """Trained parameters for AdamW: matrices decay, vectors (norms and biases) do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
+            dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
 
 
 # Engine: load, generate
@@ -319,6 +419,77 @@ def load_weights(name, dtype=torch.float32):
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def add_lora(model, args, checkpoint=""):
+    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
+
+    Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
+    """
+    if folder := checkpoint or args.lora_adapter_path:
+        try:
+            names = set(load_file(Path(folder, "adapter_model.safetensors")))
+            config = peft.LoraConfig.from_pretrained(folder)
+            config.lora_dropout, config.inference_mode = 0.0, False
+            model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
+            if odd := names ^ set(peft.get_peft_model_state_dict(model)):
+                raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
+            return model
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise BadInput(f"--lora-adapter-path {folder}: expected adapter_config.json and "
+                           f"adapter_model.safetensors for {args.model} ({first_line(error)})") from error
+    targets = args.lora_target_modules
+    config = peft.LoraConfig(
+        r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+        exclude_modules=[name for name in args.lora_exclude_modules.split(",") if name] or None)
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise BadInput(f"--lora-target-modules {targets}: {first_line(error)}") from error
+
+
+def adapter_sha256(folder):
+    """Of the weights of an adapter that PEFT saved. Raises BadInput where there is none."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not Path(folder, name).is_file():
+            raise BadInput(f"--lora-adapter-path {folder}: expected a folder with {name}")
+    return sha256(Path(folder, "adapter_model.safetensors"))
+
+
+def set_up_passes(model, args):
+    """The attention kernel, and gradient checkpointing where it is asked for."""
+    kernel = args.attention
+    if kernel == "auto":
+        fast = model.device.type == "cuda" and args.dtype == "bfloat16" and is_flash_attn_2_available()
+        kernel = "flash_attention_2" if fast else "sdpa"
+    base = model.get_base_model() if args.lora else model
+    try:
+        base.set_attn_implementation(kernel)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"--attention {kernel}: {first_line(error)}") from error
+    if args.gradient_checkpointing:
+        # Not transformers' own switch: it works in training mode only, which would wake dropout.
+        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not layers:
+            raise BadInput(f"--gradient-checkpointing: {args.model} has no layers that can be recomputed")
+        for layer in layers:
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
+                                              preserve_rng_state=False)
+
+
+@torch.no_grad()
+def check_packing(model, rows, args, pad_id):
+    """Raise BadInput where packed rows see each other, as in layers with a state that no mask cuts."""
+    losses = []
+    for packing in (False, True):
+        parts = batches(rows, dataclasses.replace(args, packing=packing), pad_id, model)
+        with precision(args, model.device):
+            losses.append(sum(float(response_loss(model, batch)) for batch in parts) / count_targets(rows))
+    alone, packed = losses
+    if abs(alone - packed) > (1e-4 if args.dtype == "float32" else 1e-2) * max(alone, 1.0):
+        raise BadInput(f"--packing: rows of {args.model} change one another (loss {alone:.5f} alone, "
+                       f"{packed:.5f} packed): this architecture cannot pack")
 
 
 def precision(args, device):
@@ -426,85 +597,319 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
 
 
-# Data: prompts and responses to tokens
+# Data: rows of text to rows of tokens
+
+
+class BadRow(ValueError):
+    """What was expected of a row, and what it has."""
+
+    def __init__(self, message, rows=1):
+        super().__init__(message)
+        self.rows = rows  # how many it stands for
+
+
+def data_sha256(args):
+    """Of each file that decides what the rows are. Raises BadInput for what is none."""
+    for flag, names in (("--train-files", args.train_files), ("--val-files", args.val_files)):
+        for name in names:
+            if Path(name).suffix not in (".parquet", ".jsonl") or not Path(name).is_file():
+                raise BadInput(f"{flag} {name}: expected an existing .parquet or .jsonl file")
+    template = [args.chat_template] if args.chat_template else []
+    return "".join(sha256(Path(name)) for name in (*args.train_files, *args.val_files, *template))
+
+
+def file_rows(flag, names, columns):
+    """Rows of parquet and JSONL files, a few in memory at a time.  -> (where, row or BadRow), ..."""
+    for name in names:
+        rows = parquet_rows(name, columns) if name.endswith(".parquet") else jsonl_rows(name)
+        try:
+            for number, row in rows:
+                yield f"{flag} {name}, row {number}", row
+        except (OSError, pyarrow.ArrowException) as error:
+            raise BadInput(f"{flag} {name}: cannot be read ({first_line(error)})") from error
+
+
+def jsonl_rows(name):
+    with open(name, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield number, BadRow(f"expected a line of JSON ({first_line(error)})")
+
+
+def parquet_rows(name, columns):
+    """A page that cannot be read spoils the rows from there to the end of its row group."""
+    file, first = pyarrow.parquet.ParquetFile(name, page_checksum_verification=True), 1
+    columns = [column for column in columns if column in file.schema_arrow.names]
+    for group in range(file.num_row_groups):
+        number, last = first, first + file.metadata.row_group(group).num_rows - 1
+        try:
+            for table in file.iter_batches(batch_size=16, row_groups=[group], columns=columns):
+                for index in range(table.num_rows):
+                    try:
+                        row = {column: table.column(column)[index].as_py() for column in columns}
+                    except ValueError as error:
+                        row = BadRow(f"expected UTF-8 text ({first_line(error)})")
+                    yield number, row
+                    number += 1
+        except (OSError, pyarrow.ArrowException) as error:
+            rows = last - number + 1
+            yield f"{number} to {last}", BadRow(f"a torn part of the file ({first_line(error)})", rows)
+        first = last + 1
+
+
+def hub_rows(dataset, split, columns):
+    """Rows of a hub data set, streamed.  -> (where, row), ..."""
+    name, _, config = dataset.partition(":")
+    where, number = f"--dataset {dataset}, split {split}", 0
+    try:
+        data = datasets.load_dataset(name, config or None, split=split, streaming=True)
+        if known := [column for column in data.column_names or () if column in columns]:
+            data = data.select_columns(known)
+        for number, row in enumerate(data, 1):
+            yield f"{where}, row {number}", row
+    except Exception as error:  # offline, no such data set or split, a torn file: each has one of its own
+        raise BadInput(f"{where}: cannot be read after row {number} ({first_line(error)})") from error
+
+
+def read_template(args):
+    """The text of --chat-template. Raises BadInput."""
+    try:
+        return Path(args.chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--chat-template {args.chat_template}: expected a text file "
+                       f"({first_line(error)})") from error
+
+
+def plain_text(content, where):
+    """The text of a content: a text, null, or a list of text blocks."""
+    blocks = [] if content is None else content if isinstance(content, list) else [content]
+    texts = [block.get("text") if isinstance(block, dict) and block.get("type", "text") == "text" else block
+             for block in blocks]
+    for text in texts:
+        if not isinstance(text, str):
+            raise BadRow(f"{where}: expected a text, text blocks or null, got {reprlib.repr(text)}")
+    # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
+    return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
+
+
+def to_messages(value, where):
+    """A list of chat messages (or its JSON), checked, each content a plain text."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{where}: expected a list of messages, got {reprlib.repr(value)}")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow(f"{where}, message {number}: expected a role and a content, "
+                         f"got {reprlib.repr(message)}")
+        content = plain_text(message.get("content"), f"{where}, message {number}")
+        others = {key: item for key, item in message.items() if item is not None}  # parquet fills with nulls
+        messages.append(others | {"content": content})
+    return messages
+
+
+def encode_row(row, tokenizer, args, eos):
+    """-> (ids, mask), not cut yet.  Raises BadRow."""
+    if isinstance(row, BadRow):
+        raise row
+    for column in (args.messages_key,) if args.messages_key else (args.prompt_key, args.response_key):
+        if not isinstance(row, dict) or column not in row:
+            raise BadRow(f"column {column}: missing in {reprlib.repr(row)}")
+    try:
+        if args.messages_key:
+            messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
+            return encode_conversation(messages, tokenizer, eos)
+        prompt = row[args.prompt_key]
+        messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
+                               f"column {args.prompt_key}")
+        return encode(messages, plain_text(row[args.response_key], f"column {args.response_key}"), tokenizer)
+    except (TemplateError, TypeError) as error:
+        raise BadRow(f"the chat template refuses it ({first_line(error)})") from error
+
+
+def prompt_tokens(messages, tokenizer):
+    """The ids of the messages and of what the template puts before a reply."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    else:
+        text = "".join(message["content"] for message in messages)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode(messages, response, tokenizer):
+    """-> (ids, mask): mask is 1 on the response and its eos; on nothing if the response is blank."""
+    prompt, learned = prompt_tokens(messages, tokenizer), int(not (not response or response.isspace()))
+    ids = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    return prompt + ids, [0] * len(prompt) + [learned] * len(ids)
+
+
+def encode_conversation(messages, tokenizer, eos):
+    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it.
+
+    A turn is what the template adds to the messages before it and to the start of a reply; its tokens are
+    found by their offsets in the whole text. That needs a template which only ever appends. One that has
+    {% generation %} tags says itself where the turns are.
+    """
+    def render(count, reply=False):
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=reply)
+
+    if re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()):
+        coded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return coded["input_ids"], coded["assistant_masks"]
+    text = render(len(messages))
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, mask = coded.input_ids, [0] * len(coded.input_ids)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or not message["content"] or message["content"].isspace():
+            continue
+        before, after = render(number, reply=True), render(number + 1)
+        if not after.startswith(before) or not text.startswith(after):
+            raise BadInput(
+                f"the chat template writes message {number + 1} otherwise when others follow or a reply "
+                "begins, so its tokens cannot be told; expected a --chat-template that only appends, or one "
+                "with {% generation %} tags, or rows of prompt and response")
+        turn = [t for t, (start, _) in enumerate(coded.offset_mapping) if len(before) <= start < len(after)]
+        ends = [t for t in turn if ids[t] in eos]
+        if not ends:
+            raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
+                           "ever end; expected another --chat-template")
+        for t in turn[:turn.index(ends[-1]) + 1]:
+            mask[t] = 1
+    return ids, mask
+
+
+def cut(ids, mask, args):
+    """Truncation to --max-length.  -> (ids, mask); nothing may be left in the mask."""
+    if len(ids) > args.max_length:
+        if args.truncation == "error":
+            raise BadRow(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
+        kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
+        ids, mask = ids[kept], mask[kept]
+    return ids, [0, *mask[1:]]  # nothing predicts the first token
+
+
+def encode_rows(rows, path, tokenizer, args, eos):
+    """Rows to tokens, once, into an Arrow file that is read as it is needed.  -> data set, counts.
+
+    Memory holds a few rows, whatever there are. A continued run finds the file.
+    """
+    temporary, summary = path.with_name(f".{path.name}.writing"), path.with_suffix(".json")
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        counts = dict(truncated=0, dropped=0, bad=0)
+        features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
+                                     mask=datasets.List(datasets.Value("bool")))
+        with ArrowWriter(path=str(temporary), features=features) as writer:
+            for where, row in tqdm(rows, desc=f"{path.stem} rows to tokens", unit="row", disable=None):
+                try:
+                    whole = encode_row(row, tokenizer, args, eos)
+                    ids, mask = cut(*whole, args)
+                except BadRow as error:
+                    if args.on_bad_row == "error":
+                        raise BadInput(f"{where}, {error}") from error
+                    if counts["bad"] < 5:
+                        tqdm.write(f"left out: {where}, {error}")
+                    counts["bad"] += error.rows
+                    continue
+                except BadInput as error:
+                    raise BadInput(f"{where}: {error}") from error
+                counts["truncated"] += len(ids) < len(whole[0])
+                if any(mask):
+                    writer.write(dict(ids=ids, mask=mask))
+                else:
+                    counts["dropped"] += 1
+            writer.finalize()
+        flush_to_disk(temporary)
+        replace_file(summary, json.dumps(counts).encode())
+        temporary.replace(path)
+    return datasets.Dataset.from_file(str(path)), json.loads(summary.read_text())
+
+
+def examples_of_rows(args, tokenizer, eos, folder):
+    """Rows of data.  -> a function: index -> (ids, mask), how many, the held-out ones, counts."""
+    counts = collections.Counter()
+
+    def read(side, files, split, limit=None):
+        columns = (args.messages_key,) if args.messages_key else (args.prompt_key, args.response_key)
+        rows = (hub_rows(args.dataset, split, columns) if args.dataset else
+                file_rows(f"--{side}-files", files, columns))
+        rows = itertools.islice(rows, limit)
+        data, more = encode_rows(rows, folder / f"{side}.arrow", tokenizer, args, eos)
+        counts.update(more)
+        return lambda index: tuple(data[int(index)].values()), len(data)
+
+    row, num_rows = read("train", args.train_files, args.train_split, args.max_rows or None)
+    given = bool(args.val_files or args.val_split)
+    expected = "1 row" if given or not args.val_ratio else "2 rows, one of them to hold out"
+    if num_rows < int(expected[0]):
+        raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected at least {expected}, got "
+                       f"{num_rows} and {dict(counts)}")
+    if given:
+        val_row, num_val = read("val", args.val_files, args.val_split)
+        return row, num_rows, [val_row(i) for i in range(min(num_val, args.eval_tasks))], counts
+    order = permutation(args.seed, num_rows)
+    num_val = min(max(1, round(args.val_ratio * num_rows)), num_rows - 1) if args.val_ratio else 0
+    kept, held_out = order[num_val:], [row(index) for index in order[:num_val][:args.eval_tasks]]
+    return lambda index: row(kept[index]), len(kept), held_out, counts
 
 
 def examples_of_env(env, args, tokenizer):
-    """Reference solutions.  -> a function: index -> (ids, prompt length), how many, the held-out ones."""
+    """Reference solutions.  -> a function: index -> (ids, mask), how many, the held-out ones, counts."""
     def example(index, split="train"):
         task = env.task(split, index)
         response = env.solution(task)
         if response is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        return encode(task.messages, response, tokenizer, args)
+        try:
+            ids, mask = cut(*encode(task.messages, response, tokenizer), args)
+        except BadRow as error:
+            raise BadInput(f"{error}: {response[:60]!r}") from error
+        if not any(mask):
+            raise BadInput(f"--max-length {args.max_length}: nothing is left of {response[:60]!r}")
+        return ids, mask
 
     num_held_out = min(args.eval_tasks, env.num_tasks("test"))
-    return example, env.num_tasks("train"), [example(index, "test") for index in range(num_held_out)]
+    held_out = [example(index, "test") for index in range(num_held_out)]
+    return example, env.num_tasks("train"), held_out, dict(truncated=0, dropped=0, bad=0)
 
 
-def examples_of_files(args, tokenizer):
-    """Rows of --train-files.  -> a function: index -> (ids, prompt length), how many, the held-out ones."""
-    rows = [encode(messages, response, tokenizer, args) for messages, response in read_rows(args)]
-    order = permutation(args.seed, len(rows))
-    num_held_out = min(max(1, round(args.val_ratio * len(rows))), len(rows) - 1)
-    kept = order[num_held_out:]
-    held_out = [rows[index] for index in order[:num_held_out][:args.eval_tasks]]
-    return (lambda index: rows[kept[index]]), len(kept), held_out
+def pack(rows, size):
+    """First-fit decreasing into rows of at most `size` tokens; 0: one each.  -> [(ids, mask, positions)]"""
+    packed = []
+    for ids, mask in sorted(rows, key=lambda row: -len(row[0])):
+        fit = next((p for p in packed if len(p[0]) + len(ids) <= size), None) if size else None
+        if fit is None:
+            packed.append(fit := ([], [], []))
+        for whole, part in zip(fit, (ids, mask, range(len(ids))), strict=True):
+            whole.extend(part)
+    return sorted(packed, key=lambda row: -len(row[0]))
 
 
-def read_rows(args):
-    """All rows of --train-files, checked.  -> [(messages, response)]; a bad one is named by file and row."""
-    rows = []
-    for name in args.train_files:
-        kind = {".parquet": "parquet", ".jsonl": "json"}.get(Path(name).suffix)
-        if kind is None or not Path(name).is_file():
-            raise BadInput(f"--train-files {name}: expected an existing .parquet or .jsonl file")
-        try:
-            data = datasets.load_dataset(kind, data_files=name, split="train")
-        except Exception as error:  # whatever the readers raise on bytes that are not theirs
-            raise BadInput(f"--train-files {name}: cannot be read as {kind} ({first_line(error)})") from error
-        for number, row in enumerate(data, 1):
-            prompt, response = row.get(args.prompt_key), row.get(args.response_key)
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            where = f"--train-files {name}, row {number}, column"
-            if not isinstance(messages, list) or not messages or not all(
-                    isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
-                raise BadInput(f"{where} {args.prompt_key}: expected a text or messages, got {prompt!r}")
-            if not isinstance(response, str) or not response.strip():
-                raise BadInput(f"{where} {args.response_key}: expected a text, not empty, got {response!r}")
-            rows.append((messages, response))
-    if len(rows) < 2:
-        raise BadInput(f"--train-files: expected at least 2 rows, one of them to hold out, got {len(rows)}")
-    return rows
+def batches(rows, args, pad_id, model):
+    """Encoded rows -> passes of at most --microbatch-tokens, padding included, the longest rows first.
 
-
-def encode(messages, response, tokenizer, args):
-    """-> (ids, number of ids that are the prompt); the response ends with eos."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
-    prompt = tokenizer(text, add_special_tokens=False).input_ids
-    ids = prompt + tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    if len(ids) > args.max_length:
-        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens: {response[:60]!r}")
-    return ids, len(prompt)
-
-
-def batches(rows, pad_id, budget, device):
-    """Cut encoded rows, longest first, into passes of at most `budget` padded tokens."""
-    rows, start = sorted(rows, key=lambda row: -len(row[0])), 0
+    Packed rows are short for sdpa, which computes the whole square and masks it; kernels that skip what lies
+    between rows get one long row a pass.
+    """
+    budget, start = args.microbatch_tokens, 0
+    long = args.packing and model.config._attn_implementation != "sdpa"
+    size = 0 if not args.packing else budget if long else max(128, max(len(ids) for ids, _ in rows))
+    rows = pack(rows, size)
     while start < len(rows):
-        part = rows[start:start + max(1, budget // len(rows[start][0]))]
+        part = rows[start:start + (1 if long else max(1, budget // len(rows[start][0])))]
         start += len(part)
-        yield dict(
-            tokens=pad([ids for ids, _ in part], pad_id, device),
-            valid=pad([[1] * len(ids) for ids, _ in part], 0, device),
-            response_mask=pad([[0] * prompt + [1] * (len(ids) - prompt) for ids, prompt in part], 0, device))
+        ids, mask, positions = zip(*part, strict=True)
+        yield dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
+                   position_ids=pad(positions, 0, model.device) if args.packing else None)
 
 
 def count_targets(rows):
-    return sum(len(ids) - prompt for ids, prompt in rows)
+    return sum(sum(mask) for _, mask in rows)
 
 
 # Evaluate
@@ -513,21 +918,22 @@ def count_targets(rows):
 @torch.no_grad()
 def evaluate(model, tokenizer, env, held_out, args):
     """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics."""
-    device = model.device
-    with precision(args, device):
-        total = sum(float(response_loss(model, batch))
-                    for batch in batches(held_out, tokenizer.pad_token_id, args.microbatch_tokens, device))
-    metrics = {"val/loss": total / count_targets(held_out)}
+    device, metrics = model.device, {}
+    if held_out:
+        with precision(args, device):
+            total = sum(float(response_loss(model, batch))
+                        for batch in batches(held_out, args, tokenizer.pad_token_id, model))
+        metrics["val/loss"] = total / count_targets(held_out)
     if env is None or env.multi_turn:
         return metrics
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    prompts = [encode(task.messages, "", tokenizer, args) for task in tasks]
+    prompts = [prompt_tokens(task.messages, tokenizer) for task in tasks]
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each step seeds anew
     scores = {}
     for name, samples, temperature in (("sampled", args.eval_samples, 1.0), ("greedy", 1, 0.0)):
         repeated = [task for task in tasks for _ in range(samples)]
         with precision(args, device):
-            replies = generate(model, [ids[:length] for ids, length in prompts for _ in range(samples)],
+            replies = generate(model, [ids for ids in prompts for _ in range(samples)],
                                args.max_response_tokens, temperature, tokenizer)
         texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
         ended = [ids[-1] in eos_ids(model, tokenizer) for ids, _ in replies]
@@ -716,7 +1122,8 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            replace_file(folder.parent / "state.json", json.dumps({"last": folder.name}).encode())
+            names = {"last": folder.name} | {name: state[name] for name in ("best",) if state.get(name)}
+            replace_file(folder.parent / "state.json", json.dumps(names).encode())
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
@@ -724,7 +1131,8 @@ class Run:
             # A later one is a damaged one that this run fell back from; it must not count as the newest.
             complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
             for old in complete[:-self.args.keep_checkpoints]:
-                shutil.rmtree(old)
+                if old.name != state.get("best"):
+                    shutil.rmtree(old)
 
     def fail(self, error, evidence):
         """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""
@@ -760,7 +1168,7 @@ library_name: transformers
 ---
 # {name}
 
-A causal language model of {parameters:,} parameters. {steps:,} steps of supervised fine-tuning on `{data}`,
+{kind} of {parameters:,} parameters. {steps:,} steps of supervised fine-tuning on `{data}`,
 
     {command}
 
@@ -770,29 +1178,33 @@ at commit {commit}, seed {seed}, torch {torch}, transformers {transformers}. On 
 |---|---|
 {table}
 
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
+    model = {loader}.from_pretrained("{folder}")
     tokenizer = AutoTokenizer.from_pretrained("{folder}")
 """
 
 
 def export(model, tokenizer, run, args):
-    """Write the finished model with its card to --output-dir; what was there becomes <name>.previous."""
-    folder = Path(args.output_dir)
+    """Write the finished model or adapter with its card; what was there becomes <name>.previous."""
+    folder = Path(args.output_dir or run.dir / "model")
     if args.output_dir == Args.output_dir:
         folder = Path(__file__).parent / folder
     lines = [json.loads(line) for line in (run.dir / "train_log.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "val/loss" in line][-1]
-    measured = {name: value for name, value in last.items() if name.startswith("val/")}
+    last = [line for line in lines if "val/loss" in line or "train/loss" in line][-1]
+    measured = {name: value for name, value in last.items() if name.startswith(("val/", "train/loss"))}
+    kind, loader = "A causal language model", "AutoModelForCausalLM"
+    if args.lora:
+        kind, loader = f"A LoRA adapter for `{args.model}`", "AutoPeftModelForCausalLM"
     temporary = folder.with_name(f".{folder.name}.writing")
     previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(MODEL_CARD.format(
-        name=folder.name, parameters=model.num_parameters(), steps=args.steps, seed=args.seed,
-        data=" ".join(args.train_files or (args.env, *args.env_kwargs)),
+        name=folder.name, kind=kind, loader=loader, steps=run.counters["iteration"], seed=args.seed,
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        data=" ".join(args.train_files) or args.dataset or " ".join((args.env, *args.env_kwargs)),
         commit=(run.meta["git_sha"] or "unknown")[:12],
-        command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), folder=args.output_dir,
+        command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), folder=folder,
         torch=torch.__version__, transformers=transformers.__version__,
         table="\n".join(f"| {name} | {value:.3f} |" for name, value in measured.items())))
     if folder.exists():
@@ -814,16 +1226,6 @@ def task_index(cursor, seed, num_tasks):
 @functools.lru_cache(2)
 def permutation(seed, size):
     return np.random.default_rng(seed).permutation(size)
-
-
-def system_metrics(since):
-    """Of this process. `since` is (wall time, processor time) at the record before [s]."""
-    wall, processor = time.perf_counter(), time.process_time()
-    metrics = {"system/memory_usage": psutil.Process().memory_info().rss / 2**30,
-               "system/cpu_utilization": (processor - since[1]) / (wall - since[0])}
-    if torch.cuda.is_available():
-        metrics["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
-    return metrics
 
 
 def start_tracking(run, args):
@@ -853,26 +1255,52 @@ def main(args):
     datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
     device = choose_device(args)
-    env = None if args.train_files else envs.make(args.env, **envs.parse_options(args.env_kwargs))
+    env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_kwargs))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
-    if args.train_files:
-        example, num_rows, held_out = examples_of_files(args, tokenizer)
+    if args.chat_template:
+        tokenizer.chat_template = read_template(args)
+    if args.messages_key and not tokenizer.chat_template:
+        raise BadInput(f"--messages-key {args.messages_key}: {args.model} has no chat template; "
+                       "expected --chat-template")
+    data_hash = data_sha256(args)
+    frozen = args.lora and args.dtype == "bfloat16"
+    base = (load_weights(args.model, torch.bfloat16 if frozen else torch.float32) if args.model
+            else new_model(args, tokenizer))
+    model_hash = weights_sha256(base)
+    if args.lora_adapter_path:
+        model_hash = sha256(model_hash + adapter_sha256(args.lora_adapter_path))
+    run = Run(args, describe_run(args, "sft", model_hash, data_hash))
+    if args.from_rows:
+        eos = eos_ids(base, tokenizer)
+        example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run.dir / "data")
     else:
-        example, num_rows, held_out = examples_of_env(env, args, tokenizer)
-    base = load_weights(args.model) if args.model else new_model(args, tokenizer)
-    data = "".join(sha256(Path(name)) for name in args.train_files)
-    run = Run(args, describe_run(args, "sft", weights_sha256(base), data))
-    model = (load_weights(run.checkpoint) if run.checkpoint else base).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, args.beta2),
-                                  weight_decay=args.weight_decay, fused=True)
+        example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
+    num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size)
+    if args.lora:
+        torch.manual_seed(args.seed)
+        model = add_lora(base, args, run.checkpoint)
+    else:
+        model = load_weights(run.checkpoint) if run.checkpoint else base
+    model.to(device)
+    set_up_passes(model, args)
+    if args.packing:
+        some = [example(index) for index in range(min(4, num_rows))]
+        check_packing(model, some, args, tokenizer.pad_token_id)
+    groups = parameter_groups(model, args.weight_decay)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
+    best = dict(best="", best_loss=math.inf)  # checkpoint with the lowest val/loss
     if run.state:
         optimizer.load_state_dict(run.state["optimizer"])
+        best = {name: run.state[name] for name in best}
     start_tracking(run, args)
     run.open()
+    left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     print(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-          f"{model.num_parameters():,} weights on {device}; {num_rows:,} rows, {len(held_out)} held out"
+          f"{sum(p.numel() for p in parameters):,} trained weights on {device}; {num_rows:,} rows, "
+          f"{len(held_out)} held out{', ' * bool(left_out)}{left_out}; {num_steps:,} steps"
           + (f"; continuing after step {run.counters['iteration']}" if run.state else ""))
-    progress = tqdm(total=args.steps, initial=run.counters["iteration"], disable=None, unit="step")
+    progress = tqdm(total=num_steps, initial=run.counters["iteration"], disable=None, unit="step")
     window, rows = [], []
 
     def validate():
@@ -884,56 +1312,65 @@ def main(args):
 
     try:
         if not run.state:
-            run.record(validate())
-        for step in range(run.counters["iteration"] + 1, args.steps + 1):
+            sizes = {"data/rows": num_rows, "data/held_out": len(held_out)}
+            run.record(validate() | sizes | {f"data/{name}": count for name, count in counts.items()})
+        for step in range(run.counters["iteration"] + 1, num_steps + 1):
             torch.manual_seed(args.seed * 1_000_003 + step)  # a resume needs no generator's state
             with run.timed("update"):
                 # 1. Batch: the next rows of this epoch's permutation.
-                rows = [example(task_index(i, args.seed, num_rows))
-                        for i in range((step - 1) * args.batch_size, step * args.batch_size)]
+                first, end = (step - 1) * args.batch_size, step * args.batch_size
+                rows = [example(task_index(i, args.seed, num_rows)) for i in range(first, end)]
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the whole batch.
-                loss, num_targets = 0.0, count_targets(rows)
-                for batch in batches(rows, tokenizer.pad_token_id, args.microbatch_tokens, device):
+                loss, num_targets, num_computed = 0.0, count_targets(rows), 0
+                for batch in batches(rows, args, tokenizer.pad_token_id, model):
                     with precision(args, device):
                         part = response_loss(model, batch) / num_targets
                     part.backward()
                     loss += part.detach()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    num_computed += batch["tokens"].numel()
+                norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 if not torch.isfinite(loss + norm):
                     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
 
                 # 3. Step.
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, args)
+                    group["lr"] = learning_rate(step, num_steps, args)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             window.append(torch.stack([loss, norm]))
 
             # 4. Log, evaluate, checkpoint.
+            num_tokens = sum(len(ids) for ids, _ in rows)
             run.counters = dict(iteration=step, opt_steps=step,
-                                env_steps=run.counters["env_steps"] + sum(len(ids) for ids, _ in rows))
+                                env_steps=run.counters["env_steps"] + num_tokens)
             progress.update()
-            last = step == args.steps
-            if last or step % args.log_every == 0:
+            last, period = step == num_steps, args.eval_epochs * num_rows
+            evaluating = (last or args.eval_every and step % args.eval_every == 0
+                          or period and end // period > first // period)
+            saving = last or step % args.checkpoint_every == 0
+            if evaluating or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.stack(window).double().mean(0).tolist()
-                weight_norm = torch.nn.utils.get_total_norm(model.parameters())  # the log refuses NaN
+                weight_norm = torch.nn.utils.get_total_norm(parameters)  # the log refuses NaN
                 metrics = {"train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
                            "train/weight_norm": float(weight_norm),
-                           "train/learning_rate": learning_rate(step, args),
-                           "train/epoch": step * args.batch_size / num_rows,
+                           "train/learning_rate": learning_rate(step, num_steps, args),
+                           "train/epoch": end / num_rows, "train/padding": 1 - num_tokens / num_computed,
                            "train/throughput":
                                (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
                 progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
                 if progress.disable:
-                    print(f"{step}/{args.steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
-                if last or args.eval_every and step % args.eval_every == 0:
+                    print(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
+                if evaluating:
                     metrics |= validate()
+                    if metrics.get("val/loss", math.inf) < best["best_loss"]:
+                        best = dict(best=f"step_{step:06d}", best_loss=metrics["val/loss"])
+                        saving = True
                 run.record(metrics)
                 window = []
-            if last or step % args.checkpoint_every == 0:
+            if saving:
                 with run.timed("checkpoint"):
-                    run.save(model, tokenizer, dict(optimizer=optimizer.state_dict()))
+                    run.save(model, tokenizer, dict(optimizer=optimizer.state_dict(), **best))
         print(f"wrote {export(model, tokenizer, run, args)}")
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, [tokenizer.decode(ids) for ids, _ in rows[:64]])
@@ -942,8 +1379,14 @@ def main(args):
         run.writer.close()
 
 
+def default_args(words):
+    """The defaults of a command line: with --model those of REAL_MODEL, else the small model's."""
+    real = any(word == "--model" or word.startswith("--model=") for word in words)
+    return Args(**REAL_MODEL) if real else Args()
+
+
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, default=default_args(sys.argv)))
     except BadInput as problem:
         sys.exit(f"error: {problem}")
