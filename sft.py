@@ -135,7 +135,7 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32"""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """kernel; auto: flash_attention_2 on a GPU in bfloat16 where flash-attn is installed, else sdpa"""
+    """auto: flash_attention_2 on a GPU in bfloat16 where flash-attn is installed, else the model's default"""
     gradient_checkpointing: bool = False
     """keep one activation per layer and recompute the rest: a third more time, far less memory"""
     device: str = "auto"
@@ -459,15 +459,17 @@ def adapter_sha256(folder):
 
 def set_up_passes(model, args):
     """The attention kernel, and gradient checkpointing where it is asked for."""
-    kernel = args.attention
-    if kernel == "auto":
-        fast = model.device.type == "cuda" and args.dtype == "bfloat16" and is_flash_attn_2_available()
-        kernel = "flash_attention_2" if fast else "sdpa"
-    base = model.get_base_model() if args.lora else model
-    try:
-        base.set_attn_implementation(kernel)
-    except (ImportError, ValueError) as error:
-        raise BadInput(f"--attention {kernel}: {first_line(error)}") from error
+    base, kernel = model.get_base_model() if args.lora else model, args.attention
+    gpu = model.device.type != "cpu"
+    if kernel == "auto" and gpu and args.dtype == "bfloat16" and is_flash_attn_2_available():
+        kernel = "flash_attention_2"
+    if kernel == "flex_attention" and not gpu:
+        raise BadInput(f"--attention {kernel}: has no backward pass on a CPU")
+    if kernel != "auto":
+        try:
+            base.set_attn_implementation(kernel)
+        except (ImportError, ValueError) as error:
+            raise BadInput(f"--attention {kernel}: {first_line(error)}") from error
     if args.gradient_checkpointing:
         # Not transformers' own switch: it works in training mode only, which would wake dropout.
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -878,6 +880,9 @@ def examples_of_env(env, args, tokenizer):
     return example, env.num_tasks("train"), held_out, dict(truncated=0, dropped=0, bad=0)
 
 
+SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")
+
+
 def pack(rows, size):
     """First-fit decreasing into rows of at most `size` tokens; 0: one each.  -> [(ids, mask, positions)]"""
     packed = []
@@ -893,11 +898,11 @@ def pack(rows, size):
 def batches(rows, args, pad_id, model):
     """Encoded rows -> passes of at most --microbatch-tokens, padding included, the longest rows first.
 
-    Packed rows are short for sdpa, which computes the whole square and masks it; kernels that skip what lies
+    Packed rows are short for kernels that compute the whole square and mask it; those that skip what lies
     between rows get one long row a pass.
     """
     budget, start = args.microbatch_tokens, 0
-    long = args.packing and model.config._attn_implementation != "sdpa"
+    long = args.packing and model.config._attn_implementation in SKIPPING_KERNELS
     size = 0 if not args.packing else budget if long else max(128, max(len(ids) for ids, _ in rows))
     rows = pack(rows, size)
     while start < len(rows):
