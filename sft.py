@@ -896,18 +896,23 @@ def pack(rows, size):
 
 
 def batches(rows, args, pad_id, model):
-    """Encoded rows -> passes of at most --microbatch-tokens, padding included, the longest rows first.
+    """Encoded rows -> passes of at most --microbatch-tokens, at most a quarter of them padding, longest first.
 
     Packed rows are short for kernels that compute the whole square and mask it; those that skip what lies
     between rows get one long row a pass.
     """
-    budget, start = args.microbatch_tokens, 0
+    budget = args.microbatch_tokens
     long = args.packing and model.config._attn_implementation in SKIPPING_KERNELS
     size = 0 if not args.packing else budget if long else max(128, max(len(ids) for ids, _ in rows))
     rows = pack(rows, size)
-    while start < len(rows):
-        part = rows[start:start + (1 if long else max(1, budget // len(rows[start][0])))]
-        start += len(part)
+    while rows:
+        longest, count, real = len(rows[0][0]), 0, 0
+        for ids, *_ in rows[:1 if long else max(1, budget // len(rows[0][0]))]:
+            count, real = count + 1, real + len(ids)
+            if real < 0.75 * longest * count:
+                count -= 1
+                break
+        part, rows = rows[:count], rows[count:]
         ids, mask, positions = zip(*part, strict=True)
         yield dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
                    position_ids=pad(positions, 0, model.device) if args.packing else None)
