@@ -25,62 +25,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
+
 SIZES = "32x16x9,16x8x64"  # of `step`: prompts x responses to each x tokens of each
 RUN_TOKENS = 9  # longest reply in `run`: two steps and eos
 FIELDS = ("started_at", "mode", "size", "seed", "side", "block", "iterations", "rollout", "update", "other",
           "total", "tokens", "reward", "greedy")
 EVAL_TASKS = 512
-
-
-class Gate:
-    """In a worker: hold the training loop until the parent asks for a block, and report what it cost."""
-
-    def __init__(self):
-        self.answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever the libraries print is not an answer
-        self.stages = dict.fromkeys(("rollout", "update", "excluded"), 0.0)
-        self.tokens, self.rewards, self.left = 0, [], 0
-
-    def wait(self):
-        """Block until the next `go N`: N more iterations."""
-        line = sys.stdin.readline().split()
-        if not line:
-            raise SystemExit(0)
-        self.left = self.size = int(line[1])
-        self.stages = dict.fromkeys(self.stages, 0.0)
-        self.tokens, self.rewards, self.began = 0, [], time.process_time()
-
-    def iteration_done(self, tokens, reward, **more):
-        self.tokens += tokens
-        self.rewards.append(reward)
-        self.left -= 1
-        if self.left == 0:
-            total = time.process_time() - self.began - self.stages["excluded"]
-            parts = {name: self.stages[name] for name in ("rollout", "update")}
-            self.send(iterations=self.size, **parts, other=total - sum(parts.values()), total=total,
-                      tokens=self.tokens, reward=statistics.mean(self.rewards), **more)
-
-    @contextlib.contextmanager
-    def stage(self, name):
-        began = time.process_time()
-        yield
-        self.stages[name] += time.process_time() - began
-
-    def send(self, **answer):
-        print(json.dumps(answer), file=self.answers, flush=True)
 
 
 def our_args(job, **more):
@@ -137,7 +98,8 @@ def work_ours(job, gate):
         record(run, values)
         greedy = values.get("val/countdown/greedy")
         if run.counters["iteration"]:
-            gate.iteration_done(run.counters["env_steps"] - seen, values["train/reward"], greedy=greedy)
+            gate.iteration_done(run.counters["env_steps"] - seen, dict(greedy=greedy),
+                                reward=values["train/reward"])
         seen = run.counters["env_steps"]
         if gate.left == 0 and run.counters["iteration"] < job["iterations"]:
             if not run.counters["iteration"]:
@@ -199,7 +161,7 @@ def work_trl(job, gate):
             generated = round(metrics["completions/mean_length"][-1] * prompts * group)
             gate.stages["update"] += time.process_time() - trainer.step_began
             if gate.left > 1 or state.global_step < job["iterations"]:
-                gate.iteration_done(generated, metrics["reward"][-1], greedy=None)
+                gate.iteration_done(generated, dict(greedy=None), reward=metrics["reward"][-1])
             else:
                 self.last = generated, metrics["reward"][-1]
 
@@ -230,7 +192,8 @@ def work_trl(job, gate):
         with gate.stage("excluded"):
             model.eval()
             greedy = greedy_accuracy() if job["mode"] == "run" else None
-        gate.iteration_done(*gated.last, greedy=greedy)
+        tokens, reward = gated.last
+        gate.iteration_done(tokens, dict(greedy=greedy), reward=reward)
 
 
 def drop_groups_without_signal(output, group):
@@ -243,43 +206,6 @@ def drop_groups_without_signal(output, group):
             if value.dim() and len(value) == rows:
                 output[name] = value[keep]
         output["num_items_in_batch"] = output["completion_mask"].sum()
-
-
-class Worker:
-    """In the parent: one side's process."""
-
-    def __init__(self, python, job, core):
-        command = [python, __file__, "worker"]
-        if hasattr(os, "sched_setaffinity"):
-            pin = dict(preexec_fn=lambda: os.sched_setaffinity(0, {core}))
-        else:
-            pin = {}
-        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY))
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        stderr=self.errors, env=environment, cwd=REPOSITORY, **pin)
-        self.side = job["side"]
-        self.write(json.dumps(job))
-        self.first = self.answer()
-
-    def write(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            self.errors.seek(0)
-            sys.exit(f"error: the side {self.side} ended early:\n{self.errors.read()[-3000:]}")
-        return json.loads(line)
-
-    def go(self, iterations):
-        self.write(f"go {iterations}")
-        return self.answer()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
 
 
 def compare(options, mode, size_name, sides, seed, blocks):
@@ -299,11 +225,11 @@ def compare(options, mode, size_name, sides, seed, blocks):
     try:
         for side in sides:
             python = sys.executable if side == "ours" else options.trl_python
-            workers.append(Worker(python, job | dict(side=side), options.core))
+            workers.append(Worker(__file__, python, job | dict(side=side), options.core))
             if workers[-1].first.get("prompts", prompts) != prompts:
                 sys.exit(f"error: {side} reads other prompts than grpo_llm.py")
         for block, iterations in enumerate(blocks):
-            for worker in workers[block % len(workers):] + workers[:block % len(workers)]:
+            for worker in in_turn(workers, block):
                 answer = worker.go(iterations)
                 row = dict(started_at=started_at, mode=mode, size=size_name, seed=seed, side=worker.side)
                 rows.append(row | dict(block=block) | {name: answer[name] for name in FIELDS[6:]})
@@ -368,7 +294,7 @@ def main():
     options = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     if options.mode == "worker":
-        gate = Gate()
+        gate = Gate(("rollout", "update"))
         job = json.loads(sys.stdin.readline())
         (work_ours if job["side"] == "ours" else work_trl)(job, gate)
         return
@@ -392,14 +318,7 @@ def main():
     for rows, measured, sides in comparisons:
         summarise(measured, sides)
         if options.out:
-            path = Path(options.out)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                if not path.stat().st_size:
-                    writer.writeheader()
-                writer.writerows({name: round(value, 4) if isinstance(value, float) else value
-                                  for name, value in row.items()} for row in rows)
+            append_csv(options.out, rows)
 
 
 if __name__ == "__main__":
