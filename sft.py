@@ -795,13 +795,13 @@ def cut(ids, mask, args):
     return ids, [0, *mask[1:]]  # nothing predicts the first token
 
 
-def encode_rows(rows, path, tokenizer, args, eos):
+def encode_rows(rows, path, tokenizer, args, eos, continued):
     """Rows to tokens, once, into an Arrow file that is read as it is needed.  -> data set, counts.
 
-    Memory holds a few rows, whatever there are. A continued run finds the file.
+    Memory holds a few rows, whatever there are. A continued run finds its file.
     """
     temporary, summary = path.with_name(f".{path.name}.writing"), path.with_suffix(".json")
-    if not path.exists():
+    if not (continued and path.exists()):
         path.parent.mkdir(exist_ok=True)
         counts = dict(truncated=0, dropped=0, bad=0)
         features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
@@ -832,7 +832,7 @@ def encode_rows(rows, path, tokenizer, args, eos):
     return datasets.Dataset.from_file(str(path)), json.loads(summary.read_text())
 
 
-def examples_of_rows(args, tokenizer, eos, folder):
+def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> a function: index -> (ids, mask), how many, the held-out ones, counts."""
     counts = collections.Counter()
 
@@ -840,8 +840,8 @@ def examples_of_rows(args, tokenizer, eos, folder):
         columns = (args.messages_key,) if args.messages_key else (args.prompt_key, args.response_key)
         rows = (hub_rows(args.dataset, split, columns) if args.dataset else
                 file_rows(f"--{side}-files", files, columns))
-        rows = itertools.islice(rows, limit)
-        data, more = encode_rows(rows, folder / f"{side}.arrow", tokenizer, args, eos)
+        path = run.dir / "data" / f"{side}.arrow"
+        data, more = encode_rows(itertools.islice(rows, limit), path, tokenizer, args, eos, run.state)
         counts.update(more)
         return lambda index: tuple(data[int(index)].values()), len(data)
 
@@ -896,7 +896,7 @@ def pack(rows, size):
 
 
 def batches(rows, args, pad_id, model):
-    """Encoded rows -> passes of at most --microbatch-tokens, at most a quarter of them padding, longest first.
+    """Encoded rows -> passes of --microbatch-tokens at most, a quarter of them padding at most, longest first.
 
     Packed rows are short for kernels that compute the whole square and mask it; those that skip what lies
     between rows get one long row a pass.
@@ -1281,8 +1281,7 @@ def main(args):
         model_hash = sha256(model_hash + adapter_sha256(args.lora_adapter_path))
     run = Run(args, describe_run(args, "sft", model_hash, data_hash))
     if args.from_rows:
-        eos = eos_ids(base, tokenizer)
-        example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run.dir / "data")
+        example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run)
     else:
         example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size)
