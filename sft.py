@@ -896,10 +896,10 @@ def pack(rows, size):
 
 
 def batches(rows, args, pad_id, model):
-    """Encoded rows -> passes of --microbatch-tokens at most, a quarter of them padding at most, longest first.
+    """Encoded rows -> passes of at most --microbatch-tokens, the longest rows first.
 
-    Packed rows are short for kernels that compute the whole square and mask it; those that skip what lies
-    between rows get one long row a pass.
+    A pass ends early rather than be more than a quarter padding. Packed rows are short for kernels that
+    compute the whole square and mask it; those that skip what lies between rows get one long row a pass.
     """
     budget = args.microbatch_tokens
     long = args.packing and model.config._attn_implementation in SKIPPING_KERNELS
