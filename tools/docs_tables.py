@@ -5,7 +5,8 @@
 
 A page asks for a table with two HTML comments, each on a line of its own; what stands between is replaced:
 
-    <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args
+    <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args, with its
+                                            default, and the one that REAL_MODEL has for it
     <!-- metrics: SCRIPT.py -->             one row for each entry of its METRICS
     <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
     <!-- end -->
@@ -124,6 +125,14 @@ def metrics(script: Path) -> dict[str, str]:
     raise DocsError(f"{script.name}: no METRICS")
 
 
+def real_model(script: Path) -> dict[str, str]:
+    """The defaults that a script has in its REAL_MODEL = dict(...); none where it has no such thing."""
+    for node in parse_script(script).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REAL_MODEL":
+            return {keyword.arg: shown(keyword.value) for keyword in node.value.keywords}
+    return {}
+
+
 def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -142,9 +151,11 @@ def table(kind: str, script: Path, name: str = "") -> str:
     if kind == "metrics":
         rows = [(f"`{name}`", prose(text)) for name, text in metrics(script).items()]
         return markdown(("metric", "meaning"), rows)
-    rows = []
+    rows, others = [], {} if name else real_model(script)
     for flag in flags(script, name or "Args"):
         default = "required" if flag.default is None else f"`{flag.default}`"
+        if flag.name in others:
+            default += f", with `--model` `{others[flag.name]}`"
         word = flag.name if kind == "options" else flag.option
         rows.append((f"`{word}`", f"`{flag.type}`", default, prose(flag.help)))
     return markdown((kind.removesuffix("s"), "type", "default", "meaning"), rows)
