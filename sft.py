@@ -222,8 +222,8 @@ class Args:
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
         if not self.steps and not (self.from_rows and self.epochs):
-            raise BadInput(f"--steps 0, --epochs {self.epochs}: expected --steps, or --epochs of --train-files or "
-                           "--dataset (an environment has fresh rows at every step)")
+            raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
+                           "environment has fresh rows at every step)")
         if self.checkpoint_every % self.log_every or self.eval_every % self.log_every:
             raise BadInput(f"--log-every {self.log_every}: expected a divisor of --checkpoint-every "
                            f"{self.checkpoint_every} and of --eval-every {self.eval_every}")
