@@ -221,9 +221,6 @@ class Args:
             raise BadInput(f"--lora-rank {self.lora_rank}: expected --model beside it")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
-        if not self.steps and not (self.from_rows and self.epochs):
-            raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
-                           "environment has fresh rows at every step)")
         if self.checkpoint_every % self.log_every or self.eval_every % self.log_every:
             raise BadInput(f"--log-every {self.log_every}: expected a divisor of --checkpoint-every "
                            f"{self.checkpoint_every} and of --eval-every {self.eval_every}")
@@ -1266,6 +1263,9 @@ def main(args):
     datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
     device = choose_device(args)
+    if not args.steps and not (args.from_rows and args.epochs):
+        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an environment "
+                       "has fresh rows at every step)")
     env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_kwargs))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
     if args.chat_template:
