@@ -1264,8 +1264,8 @@ def main(args):
     torch.set_num_threads(args.threads)
     device = choose_device(args)
     if not args.steps and not (args.from_rows and args.epochs):
-        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an environment "
-                       "has fresh rows at every step)")
+        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
+                       "environment has fresh rows at every step)")
     env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_kwargs))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
     if args.chat_template:
