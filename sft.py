@@ -20,6 +20,7 @@ near 0.6; the rest is for grpo_llm.py to teach.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -764,6 +765,7 @@ def encode_conversation(messages, tokenizer, eos):
     text = render(len(messages))
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, mask = coded.input_ids, [0] * len(coded.input_ids)
+    starts = [start for start, _ in coded.offset_mapping]
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or not message["content"] or message["content"].isspace():
             continue
@@ -773,13 +775,13 @@ def encode_conversation(messages, tokenizer, eos):
                 f"the chat template writes message {number + 1} otherwise when others follow or a reply "
                 "begins, so its tokens cannot be told; expected a --chat-template that only appends, or one "
                 "with {% generation %} tags, or rows of prompt and response")
-        turn = [t for t, (start, _) in enumerate(coded.offset_mapping) if len(before) <= start < len(after)]
-        ends = [t for t in turn if ids[t] in eos]
-        if not ends:
+        first, end = bisect.bisect_left(starts, len(before)), bisect.bisect_left(starts, len(after))
+        while end > first and ids[end - 1] not in eos:
+            end -= 1  # what the template writes after the turn's eos, a line break mostly
+        if end == first:
             raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
                            "ever end; expected another --chat-template")
-        for t in turn[:turn.index(ends[-1]) + 1]:
-            mask[t] = 1
+        mask[first:end] = [1] * (end - first)
     return ids, mask
 
 
