@@ -40,7 +40,10 @@ class Gate:
         self.tokens, self.values, self.began = 0, {}, time.process_time()
 
     def iteration_done(self, tokens=0, more=None, iterations=1, **values):
-        """After the last of a block: answer with the sum of tokens, the means of values, and `more`."""
+        """After the last of a block: answer with the sum of tokens, the means of values, and `more`.
+
+        more, a dict or a function that makes one when the clock has stopped, goes before the others.
+        """
         self.tokens += tokens
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
@@ -51,7 +54,7 @@ class Gate:
             means = {name: statistics.mean(values) for name, values in self.values.items()}
             answer = dict(iterations=self.size, tokens=self.tokens, total=total,
                           other=total - sum(parts.values()))
-            self.send(**answer, **parts, **means, **(more() if callable(more) else more or {}))
+            self.send(**(answer | parts | means | (more() if callable(more) else more or {})))
 
     @contextlib.contextmanager
     def stage(self, name):

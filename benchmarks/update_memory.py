@@ -13,15 +13,14 @@ not counted, gradients are (37 MiB, the head's). Responses have 64 tokens; no tw
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from sides import REPOSITORY, append_csv
+
 sys.path.insert(0, str(REPOSITORY))
 VOCABULARY, PROMPT, RESPONSE = 151_936, 16, 64
 
@@ -42,31 +41,69 @@ def plain_logprobs(model, batch):
     return logprobs.gather(-1, batch["responses"][..., None]).squeeze(-1), entropy
 
 
-def measure(way, num_tokens):
-    """In a process of its own: one pass.  Prints its memory, its time and the loss as JSON."""
+def small_model():
+    """A Llama whose logits are all that is large."""
     import torch
     import transformers
-
-    import grpo_llm
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, tie_word_embeddings=True)
-    model = transformers.LlamaForCausalLM(config).eval()
-    rows = num_tokens // RESPONSE
-    ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
-    segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
-    batch = grpo_llm.collate(segments, 0, "cpu")
+        num_attention_heads=4, tie_word_embeddings=True)).eval()
+
+
+def one_pass(loss_of):
+    """In a process of its own: forward and backward.  Prints its memory, its time and the loss as JSON."""
     before, began = peak_mib(), time.process_time()
-    if way == "ours":
-        logprobs, entropy = grpo_llm.token_logprobs(model, batch, 1.0)
-    else:
-        logprobs, entropy = plain_logprobs(model, batch)
-    loss = -(logprobs + 0.02 * entropy).mean()
+    loss = loss_of()
     loss.backward()
     print(json.dumps(dict(mib=round(peak_mib() - before), cpu_s=round(time.process_time() - began, 2),
                           loss=round(loss.item(), 5))))
+
+
+def measure(way, num_tokens):
+    """The pass of one row of the table."""
+    import torch
+
+    import grpo_llm
+    model, rows = small_model(), num_tokens // RESPONSE
+    ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
+    segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
+    batch = grpo_llm.collate(segments, 0, "cpu")
+
+    def loss():
+        logprobs, entropy = (grpo_llm.token_logprobs(model, batch, 1.0) if way == "ours" else
+                             plain_logprobs(model, batch))
+        return -(logprobs + 0.02 * entropy).mean()
+
+    one_pass(loss)
+
+
+def compare(sizes, run, out):
+    """The table of both ways at each size, in tokens; run: way, tokens -> what one_pass printed, or None."""
+    rows = []
+    print("| tokens in the pass | ours, MiB | all logits, MiB | ratio | CPU s, ours / all logits |")
+    print("|---|---|---|---|---|")
+    for tokens in sizes:
+        result = {way: run(way, tokens) for way in ("ours", "logits")}
+        if not result["ours"]:
+            sys.exit("error: the pass of ours did not end")
+        ours, plain = result["ours"], result["logits"] or dict(mib="out of memory", cpu_s="", loss=None)
+        ratio = f"{plain['mib'] / ours['mib']:.1f}" if result["logits"] else ""
+        if result["logits"] and abs(ours["loss"] - plain["loss"]) > 1e-3:
+            sys.exit(f"error: the losses differ: {ours['loss']}, {plain['loss']}")
+        print(f"| {tokens} | {ours['mib']} | {plain['mib']} | {ratio} | {ours['cpu_s']} / {plain['cpu_s']} |",
+              flush=True)
+        rows += [dict(tokens=tokens, way=way) | (values or dict(mib="", cpu_s="", loss=""))
+                 for way, values in result.items()]
+    if out:
+        append_csv(out, rows)
+
+
+def in_a_process(*command):
+    """What a measurement printed, or None if it was killed; what it complained of is shown."""
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else None
 
 
 def main():
@@ -78,34 +115,9 @@ def main():
     options = parser.parse_args()
     if options.measure:
         measure(options.measure[0], int(options.measure[1]))
-        return
-    rows = []
-    print("| tokens in the pass | ours, MiB | logits, MiB | ratio | CPU s, ours / logits |")
-    print("|---|---|---|---|---|")
-    for tokens in options.tokens:
-        result = {}
-        for way in ("ours", "logits"):
-            command = [sys.executable, __file__, "--measure", way, str(tokens)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            result[way] = json.loads(done.stdout) if done.returncode == 0 else None
-        if not result["ours"]:
-            sys.exit(done.stderr)
-        ours, plain = result["ours"], result["logits"] or dict(mib="out of memory", cpu_s="", loss=None)
-        ratio = f"{plain['mib'] / ours['mib']:.1f}" if result["logits"] else ""
-        if result["logits"] and abs(ours["loss"] - plain["loss"]) > 1e-3:
-            sys.exit(f"error: the losses differ: {ours['loss']}, {plain['loss']}")
-        print(f"| {tokens} | {ours['mib']} | {plain['mib']} | {ratio} | {ours['cpu_s']} / {plain['cpu_s']} |",
-              flush=True)
-        rows += [dict(tokens=tokens, way=way) | (values or dict(mib="", cpu_s="", loss=""))
-                 for way, values in result.items()]
-    if options.out:
-        path = Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if not path.stat().st_size:
-                writer.writeheader()
-            writer.writerows(rows)
+    else:
+        compare(options.tokens, lambda way, tokens: in_a_process(__file__, "--measure", way, str(tokens)),
+                options.out)
 
 
 if __name__ == "__main__":
