@@ -744,7 +744,7 @@ def prompt_tokens(messages, tokenizer):
 
 def encode(messages, response, tokenizer):
     """-> (ids, mask): mask is 1 on the response and its eos; on nothing if the response is blank."""
-    prompt, learned = prompt_tokens(messages, tokenizer), int(not (not response or response.isspace()))
+    prompt, learned = prompt_tokens(messages, tokenizer), int(bool(response.strip()))
     ids = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
     return prompt + ids, [0] * len(prompt) + [learned] * len(ids)
 
@@ -767,7 +767,7 @@ def encode_conversation(messages, tokenizer, eos):
     ids, mask = coded.input_ids, [0] * len(coded.input_ids)
     starts = [start for start, _ in coded.offset_mapping]
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or not message["content"] or message["content"].isspace():
+        if message["role"] != "assistant" or not message["content"].strip():
             continue
         before, after = render(number, reply=True), render(number + 1)
         if not after.startswith(before) or not text.startswith(after):
