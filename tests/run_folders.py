@@ -11,8 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from tools.validate_train_log import validate
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "countdown-tiny")
+SMALL = {
+    "grpo_llm": dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
+                     eval_every=2, checkpoint_every=2, warmup_iterations=2),
+    "ppo_llm": dict(iterations=4, prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2,
+                    critic_epochs=2, critic_minibatches=2, critic_warmup=1, warmup_iterations=2,
+                    eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
+    "sft": dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
+                eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
+}
+LAST = "step_000004"
 
 
 def command_line(script, *flags):
@@ -38,25 +52,27 @@ def process(script, *flags, **options):
 def kill_at(moment, run, folder, rng, pause=0.0):
     """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended.
 
-    pause: a checkpoint's writing is interrupted up to so long after it began [s]. "log" leaves a complete
-    checkpoint, however slow the machine is, so that after it a run always has something to continue.
+    pause: the writing of a checkpoint, or of encoded rows, is interrupted up to so long after it began [s].
+    "log" leaves a complete checkpoint, however slow the machine is, so that after it a run always has
+    something to continue.
     """
     def wait_for(condition):
         while not condition() and run.poll() is None:
             time.sleep(0.0005)
 
     def writing():
-        return any((folder / "checkpoints").glob(".step_*.writing"))
+        return any(folder.glob("data/.*.writing" if moment == "encoding" else "checkpoints/.step_*.writing"))
 
     log = folder / "train_log.jsonl"
     size = log.stat().st_size if log.exists() else 0
-    if moment != "start":
+    if moment not in ("start", "encoding"):
         wait_for(lambda: log.exists() and log.stat().st_size != size)
     if moment == "log":
         wait_for(lambda: any((folder / "checkpoints").glob("step_*")))
-    deadline = time.monotonic() + rng.uniform(*(1, 6) if moment == "start" else (0, 1))
-    wait_for(lambda: time.monotonic() > deadline)
-    while moment == "writing" and run.poll() is None:
+    if moment != "encoding":
+        deadline = time.monotonic() + rng.uniform(*(1, 6) if moment == "start" else (0, 1))
+        wait_for(lambda: time.monotonic() > deadline)
+    while moment in ("writing", "encoding") and run.poll() is None:
         wait_for(writing)
         time.sleep(rng.uniform(0, pause))
         run.send_signal(signal.SIGSTOP)
@@ -66,6 +82,78 @@ def kill_at(moment, run, folder, rng, pause=0.0):
     run.kill()
     run.communicate()
     return run.returncode == -9
+
+
+def train(script, folder, **flags):
+    """A run in this process, from defaults to its end. -> its folder."""
+    if script.__name__ == "sft":
+        flags = dict(output_dir=str(folder) + "-model") | flags
+    script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
+    return folder
+
+
+def same_end(one, other, step=LAST):
+    """Bit for bit: the weights' file, what the trainer keeps beside them, and the log."""
+    same_checkpoint(one, other, step)
+    assert timeless(one) == timeless(other)
+
+
+def same_checkpoint(one, other, step=LAST):
+    """Weights, the state of the optimiser, counters; the critic and its optimiser where there is one."""
+    one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
+    (weights,) = (path.name for path in one_end.glob("*model.safetensors"))
+    assert (one_end / weights).read_bytes() == (other_end / weights).read_bytes()
+    states = [torch.load(end / "trainer_state.pt") for end in (one_end, other_end)]
+    for state in states:
+        for volatile in ("elapsed", "log_bytes"):
+            state.pop(volatile)
+    same_tree(*states)
+
+
+class InterruptAt:
+    """Ctrl-C as the given iteration is about to be logged."""
+
+    def __init__(self, script, iteration):
+        self.script, self.iteration, self.patch = script, iteration, pytest.MonkeyPatch()
+
+    def __enter__(self):
+        record = self.script.Run.record
+
+        def interrupted(run, values):
+            if run.counters["iteration"] == self.iteration:
+                raise KeyboardInterrupt
+            record(run, values)
+
+        self.patch.setattr(self.script.Run, "record", interrupted)
+
+    def __exit__(self, *error):
+        self.patch.undo()
+
+
+def in_halves(script, tmp_path, **flags):
+    """A run of four iterations; one that is interrupted in the third and goes on: the same, bit for bit.
+
+    -> the folder of the second one.
+    """
+    whole = train(script, tmp_path / "whole", **flags)
+    torch.manual_seed(1234)  # whatever this process did before must not matter
+    with InterruptAt(script, 3), pytest.raises(SystemExit, match="KeyboardInterrupt.*receipt"):
+        train(script, tmp_path / "halves", **flags)
+    torch.manual_seed(4321)
+    halves = train(script, tmp_path / "halves", **flags)
+    same_end(whole, halves)
+    verdict = validate(halves)
+    assert verdict["ok"], verdict
+    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1)
+    (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
+    assert (mark["iteration"], mark["checkpoint"]) == (2, "step_000002")
+    assert len({line["run_id"] for line in records(halves)}) == 1
+    named = [json.loads((folder / "checkpoints" / "state.json").read_text()) for folder in (whole, halves)]
+    assert named[0] == named[1] and named[0]["last"] == LAST
+    first, last = (load_file(next((halves / "checkpoints" / step).glob("*model.safetensors")))
+                   for step in ("step_000002", LAST))
+    assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
+    return halves
 
 
 def log_lines(folder):

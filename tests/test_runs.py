@@ -26,58 +26,29 @@ import grpo_llm
 import ppo_llm
 import sft
 from tests.run_folders import (
+    LAST,
+    SMALL,
+    TINY,
+    InterruptAt,
     command_line,
     copy_run,
+    in_halves,
     kill_at,
     log_lines,
     process,
     records,
+    same_checkpoint,
+    same_end,
     same_tree,
     timeless,
+    train,
 )
 from tools.validate_train_log import COMMON, validate
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = str(ROOT / "models" / "countdown-tiny")
-SMALL = {
-    grpo_llm: dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
-                   eval_every=2, checkpoint_every=2, warmup_iterations=2),
-    ppo_llm: dict(iterations=4, prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2,
-                  critic_epochs=2, critic_minibatches=2, critic_warmup=1, warmup_iterations=2,
-                  eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
-    sft: dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
-              eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
-}
 RL = [grpo_llm, ppo_llm]
 RL_SLOW = [pytest.param(grpo_llm, marks=pytest.mark.slow), ppo_llm]  # where one of them will do in a hurry
 ALL = [*RL, sft]
-LAST = "step_000004"
-
-
-def train(script, folder, **flags):
-    """A run in this process, from defaults to its end. -> its folder."""
-    if script is sft:
-        flags = dict(output_dir=str(folder) + "-model") | flags
-    script.main(script.Args(**SMALL[script] | dict(run_dir=str(folder)) | flags))
-    return folder
-
-
-def same_end(one, other, step=LAST):
-    """Bit for bit: the weights' file, what the trainer keeps beside them, and the log."""
-    same_checkpoint(one, other, step)
-    assert timeless(one) == timeless(other)
-
-
-def same_checkpoint(one, other, step=LAST):
-    """Weights, the state of the optimiser, counters; the critic and its optimiser where there is one."""
-    one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
-    (weights,) = (path.name for path in one_end.glob("*model.safetensors"))
-    assert (one_end / weights).read_bytes() == (other_end / weights).read_bytes()
-    states = [torch.load(end / "trainer_state.pt") for end in (one_end, other_end)]
-    for state in states:
-        for volatile in ("elapsed", "log_bytes"):
-            state.pop(volatile)
-    same_tree(*states)
 
 
 @pytest.fixture(scope="module")
@@ -88,26 +59,6 @@ def finished(tmp_path_factory):
         folder = tmp_path_factory.mktemp("finished") / script.__name__
         return train(script, folder, checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0)
     return of
-
-
-class InterruptAt:
-    """Ctrl-C as the given iteration is about to be logged."""
-
-    def __init__(self, script, iteration):
-        self.script, self.iteration, self.patch = script, iteration, pytest.MonkeyPatch()
-
-    def __enter__(self):
-        record = self.script.Run.record
-
-        def interrupted(run, values):
-            if run.counters["iteration"] == self.iteration:
-                raise KeyboardInterrupt
-            record(run, values)
-
-        self.patch.setattr(self.script.Run, "record", interrupted)
-
-    def __exit__(self, *error):
-        self.patch.undo()
 
 
 # The log
@@ -144,8 +95,8 @@ def test_the_log_passes_the_validator_and_holds_what_metrics_promises(script, tm
 def test_the_counters_and_rates_of_the_log_add_up(script, finished, tmp_path):
     folder = finished(script) if script is ppo_llm else train(
         script, tmp_path / "run", epochs=2, minibatches=2, log_episodes=1.0)
-    num_tasks = SMALL[script]["prompts_per_iteration"]
-    num_episodes = num_tasks * SMALL[script]["group_size"]
+    num_tasks = SMALL[script.__name__]["prompts_per_iteration"]
+    num_episodes = num_tasks * SMALL[script.__name__]["group_size"]
     before, seen = records(folder)[0], set()
     for record in records(folder)[1:]:
         step = f"train_step_{record['iteration']:06d}"
@@ -226,24 +177,9 @@ QUICK = {"full", "lora", "two-turn", "ppo", "ppo-warmup", "sft"}
     pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in RESUMED])
 def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     script, flags = RESUMED[case]
-    whole = train(script, tmp_path / "whole", **flags)
-    torch.manual_seed(1234)  # whatever this process did before must not matter
-    with InterruptAt(script, 3), pytest.raises(SystemExit, match="KeyboardInterrupt.*receipt"):
-        train(script, tmp_path / "halves", **flags)
-    torch.manual_seed(4321)
-    halves = train(script, tmp_path / "halves", **flags)
-    same_end(whole, halves)
-    verdict = validate(halves)
-    assert verdict["ok"], verdict
-    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1)
-    (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (2, "step_000002")
-    assert len({line["run_id"] for line in records(halves)}) == 1
+    halves = in_halves(script, tmp_path, **flags)
     named = json.loads((halves / "checkpoints" / "state.json").read_text())
-    assert named.pop("last") == LAST and (not named or script is sft and named == {"best": LAST})
-    first, last = (load_file(next((halves / "checkpoints" / step).glob("*model.safetensors")))
-                   for step in ("step_000002", LAST))
-    assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
+    assert named == {"last": LAST} | ({"best": LAST} if script is sft else {})
     if script is ppo_llm:
         check_critics(halves, flags)
 
@@ -531,8 +467,11 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
     "sft-suffix": (sft, ["--train-files", "{d}/good.csv"], r"--train-files \S*good\.csv.*parquet"),
     "sft-torn": (sft, ["--train-files", "{d}/torn.jsonl"], r"--train-files \S*torn\.jsonl"),
     "sft-parquet": (sft, ["--train-files", "{d}/torn.parquet"], r"--train-files \S*torn\.parquet"),
-    "sft-column": (sft, ["--train-files", "{d}/missing.jsonl"], r"missing\.jsonl, row 2, column response: missing"),
+    "sft-column": (sft, ["--train-files", "{d}/missing.jsonl"],
+                   r"missing\.jsonl, row 2, column response: missing"),
     "sft-number": (sft, ["--train-files", "{d}/number.jsonl"], r"number\.jsonl, row 1.*prompt.*6"),
+    "sft-steps": (sft, ["--steps", "0"], r"--steps 0: expected.*--train-files"),
+    "sft-no-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
     "sft-one": (sft, ["--train-files", "{d}/one.jsonl"], r"at least 2 rows"),
     "sft-none": (sft, ["--train-files", "{d}/none.jsonl"], r"none\.jsonl|at least 2 rows"),
     "sft-key": (sft, ["--train-files", "{d}/good.jsonl", "--prompt-key", "ask"], r"good\.jsonl, row 1.*ask"),
@@ -552,7 +491,7 @@ def test_bad_input_is_one_clear_line_that_names_it(case, bad_folder, tmp_path, c
     if "--run-dir" not in flags:
         flags += ["--run-dir", tmp_path / "run"]
     if script is sft:
-        flags += ["--output-dir", tmp_path / "model"]
+        flags = ["--steps", 4, *flags, "--output-dir", tmp_path / "model"]
     code = command_line(f"{script.__name__}.py", *flags)
     output = capsys.readouterr()
     assert code not in (0, None)
@@ -734,7 +673,7 @@ def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path):
 @pytest.mark.parametrize("script", RL)
 def test_episodes_are_written_with_a_summary_that_adds_up(script, tmp_path):
     folder = train(script, tmp_path / "run", log_episodes=1.0, eval_tasks=12, iterations=1)
-    num_episodes = SMALL[script]["prompts_per_iteration"] * SMALL[script]["group_size"]
+    num_episodes = SMALL[script.__name__]["prompts_per_iteration"] * SMALL[script.__name__]["group_size"]
     kinds = {path.name: path for path in (folder / "episodes").iterdir()}
     assert set(kinds) == {"val_step_000000", "train_step_000001", "val_step_000001"}
     for name, path in kinds.items():
@@ -1038,178 +977,6 @@ def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, 
                    for name in ("returns", "advantages"))
     else:
         assert all(log[2][name] != 0 for name in names)
-
-
-# Supervised fine-tuning
-
-
-ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"),
-        ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"), ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60"),
-        ("2 5 -> 7", "2 + 5 = 7"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]
-
-
-def write_rows(tmp_path, kind, rows=ROWS, chat=False):
-    path = tmp_path / f"rows.{kind}"
-    data = [{"prompt": [{"role": "user", "content": prompt}] if chat else prompt, "response": response}
-            for prompt, response in rows]
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in data))
-    else:
-        import pyarrow
-        import pyarrow.parquet
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), path)
-    return path
-
-
-def reference_row(model, tokenizer, prompt, response):
-    """Summed -log p of a row's response and eos, and their number, by a plain forward pass in float64."""
-    before = tokenizer(f"<bos> {prompt} :", add_special_tokens=False).input_ids
-    after = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    logits = model(torch.tensor([before + after])).logits[0].double()
-    logprobs = torch.log_softmax(logits, -1)
-    total = -sum(logprobs[len(before) + t - 1, token] for t, token in enumerate(after))
-    return total.item(), len(after)
-
-
-@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", False), ("parquet", True)])
-def test_the_loss_is_that_of_response_and_eos_alone(kind, chat, tmp_path):
-    """All rows but one are the first batch; the other one is the held-out side."""
-    path = write_rows(tmp_path, kind, chat=chat)
-    folder = train(sft, tmp_path / "run", train_files=(str(path),), model=TINY, batch_size=len(ROWS) - 1,
-                   steps=1, eval_every=0, checkpoint_every=1)
-    model = AutoModelForCausalLM.from_pretrained(TINY).double()
-    with torch.no_grad():
-        totals = [reference_row(model, AutoTokenizer.from_pretrained(TINY), *row) for row in ROWS]
-    before, after = records(folder)
-    (held_out,) = [row for row in totals if before["val/loss"] == pytest.approx(row[0] / row[1], rel=1e-4)]
-    totals.remove(held_out)
-    expected = sum(total for total, _ in totals) / sum(n for _, n in totals)
-    assert after["train/loss"] == pytest.approx(expected, rel=1e-4)
-    assert after["val/loss"] != before["val/loss"]
-    assert validate(folder)["ok"]
-
-
-def test_the_gradient_of_sft_does_not_depend_on_the_passes(tmp_path, monkeypatch):
-    seen, passes = [], []
-    clip, loss = torch.nn.utils.clip_grad_norm_, sft.response_loss
-
-    def recorded(parameters, *rest):
-        parameters = list(parameters)
-        seen.append(torch.cat([p.grad.flatten().double() for p in parameters]))
-        return clip(parameters, *rest)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
-    monkeypatch.setattr(sft, "response_loss", lambda model, batch: passes.append(model.training is False) or (
-        loss(model, batch)))
-    counts = []
-    for budget in (10_000, 60):
-        passes.clear()
-        train(sft, tmp_path / str(budget), microbatch_tokens=budget, steps=1, batch_size=32, eval_every=0,
-              checkpoint_every=1, eval_tasks=1)
-        counts.append(len(passes) - 2)  # one held-out row, before and after
-    assert counts[0] == 1 and counts[1] >= 8
-    assert (seen[0] - seen[1]).norm() < 2e-6 * seen[0].norm()
-
-
-def test_the_exported_model_stands_alone(tmp_path, capsys):
-    folder = train(sft, tmp_path / "run")
-    out = tmp_path / "run-model"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    trained = load_file(folder / "checkpoints" / LAST / "model.safetensors")
-    exported = load_file(out / "model.safetensors")
-    same_tree(trained, exported)
-    assert model.config.tie_word_embeddings
-    assert model.num_parameters() == sum(tensor.numel() for tensor in trained.values())
-    words = "6 18 14 -> 38 :".split()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
-                                           add_generation_prompt=True)["input_ids"]
-    assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
-    assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
-    card = (out / "README.md").read_text()
-    assert f"val/loss | {records(folder)[-1]['val/loss']:.3f}" in card
-    # What was there before is kept beside it.
-    train(sft, tmp_path / "again", output_dir=str(out), seed=2)
-    kept = load_file(tmp_path / "run-model.previous" / "model.safetensors")
-    same_tree(kept, exported)
-    with pytest.raises(AssertionError):
-        same_tree(kept, load_file(out / "model.safetensors"))
-    assert [path.name for path in tmp_path.glob(".*")] == []
-
-
-@pytest.mark.parametrize("text", ["18 + 14 = 32; 32 + 6 = 38", "20 - 3 = 17; 17 - 9 = 8"])
-def test_a_solution_is_eight_tokens_and_comes_back_as_it_was(text, countdown_tiny):
-    for tokenizer in (countdown_tiny[1], sft.new_tokenizer(envs.make("countdown").vocabulary)):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert len(ids) == 8 and tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-
-
-def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny):
-    tokenizer, env = countdown_tiny[1], envs.make("countdown", skill="mixed")
-    assert len(tokenizer) == len(env.vocabulary) + 4
-    for index in range(300):
-        text = env.solution(env.task("train", index))
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
-
-
-def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
-    rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
-    path = write_rows(tmp_path, "jsonl", rows)
-    folder = train(sft, tmp_path / "run", train_files=(str(path),), batch_size=2, steps=2)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run-model")
-    for text in rows[0]:
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
-    assert validate(folder)["ok"]
-
-
-def test_several_files_are_one_data_set(tmp_path):
-    (tmp_path / "more").mkdir()
-    files = (str(write_rows(tmp_path, "jsonl", ROWS[:4])),
-             str(write_rows(tmp_path / "more", "parquet", ROWS[4:])))
-    folder = train(sft, tmp_path / "run", train_files=files, model=TINY, batch_size=3, steps=2)
-    assert records(folder)[-1]["train/epoch"] == pytest.approx(2 * 3 / (len(ROWS) - 1))
-
-
-def test_an_epoch_of_sft_sees_every_row_once_in_an_order_of_its_own(tmp_path, monkeypatch):
-    steps, cut = [], sft.batches
-
-    def watched(rows, *rest):
-        if len(rows) == 3:  # not the held-out one
-            steps.append([tuple(ids) for ids, _ in rows])
-        return cut(rows, *rest)
-
-    monkeypatch.setattr(sft, "batches", watched)
-    train(sft, tmp_path / "run", train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY, batch_size=3,
-          steps=6, eval_every=0)
-    epochs = [steps[start] + steps[start + 1] for start in (0, 2, 4)]
-    assert len(set(epochs[0])) == len(ROWS) - 1 == 6
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_changed_data_are_refused_on_resume(tmp_path):
-    flags = dict(train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY)
-    folder = train(sft, tmp_path / "run", **flags)
-    write_rows(tmp_path, "jsonl", ROWS[::-1])
-    with pytest.raises(envs.BadInput, match="the data"):
-        train(sft, folder, **flags)
-
-
-def test_the_learning_rate_of_sft_warms_up_and_decays():
-    def rates(steps, **flags):
-        args = sft.Args(learning_rate=2.0, **flags)
-        return [sft.learning_rate(step, steps, args) for step in range(steps + 1)]
-
-    cosine = rates(110, warmup_steps=10, final_learning_rate=0.25)
-    assert cosine[1] == pytest.approx(0.2) and cosine[10] == pytest.approx(2.0) == max(cosine)
-    assert cosine[60] == pytest.approx((2.0 + 0.5) / 2) and cosine[110] == pytest.approx(0.5)
-    constant = rates(20, warmup_steps=4, schedule="constant")
-    assert [constant[step] for step in (2, 4, 12, 20)] == [1.0, 2.0, 2.0, 2.0]
-    stable = rates(100, warmup_steps=10, schedule="wsd", decay=0.2, final_learning_rate=0.1)
-    assert stable[5] == 1.0 and stable[10:81] == [2.0] * 71
-    assert [stable[step] for step in (85, 90, 100)] == pytest.approx([1.55, 1.1, 0.2])
 
 
 # Slow: processes of their own

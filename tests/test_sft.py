@@ -1,0 +1,1013 @@
+"""sft.py: the loss and its gradient in every cut of a batch, LoRA, validation, and runs on the CPU.
+
+How rows of data become tokens is in test_sft_data.py. Some runs are killed for real:
+
+    KILLS=10 pytest -m slow tests/test_sft.py
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+import envs
+import sft
+from tests.run_folders import (
+    LAST,
+    TINY,
+    InterruptAt,
+    command_line,
+    in_halves,
+    kill_at,
+    log_lines,
+    process,
+    records,
+    same_end,
+    same_tree,
+    train,
+)
+from tools import merge_adapter
+from tools.validate_train_log import validate
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of tied heads and Conv1D
+torch.set_num_threads(1)
+
+
+ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"),
+        ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"), ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60"),
+        ("2 5 -> 7", "2 + 5 = 7"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]
+
+
+def write_rows(tmp_path, kind, rows=ROWS, chat=False):
+    path = tmp_path / f"rows.{kind}"
+    data = [{"prompt": [{"role": "user", "content": prompt}] if chat else prompt, "response": response}
+            for prompt, response in rows]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), path)
+    return path
+
+
+# The loss and its gradient, however the batch is cut
+
+
+KINDS = {  # each with attention or positions of its own
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "mistral": (MistralConfig, dict(sliding_window=5)),
+    "gpt2": (GPT2Config, dict(n_embd=16, n_head=4, n_layer=2)),
+}
+LEAKING = {  # a state that goes on from row to row, linear attention, a convolution
+    "mamba": (MambaConfig, dict(state_size=4)),
+    "qwen3-next": (Qwen3NextConfig, dict(
+        layer_types=["linear_attention", "full_attention"], head_dim=4, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)),
+    "lfm2": (Lfm2Config, dict(layer_types=["conv", "full_attention"])),
+}
+
+
+def slow_but(quick, cases):
+    """pytest's parameters of all the cases, marked as slow but for the first few."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (n >= quick)) for n, case in enumerate(cases)]
+
+
+def small_model(kind, **options):
+    """Random weights, biases and norms included, wide enough that what a token sees matters."""
+    torch.manual_seed(0)
+    config, own = (KINDS | LEAKING)[kind]
+    model = AutoModelForCausalLM.from_config(config(**dict(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        | own | options)).eval()
+    for tensor in model.parameters():
+        if tensor.ndim == 1:
+            tensor.data += 0.2 * torch.randn_like(tensor)
+    return model
+
+
+def write_model(folder, kind, **options):
+    """Such a model with the tokenizer of countdown-tiny."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    small_model(kind, vocab_size=len(tokenizer), **options).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def mixed_rows(lengths=(41, 3, 12, 2, 27, 8, 19, 5, 33, 2, 38, 25, 17)):
+    """Rows with several responses each, among them the first token that can be one, and the last."""
+    rng, rows = random.Random(0), []
+    for number, length in enumerate(lengths):
+        mask = [0, *(rng.randrange(2) for _ in range(length - 1))]
+        mask[-1], mask[1] = 1 - number % 2, 1
+        rows.append(([rng.randrange(3, 37) for _ in range(length)], mask))
+    return rows
+
+
+def reference(model, rows):
+    """Each row alone, in float64 and by plain attention.  -> loss, gradients in one vector"""
+    model, total = copy.deepcopy(model).double(), 0.0
+    (model.get_base_model() if isinstance(model, peft.PeftModel) else model).set_attn_implementation("eager")
+    for ids, mask in rows:
+        logits = model(torch.tensor([ids])).logits[0]
+        chosen = [t for t in range(len(ids)) if mask[t]]
+        total = total + functional.cross_entropy(
+            logits[[t - 1 for t in chosen]], torch.tensor(ids)[chosen], reduction="sum")
+    loss = total / sum(sum(mask) for _, mask in rows)
+    loss.backward()
+    return loss.item(), flat_gradient(model)
+
+
+def flat_gradient(model):
+    """Of the trained weights, in float64; they are reset."""
+    flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.requires_grad])
+    model.zero_grad(set_to_none=True)
+    return flat
+
+
+def gradient_step(model, rows, /, **flags):
+    """Loss and gradient as the loop of sft.py makes them.  -> loss, gradients in one vector, the passes"""
+    args, loss = sft.Args(**dict(model="small") | flags), 0.0
+    passes = list(sft.batches(rows, args, 0, model))
+    for batch in passes:
+        part = sft.response_loss(model, batch) / sft.count_targets(rows)
+        part.backward()
+        loss += part.item()
+    return loss, flat_gradient(model), passes
+
+
+def assert_close(one, other, tolerance=1e-5):
+    """Loss and gradient, relative to their size."""
+    assert one[0] == pytest.approx(other[0], rel=tolerance)
+    assert (one[1] - other[1]).norm() < tolerance * other[1].norm()
+
+
+CUTS = {
+    "alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90),
+    "padded-whole": dict(microbatch_tokens=10_000), "packed": dict(packing=True, microbatch_tokens=130),
+    "packed-whole": dict(packing=True, microbatch_tokens=10_000),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind):
+    model, rows = small_model(kind), mixed_rows()
+    assert model.config._attn_implementation == "sdpa"
+    expected = reference(model, rows)
+    for cut, flags in CUTS.items():
+        *found, passes = gradient_step(model, rows, **flags)
+        assert_close(found, expected)
+        shapes = [tuple(batch["tokens"].shape) for batch in passes]
+        if cut == "alone":
+            assert sorted(shapes) == sorted((1, len(ids)) for ids, _ in rows)
+        elif cut.startswith("padded"):
+            assert sum(size for size, _ in shapes) == len(rows) and max(size for size, _ in shapes) > 1
+        else:
+            assert sum(size for size, _ in shapes) <= 2  # of 13 rows
+        if cut == "packed-whole":
+            assert shapes[0][0] == 2  # one of the two is padded, too
+        assert all(size * width <= max(flags["microbatch_tokens"], 41) for size, width in shapes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_packed_rows_for_kernels_that_skip_give_the_same_loss_and_gradient(kind, monkeypatch):
+    """Those kernels need a GPU, so here the rows that are laid out for them go through plain attention."""
+    monkeypatch.setattr(sft, "SKIPPING_KERNELS", ("eager",))
+    model, rows = small_model(kind), mixed_rows()
+    model.set_attn_implementation("eager")
+    *found, passes = gradient_step(model, rows, packing=True, microbatch_tokens=100)
+    assert_close(found, reference(model, rows))
+    assert len(passes) == 3 and all(batch["tokens"].shape[0] == 1 for batch in passes)
+    assert sum(batch["tokens"].numel() for batch in passes) == sum(len(ids) for ids, _ in rows)  # no padding
+    starts = sum(int((batch["position_ids"] == 0).sum()) for batch in passes)
+    assert starts == len(rows) and max(batch["tokens"].shape[1] for batch in passes) <= 100
+    # A row that is longer than a pass is one of its own.
+    *found, passes = gradient_step(model, rows, packing=True, microbatch_tokens=30)
+    assert_close(found, reference(model, rows))
+    assert max(batch["tokens"].shape[1] for batch in passes) == 41 and 232 / 41 < len(passes) < len(rows)
+
+
+def test_the_window_of_the_model_with_one_is_smaller_than_the_rows():
+    rows = mixed_rows()
+    one, other = (reference(small_model("mistral", sliding_window=size), rows)[1] for size in (5, None))
+    assert (one - other).norm() > 0.01 * one.norm()
+
+
+def test_a_pass_is_at_most_a_quarter_padding():
+    rows = mixed_rows(lengths=[200, *range(2, 120)])
+    model = small_model("llama")
+    for flags in (dict(), dict(packing=True)):
+        passes = list(sft.batches(rows, sft.Args(microbatch_tokens=400, **flags), 0, model))
+        seen = []
+        for batch in passes:
+            real = int((batch["tokens"] != 0).sum())  # the rows hold none of the padding's id
+            assert 0.75 * batch["tokens"].numel() <= real <= batch["tokens"].numel() <= 400
+            seen += batch["tokens"][batch["tokens"] != 0].tolist()
+        assert sorted(seen) == sorted(token for ids, _ in rows for token in ids)
+
+
+def test_the_gradient_of_sft_does_not_depend_on_the_passes(tmp_path, monkeypatch):
+    """... from the files to the optimiser: the loop divides by the targets of the whole batch."""
+    seen, passes = [], []
+    clip, loss = torch.nn.utils.clip_grad_norm_, sft.response_loss
+
+    def recorded(parameters, *rest):
+        parameters = list(parameters)
+        seen.append(torch.cat([p.grad.flatten().double() for p in parameters]))
+        return clip(parameters, *rest)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    monkeypatch.setattr(sft, "response_loss", lambda model, batch: torch.is_grad_enabled() and passes.append(
+        batch["tokens"].shape) or loss(model, batch))
+    rows = [(prompt, " ".join([response] * (1 + number % 4))) for number, (prompt, response) in
+            enumerate(ROWS * 3)]
+    path, counts, logged = write_rows(tmp_path, "jsonl", rows), [], []
+    for number, flags in enumerate((dict(), dict(microbatch_tokens=60), dict(microbatch_tokens=1),
+                                    dict(packing=True, microbatch_tokens=130))):
+        passes.clear()
+        folder = train(sft, tmp_path / f"run{number}", train_files=(str(path),), model=TINY, steps=1,
+                       batch_size=len(rows) - 2, checkpoint_every=1, eval_every=0, **flags)
+        counts.append((len(passes), sum(size for size, _ in passes)))
+        logged.append(records(folder)[1]["train/loss"])
+    assert counts[1][0] > counts[0][0] and counts[2] == (19, 19) and 1 < counts[3][0] <= counts[3][1] < 10
+    for gradient, number in zip(seen[1:], logged[1:], strict=True):
+        assert_close((number, gradient), (logged[0], seen[0]), 2e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
+    ("mamba", "bfloat16"), ("qwen3-next", "float32"), ("qwen3-next", "bfloat16"), ("lfm2", "bfloat16"),
+    ("mamba", "float32"), ("lfm2", "float32")]))
+def test_a_model_whose_rows_would_leak_is_refused(kind, dtype, tmp_path, capfd):
+    """The first rows are too long to share a packed row, and the later ones are not."""
+    model, order = write_model(tmp_path / "model", kind), sft.permutation(1, 12)
+    short = [(prompt, response) for prompt, response in ROWS if len(prompt) < 14][:4]
+    rows = {int(index): ("1 1 -> 2", "1 + 1 = 2; " * 17) if place < 6 else short[place % 4]
+            for place, index in enumerate(order)}
+    flags = dict(model=model, dtype=dtype, val_ratio=0.0, steps=1, log_every=1, checkpoint_every=1,
+                 train_files=(str(write_rows(tmp_path, "jsonl", [rows[n] for n in range(12)])),))
+    with pytest.raises(envs.BadInput) as told:
+        train(sft, tmp_path / "run", packing=True, **flags)
+    said = str(told.value)
+    assert said.startswith("--packing") and model in said and "\n" not in said
+    assert not (tmp_path / "run" / "train_log.jsonl").read_bytes()
+    train(sft, tmp_path / "run", **flags)  # without it, it learns
+
+
+@pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
+    ("llama", "bfloat16"), ("mistral", "float32"), ("mistral", "bfloat16"), ("gpt2", "float32"),
+    ("gpt2", "bfloat16"), ("qwen2", "bfloat16"), ("llama", "float32")]))
+def test_a_model_whose_rows_do_not_leak_packs(kind, dtype, tmp_path, monkeypatch):
+    flags = dict(model=write_model(tmp_path / "model", kind), dtype=dtype, packing=True, steps=1,
+                 train_files=(str(write_rows(tmp_path, "jsonl")),))
+    train(sft, tmp_path / "run", **flags)
+    # It is the mask made of position_ids that keeps them apart.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    with pytest.raises(envs.BadInput, match="--packing"):
+        train(sft, tmp_path / "leaking", **flags)
+
+
+@pytest.mark.parametrize("chunk_elements", [10**6, 23 * 50, 4 * 50 + 7, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
+    torch.manual_seed(0)
+    head, weight = torch.nn.Linear(8, 50).to(dtype), torch.rand(23)
+    hidden, targets = torch.randn(23, 8, dtype=dtype, requires_grad=True), torch.randint(50, (23,))
+    inputs, seen, kept = [hidden, *head.parameters()], [], []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    def gradients_of(losses):
+        return torch.autograd.grad((weight * losses).sum(), inputs)
+
+    expected = functional.cross_entropy(head(hidden).float(), targets, reduction="none")
+    head.register_forward_hook(lambda module, arguments, logits: seen.append(logits.numel()))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = sft.token_losses(hidden, head, targets, chunk_elements)
+    assert losses.shape == (23,) and losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    for one, other in zip(gradients_of(losses), gradients_of(expected), strict=True):
+        assert one.dtype == dtype and (one - other).float().norm() <= tolerance * other.float().norm()
+    size = max(1, chunk_elements // 50)  # tokens in a chunk
+    chunks = math.ceil(23 / size)
+    assert sum(seen) == 23 * 50 * (1 if chunks == 1 else 2) and max(seen) == 50 * min(size, 23)
+    assert chunks == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait for the backward pass
+
+
+# Gradient checkpointing
+
+
+def watch_layers(model):
+    """A list that grows by a layer's number whenever that layer is computed, again too."""
+    computed = []
+    layers = [m for m in model.modules() if isinstance(m, sft.GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
+        first = next(layer.children())
+        first.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
+    return computed
+
+
+DROPOUT = {
+    "llama": dict(attention_dropout=0.5), "qwen2": dict(attention_dropout=0.5),
+    "mistral": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5),
+}
+
+
+@pytest.mark.parametrize(("kind", "lora"), slow_but(2, [
+    ("llama", True), ("gpt2", False), ("llama", False), ("qwen2", False), ("qwen2", True),
+    ("mistral", True)]))
+def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path):
+    """... with dropout in the model's configuration, which stays off."""
+    folder = write_model(tmp_path / "model", kind, **DROPOUT[kind])
+    flags = dict(model=folder, packing=True, microbatch_tokens=130, lora_rank=2 * lora)
+    found, replies, kept = [], [], []
+    for checkpointing in (False, True):
+        args = sft.Args(gradient_checkpointing=checkpointing, **flags)
+        model = sft.load_weights(folder)
+        if lora:
+            torch.manual_seed(1)
+            model = sft.add_lora(model, args)
+        sft.set_up_passes(model, args)
+        computed, sizes = watch_layers(model), {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        for _ in range(2):  # no dropout: the second one is as the first
+            computed.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                *step, passes = gradient_step(model, mixed_rows(), **flags)
+            found.append(step)
+            assert len(passes) == 2
+            assert computed == ([0, 1, 1, 0] if checkpointing else [0, 1]) * 2
+        kept.append(sum(sizes.values()))
+        ends = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+        computed.clear()
+        replies.append(sft.generate(model, [[1, 5, 9], [1, 7]], 8, 0.0, ends))
+        assert computed == [0, 1] * max(len(ids) for ids, _ in replies[-1])
+        with torch.no_grad():
+            ids = torch.tensor([mixed_rows()[0][0]])
+            replies.append(model(ids).logits.tolist())
+    for loss, gradient in found[1:]:
+        assert loss == found[0][0]
+        torch.testing.assert_close(gradient, found[0][1], rtol=1e-6, atol=1e-9)
+    assert replies[0] == replies[2] and replies[1] == replies[3]
+    assert kept[1] < 0.6 * kept[0]
+
+
+def test_a_run_with_gradient_checkpointing_ends_as_one_without(tmp_path):
+    plain, other = (train(sft, tmp_path / str(value), gradient_checkpointing=value, num_layers=2)
+                    for value in (False, True))
+    same_tree(*(load_file(folder / "checkpoints" / LAST / "model.safetensors") for folder in (plain, other)))
+    assert records(plain)[-1]["val/loss"] == records(other)[-1]["val/loss"]
+
+
+def test_a_model_without_layers_to_recompute_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "GradientCheckpointingLayer", torch.nn.Conv2d)
+    with pytest.raises(envs.BadInput, match="--gradient-checkpointing.*countdown-tiny.*no layers"):
+        train(sft, tmp_path / "run", model=TINY, gradient_checkpointing=True)
+
+
+def test_a_model_with_dropout_is_trained_without(tmp_path):
+    folder = write_model(tmp_path / "model", "gpt2", **DROPOUT["gpt2"])
+    rows = (str(write_rows(tmp_path, "jsonl", ROWS[:2])),)
+    run = train(sft, tmp_path / "run", model=folder, train_files=rows, val_files=rows, batch_size=2, steps=1,
+                eval_every=0, checkpoint_every=1)
+    before, after = records(run)
+    assert after["train/loss"] == pytest.approx(before["val/loss"], rel=1e-6)
+
+
+# The optimiser
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "lora"])
+def test_matrices_decay_and_norms_and_biases_do_not(kind):
+    model = small_model("qwen2" if kind == "lora" else kind)
+    if kind == "lora":
+        model = sft.add_lora(model, sft.Args(model="small", lora_rank=2))
+    groups = sft.parameter_groups(model, 0.25)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    assert len(grouped) == len(set(grouped)) == len(trained)
+    assert set(grouped) == set(map(id, trained.values()))
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    for tensor in trained.values():
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()
+    moved = set()
+    for name, tensor in model.named_parameters():
+        if not torch.equal(tensor, before[name]):
+            moved.add(name)
+            torch.testing.assert_close(tensor.detach(), before[name] * (1 - 0.1 * 0.25))
+    vectors = {name for name in before if name.endswith("bias") or ".ln_" in name or "norm" in name}
+    if kind == "lora":  # whose B matrices are zeros yet
+        assert moved == {name for name in trained if "lora_A" in name} and len(moved) == 14
+    else:
+        assert moved == set(before) - vectors and vectors and len(moved) > 8
+
+
+def test_the_optimiser_is_set_as_the_flags_say(tmp_path):
+    folder = train(sft, tmp_path / "run", weight_decay=0.3, beta2=0.9, learning_rate=1e-3, steps=6,
+                   max_grad_norm=0.01)
+    state = torch.load(folder / "checkpoints" / "step_000006" / "trainer_state.pt")["optimizer"]
+    groups = state["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.9)}
+    assert {group["lr"] for group in groups} == {records(folder)[-1]["train/learning_rate"]}
+    assert records(folder)[-1]["train/learning_rate"] == pytest.approx(0.05 * 1e-3)
+    weights = load_file(folder / "checkpoints" / "step_000006" / "model.safetensors")
+    assert len(state["state"]) == len(weights)
+    # What it sees is clipped, and what is logged is not.
+    norm = math.sqrt(sum(float(moments["exp_avg"].norm()) ** 2 for moments in state["state"].values()))
+    assert 0 < norm <= 0.01 < min(record["train/grad_norm"] for record in records(folder)[1:])
+
+
+def test_the_learning_rate_of_sft_warms_up_and_decays():
+    def rates(steps, **flags):
+        args = sft.Args(learning_rate=2.0, **flags)
+        return [sft.learning_rate(step, steps, args) for step in range(steps + 1)]
+
+    cosine = rates(110, warmup_steps=10, final_learning_rate=0.25)
+    assert cosine[1] == pytest.approx(0.2) and cosine[10] == pytest.approx(2.0) == max(cosine)
+    assert cosine[60] == pytest.approx((2.0 + 0.5) / 2) and cosine[110] == pytest.approx(0.5)
+    constant = rates(20, warmup_steps=4, schedule="constant")
+    assert [constant[step] for step in (2, 4, 12, 20)] == [1.0, 2.0, 2.0, 2.0]
+    stable = rates(100, warmup_steps=10, schedule="wsd", decay=0.2, final_learning_rate=0.1)
+    assert stable[5] == 1.0 and stable[10:81] == [2.0] * 71
+    assert [stable[step] for step in (85, 90, 100)] == pytest.approx([1.55, 1.1, 0.2])
+
+
+# LoRA
+
+
+def folder_hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
+
+
+def watch_models(monkeypatch):
+    """A list of the models that runs export, as they are in memory."""
+    exported, export = [], sft.export
+    monkeypatch.setattr(sft, "export", lambda model, *rest: exported.append(model) or export(model, *rest))
+    return exported
+
+
+@pytest.fixture
+def lora_run(tmp_path):
+    """Flags of a run that adapts a copy of countdown-tiny to rows."""
+    shutil.copytree(TINY, tmp_path / "base")
+    return dict(model=str(tmp_path / "base"), lora_rank=4, learning_rate=1e-2,
+                train_files=(str(write_rows(tmp_path, "jsonl")),))
+
+
+@pytest.mark.parametrize("dtype", slow_but(1, ["bfloat16", "float32"]))
+def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path, monkeypatch):
+    exported, before = watch_models(monkeypatch), folder_hashes(tmp_path / "base")
+    folder = train(sft, tmp_path / "run", dtype=dtype, packing=True, **lora_run)
+    (model,), start = exported, load_file(tmp_path / "base" / "model.safetensors")
+    assert folder_hashes(tmp_path / "base") == before
+    inside = {name.replace("base_layer.", ""): tensor
+              for name, tensor in model.get_base_model().state_dict().items() if "lora_" not in name}
+    for name, tensor in start.items():
+        assert torch.equal(inside[name], tensor.to(getattr(torch, dtype))), name
+    for name, tensor in model.named_parameters():
+        assert tensor.requires_grad is ("lora_" in name) and "lm_head" not in name.split("lora_")[-1]
+        assert tensor.dtype == (torch.float32 if "lora_" in name else getattr(torch, dtype))
+    adapter = load_file(tmp_path / "run-model" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 7 * 3 and all("lora_" in name for name in adapter)
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert not [name for name in adapter if "lm_head" in name or "embed_tokens" in name]
+    assert all(tensor.abs().max() > 0 for tensor in adapter.values())  # B, too, which starts at zero
+    assert not list((tmp_path / "run-model").glob("model*.safetensors"))
+    norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in adapter.values()))
+    assert records(folder)[-1]["train/weight_norm"] == pytest.approx(norm, rel=1e-5)
+    assert records(folder)[-1]["train/loss"] < records(folder)[1]["train/loss"]
+
+
+def test_the_exported_adapter_is_loaded_by_peft_and_merged(lora_run, tmp_path, monkeypatch, capsys):
+    exported, out = watch_models(monkeypatch), tmp_path / "run-model"
+    train(sft, tmp_path / "run", **lora_run)
+    (model,) = exported
+    ids = AutoTokenizer.from_pretrained(out)("<bos> 6 18 14 -> 38 : 18 + 14", return_tensors="pt").input_ids
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(lora_run["model"])(ids).logits
+        trained = model(ids).logits
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out)(ids).logits
+    assert (trained - base).abs().max() > 0.1
+    torch.testing.assert_close(loaded, trained)
+    capsys.readouterr()
+    assert merge_adapter.main(["--adapter", str(out), "--output-dir", str(tmp_path / "merged")]) == 0
+    assert json.loads(capsys.readouterr().out)["modules"] == 7 * 3
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(merged, trained, rtol=1e-4, atol=1e-4)
+    card = (out / "README.md").read_text()
+    assert lora_run["model"] in card and "AutoPeftModelForCausalLM" in card
+
+
+ADAPTED = {  # --lora-target-modules, --lora-exclude-modules, what is adapted
+    "default": ("all-linear", "lm_head,embed_tokens", "qkvoudg"),
+    "no-exclusion": ("all-linear", "", "qkvoudg"),
+    "named": ("q_proj,lm_head,embed_tokens", "lm_head,embed_tokens", "q"),
+    "others": ("all-linear", "up_proj,down_proj,gate_proj", "qkvo"),
+    "both-ends": ("q_proj,lm_head,embed_tokens", "", "qle"), "head": ("lm_head", "", "l"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_the_vocabulary_is_adapted_only_when_it_is_named_and_not_excluded(case):
+    targets, exclude, letters = ADAPTED[case]
+    args = sft.Args(model=TINY, lora_rank=2, lora_target_modules=targets, lora_exclude_modules=exclude)
+    model = sft.add_lora(sft.load_weights(TINY), args)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2]
+               for name, tensor in model.named_parameters() if tensor.requires_grad}
+    names = dict(q="q_proj", k="k_proj", v="v_proj", o="o_proj", u="up_proj", d="down_proj", g="gate_proj",
+                 l="lm_head", e="embed_tokens")
+    assert adapted == {names[letter] for letter in letters}
+
+
+def test_the_default_of_lora_leaves_the_vocabulary_alone():
+    assert sft.Args().lora_exclude_modules == "lm_head,embed_tokens"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(kind):
+    """The loss goes round the model's own forward pass, so an adapter of the head must be met on that way."""
+    model = sft.add_lora(small_model(kind), sft.Args(
+        model="small", lora_rank=2, lora_target_modules="q_proj,lm_head,embed_tokens",
+        lora_exclude_modules=""))
+    torch.manual_seed(0)
+    for name, tensor in model.named_parameters():
+        tensor.data += 0.3 * torch.randn_like(tensor) * ("lora_" in name)
+    expected = reference(model, mixed_rows())
+    for cut in CUTS.values():
+        *found, _ = gradient_step(model, mixed_rows(), **cut)
+        assert_close(found, expected)
+
+
+def test_an_adapter_is_gone_on_from(lora_run, tmp_path):
+    first = train(sft, tmp_path / "first", **lora_run)
+    flags = {name: value for name, value in lora_run.items() if name != "lora_rank"}
+    adapter = str(tmp_path / "first-model")
+    folder = train(sft, tmp_path / "second", lora_adapter_path=adapter, lora_alpha=1, **flags)
+    before, after = records(first)[-1], records(folder)
+    assert after[0]["val/loss"] == before["val/loss"] != records(first)[0]["val/loss"]
+    assert after[-1]["val/loss"] != after[0]["val/loss"]
+    config = json.loads((tmp_path / "second-model" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 32)
+    assert "lora_rank" not in flags and log_lines(folder)[0]["meta"]["args"]["lora_adapter_path"] == adapter
+    # Another adapter at its place would make the run another run.
+    shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
+    with pytest.raises(envs.BadInput, match="the model"):
+        train(sft, folder, lora_adapter_path=adapter, lora_alpha=1, **flags)
+
+
+def test_an_adapter_of_another_model_is_refused(lora_run, tmp_path):
+    other = write_model(tmp_path / "other", "llama")
+    train(sft, tmp_path / "first", **lora_run)
+    flags = lora_run | dict(model=other, lora_rank=0, lora_adapter_path=str(tmp_path / "first-model"))
+    with pytest.raises(envs.BadInput, match="--lora-adapter-path .*first-model") as told:
+        train(sft, tmp_path / "second", **flags)
+    assert "\n" not in str(told.value)
+    for path in ("nowhere", TINY):
+        with pytest.raises(envs.BadInput, match=f"--lora-adapter-path {path}: .*adapter_config.json"):
+            train(sft, tmp_path / "third", **flags | dict(lora_adapter_path=path))
+
+
+# Validation, and the checkpoint with the lowest loss
+
+
+BACKWARDS = [(f"{a} {b} -> {c}", f"{c} + {b} = {a}") for a, b, c in (
+    (1, 5, 9), (2, 7, 8), (5, 3, 4), (3, 4, 7), (9, 2, 5), (6, 6, 1), (8, 3, 2))]
+
+
+@pytest.fixture
+def overfitting(tmp_path):
+    """Flags with which val/loss falls to step 7 and rises from there on: a form to learn, and few rows."""
+    (tmp_path / "val").mkdir()
+    return dict(model=TINY, train_files=(str(write_rows(tmp_path, "jsonl", BACKWARDS[:3])),),
+                val_files=(str(write_rows(tmp_path / "val", "jsonl", BACKWARDS[3:])),), batch_size=3,
+                steps=14, learning_rate=2e-3, schedule="constant", eval_every=1, checkpoint_every=2)
+
+
+def checkpoints(folder):
+    """Numbers of the steps whose checkpoints there are, and what state.json says of them."""
+    steps = sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
+    return steps, json.loads((folder / "checkpoints" / "state.json").read_text())
+
+
+@pytest.mark.parametrize("keep", slow_but(1, [2, 1, 0]))
+def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
+    folder = train(sft, tmp_path / "run", keep_checkpoints=keep, **overfitting)
+    losses = [record["val/loss"] for record in records(folder)]
+    best = losses.index(min(losses))
+    assert best == 7 and losses[7] < losses[14] - 0.3 and losses[7] < losses[0] - 1
+    steps, named = checkpoints(folder)
+    assert steps == {1: [7, 14], 2: [7, 12, 14], 0: [*range(1, 9), 10, 12, 14]}[keep]
+    assert named == {"last": "step_000014", "best": "step_000007"}
+    again = train(sft, tmp_path / "again", **overfitting | dict(
+        model=str(folder / "checkpoints" / "step_000007"), steps=1))
+    assert records(again)[0]["val/loss"] == pytest.approx(losses[7], rel=1e-6)
+    assert validate(folder)["ok"]
+
+
+@pytest.mark.parametrize("interrupt", slow_but(1, [12, 6, 8, 10, 14]))
+def test_the_best_checkpoint_outlives_a_resume(interrupt, overfitting, tmp_path):
+    whole = train(sft, tmp_path / "whole", **overfitting)
+    with InterruptAt(sft, interrupt), pytest.raises(SystemExit, match="KeyboardInterrupt"):
+        train(sft, tmp_path / "halves", **overfitting)
+    assert checkpoints(tmp_path / "halves")[1]["best"] == "step_00000" + str(min(interrupt - 1, 7))
+    halves = train(sft, tmp_path / "halves", **overfitting)
+    assert checkpoints(whole) == checkpoints(halves) == ([7, 12, 14], dict(
+        last="step_000014", best="step_000007"))
+    same_end(whole, halves, "step_000014")
+    same_end(whole, halves, "step_000007")
+
+
+@pytest.mark.parametrize(("flags", "evaluated"), slow_but(2, [
+    (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0, eval_epochs=2), [0, 5, 9]),
+    (dict(eval_every=0), [0, 3, 5, 8, 9]), (dict(eval_every=4, eval_epochs=0), [0, 4, 8, 9]),
+    (dict(eval_every=0, eval_epochs=0), [0, 9]), (dict(eval_every=0, batch_size=25), [*range(10)])]))
+def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_path):
+    """Ten rows in batches of four: the epochs end in the steps 3, 5 and 8."""
+    path = write_rows(tmp_path, "jsonl", (ROWS + BACKWARDS)[:11])
+    folder = train(sft, tmp_path / "run", model=TINY, train_files=(str(path),), steps=9, log_every=2,
+                   checkpoint_every=4, **dict(batch_size=4) | flags)
+    assert [record["iteration"] for record in records(folder) if "val/loss" in record] == evaluated
+    logged = {0, 2, 4, 6, 8, *evaluated}
+    assert [record["iteration"] for record in records(folder)] == sorted(logged)
+    assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (10, 1)
+    assert not any("data/rows" in record for record in records(folder)[1:])
+
+
+def test_a_record_holds_the_mean_loss_since_the_one_before(tmp_path):
+    fine, coarse = (train(sft, tmp_path / str(every), log_every=every, checkpoint_every=6, eval_every=0,
+                          steps=6) for every in (1, 3))
+    for name in ("train/loss", "train/grad_norm"):
+        values = [record[name] for record in records(fine)[1:]]
+        assert [record[name] for record in records(coarse)[1:]] == pytest.approx(
+            [sum(values[:3]) / 3, sum(values[3:]) / 3])
+
+
+def test_a_run_without_held_out_rows(tmp_path):
+    folder = train(sft, tmp_path / "run", model=TINY, train_files=(str(write_rows(tmp_path, "jsonl")),),
+                   val_ratio=0.0, batch_size=7, eval_every=1)
+    assert not [key for record in records(folder) for key in record if key.startswith("val/")]
+    assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (7, 0)
+    assert [record["train/epoch"] for record in records(folder)[1:]] == [1, 2, 3, 4]
+    assert checkpoints(folder) == ([2, 4], {"last": LAST})
+    card = (tmp_path / "run-model" / "README.md").read_text()
+    assert f"train/loss | {records(folder)[-1]['train/loss']:.3f}" in card and "val/loss" not in card
+    assert validate(folder)["ok"]
+
+
+# Epochs, defaults, metrics
+
+
+@pytest.mark.parametrize(("epochs", "batch_size", "steps", "seen"), slow_but(3, [
+    (2, 4, 3, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2}), (3, 3, 6, {3}), (1, 6, 1, {1}),
+    (1.5, 2, 5, {1, 2})]))
+def test_epochs_decide_how_often_a_row_is_seen(epochs, batch_size, steps, seen, tmp_path, monkeypatch):
+    counts, cut = {}, sft.batches
+
+    def watched(rows, *rest):
+        if torch.is_grad_enabled():
+            for ids, _ in rows:
+                counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
+        return cut(rows, *rest)
+
+    monkeypatch.setattr(sft, "batches", watched)
+    rows = (str(write_rows(tmp_path, "jsonl", ROWS[:6])),)
+    folder = train(sft, tmp_path / "run", train_files=rows, val_files=rows, model=TINY, batch_size=batch_size,
+                   steps=0, epochs=epochs, checkpoint_every=1, eval_every=0)
+    assert records(folder)[-1]["iteration"] == steps
+    assert records(folder)[-1]["train/epoch"] == pytest.approx(steps * batch_size / 6)
+    assert {*counts.values(), *[0] * (len(counts) < 6)} == seen
+    assert sum(counts.values()) == steps * batch_size
+
+
+def test_with_a_model_the_defaults_are_others():
+    assert sft.default_args(["sft.py"]) == sft.Args() == sft.default_args(["sft.py", "--steps", "3"])
+    for words in (["--model", "some/model"], ["--seed", "2", "--model=some/model"]):
+        args = sft.default_args(["sft.py", *words])
+        assert args == sft.Args(**sft.REAL_MODEL) and args.dtype == "bfloat16" and args.steps == 0
+    assert sft.REAL_MODEL.keys() <= {field.name for field in dataclasses.fields(sft.Args)}
+    assert all(getattr(sft.Args(), name) != value for name, value in sft.REAL_MODEL.items())
+
+
+@pytest.mark.parametrize("form", slow_but(1, [[f"--model={TINY}"], ["--model", TINY], []]))
+def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys):
+    words = ["--train-files", write_rows(tmp_path, "jsonl"), "--batch-size", 2, "--warmup-steps", 1,
+             "--steps", 1, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model"]
+    assert command_line("sft.py", *words, *form) == 0, capsys.readouterr().err
+    args = log_lines(tmp_path / "run")[0]["meta"]["args"]
+    given = dict(train_files=[str(tmp_path / "rows.jsonl")], batch_size=2, warmup_steps=1, steps=1,
+                 run_dir=str(tmp_path / "run"), output_dir=str(tmp_path / "model"),
+                 model=TINY if form else "")
+    expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
+    assert args == json.loads(json.dumps(expected))
+    assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
+
+
+@pytest.mark.parametrize("form", slow_but(2, [[], ["--model", "some/model"], ["--model=some/model"]]))
+def test_help_shows_the_defaults_that_would_apply(form, capsys):
+    assert command_line("sft.py", *form, "--help") == 0
+    said = capsys.readouterr().out
+    assert "--learning-rate" in said and ("2e-06" in said) is bool(form) and ("0.005" in said) is not form
+
+
+def test_padding_and_tokens_are_counted(tmp_path):
+    """The rows by hand: bos, prompt, `:`, response without `=` and `;`, eos."""
+    lengths = [len(f"<bos> {prompt} : {response} <eos>".replace("=", "").replace(";", "").split())
+               for prompt, response in ROWS]
+    rows = (str(write_rows(tmp_path, "jsonl")),)
+    total, longest, shares = sum(lengths), max(lengths), []
+    for name, flags in dict(one=dict(microbatch_tokens=1), all={}, packed=dict(packing=True)).items():
+        folder = train(sft, tmp_path / name, train_files=rows, val_files=rows, model=TINY, batch_size=7,
+                       eval_every=0, steps=2, checkpoint_every=2, **flags)
+        before, *after = records(folder)
+        assert before["env_steps"] == 0 and [record["env_steps"] for record in after] == [total, 2 * total]
+        assert all(0 < record["train/throughput"] < 1e9 for record in after)
+        for record in after:
+            assert record["train/throughput"] == pytest.approx(total / record["time/update"], rel=1e-6)
+            assert record["train/global_step"] == record["opt_steps"] == record["iteration"]
+        assert len({record["train/padding"] for record in after}) == 1
+        shares.append(after[-1]["train/padding"])
+    assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
+
+
+# Continuing a run
+
+
+CHATS = [[dict(role="user", content=prompt), dict(role="assistant", content=response)]
+         for prompt, response in ROWS]
+FILES = dict(train_files=("rows",))
+CONTINUED = {
+    "packing": dict(packing=True, microbatch_tokens=130),
+    "messages": dict(train_files=("chats",), messages_key="messages"),
+    "epochs": dict(steps=0, epochs=3.2),
+    "val-files": dict(val_files=("val", "rows"), train_files=("rows", "val")),
+    "no-validation": dict(val_ratio=0.0),
+    "checkpointing": dict(gradient_checkpointing=True, packing=True, dtype="bfloat16"),
+    "wsd": dict(schedule="wsd", decay=0.5, weight_decay=0.3),
+    "lora": dict(lora_rank=2, learning_rate=1e-2),
+    "lora-bf16": dict(lora_rank=2, learning_rate=1e-2, dtype="bfloat16", packing=True,
+                      gradient_checkpointing=True),
+    "lora-vocabulary": dict(lora_rank=2, learning_rate=1e-2, lora_exclude_modules="",
+                            lora_target_modules="q_proj,lm_head,embed_tokens"),
+    "lora-adapter": dict(lora_adapter_path="adapter", learning_rate=1e-2),
+}
+QUICK = {"packing", "lora"}
+
+
+def in_files(tmp_path, flags):
+    """The flags with paths in place of names of what is written there."""
+    (tmp_path / "val").mkdir()
+    chats = tmp_path / "chats.jsonl"
+    two = [chat + CHATS[number - 1] for number, chat in enumerate(CHATS)]
+    chats.write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in CHATS + two))
+    paths = dict(rows=str(write_rows(tmp_path, "parquet")), chats=str(chats),
+                 val=str(write_rows(tmp_path / "val", "jsonl", BACKWARDS)))
+    if "lora_adapter_path" in flags:
+        flags = flags | dict(lora_adapter_path=str(tmp_path / "first-model"))
+        train(sft, tmp_path / "first", model=TINY, train_files=(paths["val"],), lora_rank=3, steps=2)
+    return dict(model=TINY, batch_size=5, keep_checkpoints=0) | FILES | flags | {
+        name: tuple(paths[path] for path in flags.get(name, FILES.get(name, ())))
+        for name in ("train_files", "val_files")}
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CONTINUED])
+def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(case, tmp_path):
+    flags = in_files(tmp_path, CONTINUED[case])
+    halves = in_halves(sft, tmp_path, **flags)
+    assert records(halves)[-2]["train/epoch"] % 1
+    exported = [load_file(next((tmp_path / f"{name}-model").glob("*model.safetensors")))
+                for name in ("whole", "halves")]
+    same_tree(*exported)
+
+
+def test_encoded_rows_are_found_again_or_made_again(tmp_path, monkeypatch):
+    flags = in_files(tmp_path, dict(train_files=("rows",), val_files=("val",), packing=True))
+    whole, halves, names = tmp_path / "whole", tmp_path / "halves", ("train.arrow", "val.arrow")
+    train(sft, whole, **flags)
+    data = {name: (whole / "data" / name).read_bytes() for name in names}
+    with InterruptAt(sft, 3), pytest.raises(SystemExit):
+        train(sft, halves, **flags)
+    # They are there: nothing is encoded.
+    with monkeypatch.context() as patch, InterruptAt(sft, 4), pytest.raises(SystemExit):
+        patch.setattr(sft, "encode_row", None)
+        train(sft, halves, **flags)
+    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
+    # They are gone, or one of them is.
+    shutil.rmtree(halves / "data")
+    with InterruptAt(sft, 4), pytest.raises(SystemExit):
+        train(sft, halves, **flags)
+    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
+    (halves / "data" / "val.arrow").unlink()
+    train(sft, halves, **flags)
+    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
+    same_end(whole, halves)
+    assert not list((halves / "data").glob(".*"))
+
+
+def test_rows_of_a_run_that_did_not_start_are_not_taken_for_those_of_the_next(tmp_path):
+    """It fails after its rows were encoded; in the same folder another one begins, with other rows."""
+    flags = in_files(tmp_path, {})
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(envs.BadInput, match="bad.jsonl"):
+        train(sft, tmp_path / "run", **flags | dict(val_files=(str(tmp_path / "bad.jsonl"),)))
+    assert (tmp_path / "run" / "data" / "train.arrow").exists()
+    path = tmp_path / "others.jsonl"
+    path.write_text("".join(json.dumps(dict(ask=ask, reply=reply)) + "\n" for ask, reply in BACKWARDS))
+    other = dict(model=TINY, train_files=(str(path),), prompt_key="ask", response_key="reply", max_length=30)
+    same_end(train(sft, tmp_path / "fresh", **other), train(sft, tmp_path / "run", **other))
+
+
+# Data, tokenizer and export
+
+
+def reference_row(model, tokenizer, prompt, response):
+    """Summed -log p of a row's response and eos, and their number, by a plain forward pass in float64."""
+    before = tokenizer(f"<bos> {prompt} :", add_special_tokens=False).input_ids
+    after = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    logits = model(torch.tensor([before + after])).logits[0].double()
+    logprobs = torch.log_softmax(logits, -1)
+    total = -sum(logprobs[len(before) + t - 1, token] for t, token in enumerate(after))
+    return total.item(), len(after)
+
+
+@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", False), ("parquet", True)])
+def test_the_loss_is_that_of_response_and_eos_alone(kind, chat, tmp_path):
+    """All rows but one are the first batch; the other one is the held-out side."""
+    path = write_rows(tmp_path, kind, chat=chat)
+    folder = train(sft, tmp_path / "run", train_files=(str(path),), model=TINY, batch_size=len(ROWS) - 1,
+                   steps=1, eval_every=0, checkpoint_every=1)
+    model = AutoModelForCausalLM.from_pretrained(TINY).double()
+    with torch.no_grad():
+        totals = [reference_row(model, AutoTokenizer.from_pretrained(TINY), *row) for row in ROWS]
+    before, after = records(folder)
+    (held_out,) = [row for row in totals if before["val/loss"] == pytest.approx(row[0] / row[1], rel=1e-4)]
+    totals.remove(held_out)
+    expected = sum(total for total, _ in totals) / sum(n for _, n in totals)
+    assert after["train/loss"] == pytest.approx(expected, rel=1e-4)
+    assert after["val/loss"] != before["val/loss"]
+    assert validate(folder)["ok"]
+
+
+def test_the_exported_model_stands_alone(tmp_path, capsys):
+    folder = train(sft, tmp_path / "run")
+    out = tmp_path / "run-model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    trained = load_file(folder / "checkpoints" / LAST / "model.safetensors")
+    exported = load_file(out / "model.safetensors")
+    same_tree(trained, exported)
+    assert model.config.tie_word_embeddings
+    assert model.num_parameters() == sum(tensor.numel() for tensor in trained.values())
+    words = "6 18 14 -> 38 :".split()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
+                                           add_generation_prompt=True)["input_ids"]
+    assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
+    assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
+    card = (out / "README.md").read_text()
+    assert f"val/loss | {records(folder)[-1]['val/loss']:.3f}" in card
+    # What was there before is kept beside it.
+    train(sft, tmp_path / "again", output_dir=str(out), seed=2)
+    kept = load_file(tmp_path / "run-model.previous" / "model.safetensors")
+    same_tree(kept, exported)
+    with pytest.raises(AssertionError):
+        same_tree(kept, load_file(out / "model.safetensors"))
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("text", ["18 + 14 = 32; 32 + 6 = 38", "20 - 3 = 17; 17 - 9 = 8"])
+def test_a_solution_is_eight_tokens_and_comes_back_as_it_was(text, countdown_tiny):
+    for tokenizer in (countdown_tiny[1], sft.new_tokenizer(envs.make("countdown").vocabulary)):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert len(ids) == 8 and tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny):
+    tokenizer, env = countdown_tiny[1], envs.make("countdown", skill="mixed")
+    assert len(tokenizer) == len(env.vocabulary) + 4
+    for index in range(300):
+        text = env.solution(env.task("train", index))
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+
+
+def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
+    rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
+    path = write_rows(tmp_path, "jsonl", rows)
+    folder = train(sft, tmp_path / "run", train_files=(str(path),), batch_size=2, steps=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run-model")
+    for text in rows[0]:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    assert validate(folder)["ok"]
+
+
+def test_several_files_are_one_data_set(tmp_path):
+    (tmp_path / "more").mkdir()
+    files = (str(write_rows(tmp_path, "jsonl", ROWS[:4])),
+             str(write_rows(tmp_path / "more", "parquet", ROWS[4:])))
+    folder = train(sft, tmp_path / "run", train_files=files, model=TINY, batch_size=3, steps=2)
+    assert records(folder)[-1]["train/epoch"] == pytest.approx(2 * 3 / (len(ROWS) - 1))
+
+
+def test_an_epoch_of_sft_sees_every_row_once_in_an_order_of_its_own(tmp_path, monkeypatch):
+    steps, cut = [], sft.batches
+
+    def watched(rows, *rest):
+        if len(rows) == 3:  # not the held-out one
+            steps.append([tuple(ids) for ids, _ in rows])
+        return cut(rows, *rest)
+
+    monkeypatch.setattr(sft, "batches", watched)
+    train(sft, tmp_path / "run", train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY, batch_size=3,
+          steps=6, eval_every=0)
+    epochs = [steps[start] + steps[start + 1] for start in (0, 2, 4)]
+    assert len(set(epochs[0])) == len(ROWS) - 1 == 6
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_changed_data_are_refused_on_resume(tmp_path):
+    flags = dict(train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY)
+    folder = train(sft, tmp_path / "run", **flags)
+    write_rows(tmp_path, "jsonl", ROWS[::-1])
+    with pytest.raises(envs.BadInput, match="the data"):
+        train(sft, folder, **flags)
+
+
+# Slow: processes of their own
+
+
+@pytest.mark.slow
+def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
+    kills, rng = int(os.environ.get("KILLS", "4")), random.Random(os.environ.get("KILLS_SEED", "1"))
+    length, env = 40 * kills, envs.make("countdown", skill="mixed")
+    tasks = [env.task("train", index) for index in range(4000)]
+    rows = [(task.messages[-1]["content"], env.solution(task)) for task in tasks]
+    flags = ["--model", TINY, "--train-files", write_rows(tmp_path, "jsonl", rows), "--packing",
+             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", length,
+             "--eval-tasks", 40, "--eval-every", 6, "--log-every", 2, "--checkpoint-every", 2]
+
+    def start(name):
+        folder, out = tmp_path / name, tmp_path / f"{name}-model"
+        return folder, process("sft.py", *flags, "--run-dir", folder, "--output-dir", out)
+
+    whole, run = start("whole")
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output
+    killed = encoding = torn = 0
+    for number in range(kills):
+        moment = ("encoding", "encoding", "writing", "log", "start")[min(number, 2 + number % 3)]
+        folder, run = start("killed")
+        killed += kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
+        encoding += any((folder / "data").glob(".train.arrow.writing"))
+        torn += any((folder / "checkpoints").glob(".step_*.writing"))
+    folder, run = start("killed")
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output
+    assert killed == kills and encoding >= 1 and torn >= 1, (killed, encoding, torn)
+    same_end(whole, folder, f"step_{length:06d}")
+    assert checkpoints(whole) == checkpoints(folder)
+    verdict = validate(folder)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    assert 1 <= verdict["resumes"] <= kills - 2
+    same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "killed")))
+    one, other = ((f / "data" / "train.arrow").read_bytes() for f in (whole, folder))
+    assert one == other
+    assert not list((folder / "data").glob(".*"))
