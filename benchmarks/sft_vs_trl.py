@@ -63,6 +63,8 @@ def write_inputs(folder, num_rows):
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     special = ["<pad>", "<eos>", "<unk>"]
     words = special + [f"w{number}" for number in range(len(special), VOCABULARY)]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
