@@ -1,0 +1,1304 @@
+"""sft.py from rows to tokens, as hostile data would have it: every form of a row, torn files, conversations
+under templates in the manner of the well-known ones, streaming, data sets of the hub.
+
+What a row's tokens should be is computed here a second time, slowly and without sft.py, its chat templates or
+the tokenizer's offsets.
+"""
+
+import errno
+import http.server
+import io
+import json
+import math
+import os
+import random
+import re
+import signal
+import threading
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+import sft
+from envs import BadInput
+from tests.run_folders import command_line, log_lines, process, records
+
+SMALL = dict(steps=2, batch_size=2, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8,
+             eval_every=0, eval_epochs=0, checkpoint_every=2, log_every=1, warmup_steps=0, max_length=300)
+COUNTS = ("rows", "held_out", "truncated", "dropped", "bad")
+
+
+def train(folder, **flags):
+    """A run in this process. -> what it logged of its data, and the rows that it took."""
+    sft.main(sft.Args(**SMALL | dict(run_dir=str(folder), output_dir=f"{folder}-model") | flags))
+    for line in records(folder):
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+    return tuple(records(folder)[0][f"data/{name}"] for name in COUNTS), taken(folder)
+
+
+def taken(folder, side="train"):
+    """[(ids, mask)] of a run folder's data, without sft.py."""
+    rows = datasets.Dataset.from_file(str(folder / "data" / f"{side}.arrow"))
+    return [(row["ids"], [int(m) for m in row["mask"]]) for row in rows]
+
+
+def refused(capsys, folder, *flags):
+    """The one line that a command line ends with, which must begin nothing."""
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    code = command_line("sft.py", *small, "--run-dir", folder, "--output-dir", f"{folder}-model", *flags)
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if line.startswith("error:")]
+    assert code not in (0, None) and len(lines) == 1, output.err
+    assert "Traceback" not in output.err and not Path(f"{folder}-model").exists()
+    return lines[0]
+
+
+def complaint(folder, **flags):
+    """The error that a run ends with before it begins."""
+    with pytest.raises(BadInput) as error:
+        train(folder, **flags)
+    assert not (folder / "checkpoints" / "step_000002").exists() and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def write_jsonl(path, rows):
+    """One line for each row; bytes are written as they are."""
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+                              for row in rows))
+    return str(path)
+
+
+def pairs(number, name=""):
+    return [{"prompt": f"{name}p{i}", "response": f"{name}r{i}"} for i in range(number)]
+
+
+def pair(prompt, response):
+    return {"prompt": prompt, "response": response}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content} | more
+
+
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
+def blocks(*parts):
+    """Blocks, as OpenAI's format has them."""
+    return [{"type": "text", "text": part} for part in parts]
+
+
+def args_of(**flags):
+    return sft.Args(**dict(train_files=("x.jsonl",), max_length=10_000) | flags)
+
+
+def rows_to_tokens(rows, path, args=None, continued=False):
+    """(where, row), ... -> [(ids, mask)] and the counts."""
+    tokenizer = sft.new_tokenizer(None)
+    eos = [tokenizer.eos_token_id]
+    data, counts = sft.encode_rows(rows, path, tokenizer, args or args_of(), eos, continued)
+    return [(row["ids"], [int(m) for m in row["mask"]]) for row in data], counts
+
+
+# The reference: tokens of bytes, and where in the text each token begins
+
+
+MARKERS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+           "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "</s>"]
+
+
+def letters():
+    """Byte -> its letter in a vocabulary, as GPT-2 has it: the printable ones are themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return {byte: chr(byte if byte in plain else next(others)) for byte in range(256)}
+
+
+def bytes_to_ids(text, tokenizer):
+    """The ids of a text under a tokenizer of bytes: special tokens whole, else one per byte."""
+    letter, ids = letters(), {letter: i for i, letter in enumerate(sorted(letters().values()), 4)}
+    special = tokenizer.get_added_vocab()
+    parts = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text)
+    return [i for part in parts
+            for i in ([special[part]] if part in special else [ids[letter[b]] for b in part.encode()])]
+
+
+def beginnings(ids, text, tokenizer):
+    """The character of the text that each token begins in, from the bytes that the tokens stand for."""
+    byte = {letter: byte for byte, letter in letters().items()}
+    special = {i: word for word, i in tokenizer.get_added_vocab().items()}
+    character = [index for index, c in enumerate(text) for _ in c.encode()]
+    starts, position = [], 0
+    for token in ids:
+        word = special.get(token)
+        size = len(word.encode() if word else bytes(byte[c] for c in tokenizer.convert_ids_to_tokens(token)))
+        starts.append(character[position])
+        position += size
+    assert position == len(character)
+    return starts
+
+
+def expected_row(pieces, tokenizer):
+    """[(text, whether it is learned)] -> (ids, mask)."""
+    text = "".join(text for text, _ in pieces)
+    learned = [flag for text, flag in pieces for _ in text]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return ids, [int(learned[start]) for start in beginnings(ids, text, tokenizer)]
+
+
+def byte_tokenizer(template=None, eos="<eos>", extra=()):
+    """Asked for special tokens it would add a bos and an eos, which the template writes already."""
+    tokenizer = sft.new_tokenizer(None)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKERS})
+    tokenizer.add_tokens(list(extra), special_tokens=True)
+    tokenizer.eos_token = eos
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+def merging_tokenizer(template, eos, texts):
+    """Byte pairs merged across words and lines, whatever is frequent between the markers of these texts."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<bos>", "<eos>", "<unk>", *MARKERS]
+    parts = [part for text in texts for part in re.split("|".join(map(re.escape, special)), text)]
+    core.train_from_iterator(parts, trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token=eos,
+                                   unk_token="<unk>", additional_special_tokens=MARKERS,
+                                   chat_template=template)
+
+
+# Prompts and responses
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+GOOD = [  # a line of JSONL, the texts of its messages, its response
+    (pair("two and two?", "four"), ["two and two?"], "four"),
+    (pair("", " 4 \n"), [""], " 4 \n"),
+    (pair("👩‍👩‍👧 🏳️‍🌈", "e\u0301 ﬁ Å"), ["👩‍👩‍👧 🏳️‍🌈"], "e\u0301 ﬁ Å"),
+    (pair("漢字 \u202eשלום عربى", "a\0\u2028c\u0085"), ["漢字 \u202eשלום عربى"], "a\0\u2028c\u0085"),
+    (b'{"prompt": "\\ud83d\\ude00 \\ud83d", "response": "\\ude00\\ud83d"}', ["😀 \ufffd"], "\ufffd\ufffd"),
+    (b'{"prompt": "<eos><bos>", "response": "<eos> : <pad>"}\r', ["<eos><bos>"], "<eos> : <pad>"),
+    (b'\xef\xbb\xbf {"prompt": "a", "response": "\xe2\x80\xa8 b", "more": [NaN, 1e999, 9999999999999999999]}',
+     ["a"], "\u2028 b"),
+    (pair([system("be brief"), user("hi")], "yo"), ["be brief", "hi"], "yo"),
+    (pair([user(None), user(blocks("one", "two"))], blocks("four", "five")), ["", "one\ntwo"], "four\nfive"),
+    (pair([user([])], "0"), [""], "0"),
+]
+BLANK = [pair("a", response) for response in ("", " \n\t\u3000", None, [], blocks(""), blocks(" ", "\n"))]
+BAD = {  # a line of JSONL, what the message says
+    "number": (pair(3, "a"), "column prompt: .*3"),
+    "true": (pair(True, "a"), "column prompt: .*True"),
+    "null": (pair(None, "a"), "column prompt: .*None"),
+    "dict": (pair({"a": 1}, "a"), "column prompt: "),
+    "empty list": (pair([], "a"), "column prompt: "),
+    "list of texts": (pair(["a"], "a"), "column prompt, message 1: .*'a'"),
+    "nested lists": (pair([[user("a")]], "a"), "column prompt, message 1: "),
+    "no role": (pair([user("a"), {"content": "a"}], "a"), "column prompt, message 2: .*role"),
+    "role": (pair([{"role": 1, "content": "a"}], "a"), "column prompt, message 1: .*role"),
+    "content": (pair([user(1.5)], "a"), "column prompt, message 1: .*1.5"),
+    "content of false": (pair([user(False)], "a"), "column prompt, message 1: .*False"),
+    "image": (pair([user([*blocks("see"), {"type": "image", "url": "x"}])], "a"),
+              "column prompt, message 1: .*image"),
+    "block without text": (pair([user([{"type": "text"}])], "a"), "column prompt, message 1: "),
+    "answer number": (pair("a", 4), "column response: .*4"),
+    "answer nan": (b'{"prompt": "a", "response": NaN}', "column response: .*nan"),
+    "answer false": (pair("a", False), "column response: .*False"),
+    "answer dict": (pair("a", {"a": "b"}), "column response: "),
+    "answer list": (pair("a", [1]), "column response: .*1"),
+    "answer nested": (pair("a", [[["b"]]]), "column response: "),
+    "answer image": (pair("a", [{"type": "image_url"}]), "column response: "),
+    "missing": ({"prompt": "a"}, "column response: missing"),
+    "no columns": ({}, "column prompt: missing"),
+    "a list": ([1, 2], r"column prompt: missing in \[1, 2\]"),
+    "a text": ("prompt response", "column prompt: missing"),
+    "a null": (None, "column prompt: missing"),
+    "torn": (b'{"prompt": "a", "resp', "JSON"),
+    "two in one": (b'{"prompt": "a", "response": "b"}{}', "JSON"),
+    "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', "JSON"),
+    "deep but whole": (b'{"prompt": ' + DEEP[99_300:100_700] + b', "response": "a"}', "column prompt, mess"),
+    "huge": (b'{"prompt": ' + b"9" * 5000 + b', "response": "a"}', "JSON|column prompt"),
+    "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', "JSON"),
+    "nul": (b"\0\0\0", "JSON"),
+    "long": (pair("a" * 400, "a"), r"--max-length 300: .* 40\d tokens"),
+}
+
+
+def good_rows(tokenizer):
+    """The ids and masks of GOOD under the template of sft.new_tokenizer."""
+    rows = []
+    for _, texts, response in GOOD:
+        prompt = bytes_to_ids("<bos>" + "".join(" " + text for text in texts) + " :", tokenizer)
+        ids = [*bytes_to_ids(response, tokenizer), tokenizer.eos_token_id]
+        rows.append((prompt + ids, [0] * len(prompt) + [1] * len(ids)))
+    return rows
+
+
+def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tmp_path, capsys):
+    """The good ones among the others, in the files' order, an empty line here and there."""
+    rng, lines = random.Random(0), []
+    groups = [list(GOOD), [(row,) for row in BLANK], [(row,) for row, _ in BAD.values()]]
+    while any(groups):
+        group = rng.choice([group for group in groups if group])
+        lines += [b" \t"] * rng.randrange(2) + [group.pop(0)[0]]
+    half = len(lines) // 2
+    files = (write_jsonl(tmp_path / "one.jsonl", lines[:half]),
+             write_jsonl(tmp_path / "two.jsonl", lines[half:]))
+    counts, rows = train(tmp_path / "run", train_files=files, on_bad_row="skip", val_ratio=0.3)
+    assert rows == good_rows(sft.new_tokenizer(None))
+    assert counts == (len(GOOD) - 3, 3, 0, len(BLANK), len(BAD))
+    named = re.findall(r"left out: --train-files (\S+), row (\d+), ", capsys.readouterr().out)
+    wrong = [row for row, _ in BAD.values()]
+    where = [(name, str(number)) for name, part in zip(files, (lines[:half], lines[half:]), strict=True)
+             for number, line in enumerate(part, 1) if any(line is row for row in wrong)]
+    assert len(named) >= 5 and named == where[:len(named)]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_ends_the_run_with_its_file_and_line(case, tmp_path):
+    row, message = BAD[case]
+    name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(3), b"", row, *pairs(2)])
+    line = complaint(tmp_path / "run", train_files=(name,))
+    assert re.match(rf"--train-files {re.escape(name)}, row 5, .*{message}", line), line
+    assert len(line) < 500 + len(name)
+
+
+def test_a_bad_row_of_the_held_out_file_is_named_as_one_and_counted(tmp_path, capsys):
+    files = [write_jsonl(tmp_path / "train.jsonl", pairs(4)),
+             write_jsonl(tmp_path / "val.jsonl", [*pairs(2, "v"), {"prompt": "a"}, BLANK[0]])]
+    line = refused(capsys, tmp_path / "run", "--train-files", files[0], "--val-files", files[1])
+    assert re.match(rf"error: --val-files {re.escape(files[1])}, row 3, column response: missing", line), line
+    counts, _ = train(tmp_path / "skip", train_files=files[:1], val_files=files[1:], on_bad_row="skip")
+    assert counts == (4, 2, 0, 1, 1)
+    assert [len(ids) for ids, _ in taken(tmp_path / "skip", "val")] == [11, 11]
+
+
+@pytest.mark.parametrize(("flag", "key"), [
+    ("--prompt-key", "ask"), ("--response-key", "say"), ("--messages-key", "chat")])
+def test_a_file_without_the_column_is_refused_by_its_name(flag, key, tmp_path, capsys):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs(40)), tmp_path / "rows.parquet")
+    for name in (write_jsonl(tmp_path / "rows.jsonl", pairs(40)), str(tmp_path / "rows.parquet")):
+        line = refused(capsys, tmp_path / "run", "--train-files", name, flag, key)
+        assert re.match(rf"error: --train-files {re.escape(name)}, row 1, column {key}: missing", line), line
+        line = refused(capsys, tmp_path / "run", "--train-files", name, flag, key, "--on-bad-row", "skip")
+        assert name in line and "at least 2 rows" in line and "40" in line
+
+
+def test_other_columns_may_have_any_name(tmp_path):
+    rows = [{"a.b": f"p{i}", "a": {"b": "no"}, "c d": f"r{i}"} for i in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in (write_jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "rows.parquet")):
+        flags = dict(train_files=(name,), prompt_key="a.b", response_key="c d")
+        _, same = train(tmp_path / Path(name).suffix, **flags)
+        assert same == plain_rows(range(3))
+    _, same = train(tmp_path / "one", train_files=(name,), prompt_key="c d", response_key="c d")
+    assert same[1][0] == [1, *bytes_to_ids(" r1 :r1", sft.new_tokenizer(None)), 2]
+
+
+def plain_rows(numbers, name=""):
+    """The ids and masks of pairs()."""
+    tokenizer, rows = sft.new_tokenizer(None), []
+    for i in numbers:
+        prompt = [1, *bytes_to_ids(f" {name}p{i} :", tokenizer)]
+        response = [*bytes_to_ids(f"{name}r{i}", tokenizer), 2]
+        rows.append((prompt + response, [0] * len(prompt) + [1] * len(response)))
+    return rows
+
+
+def test_max_rows_counts_rows_read_and_not_those_kept(tmp_path):
+    files = [write_jsonl(tmp_path / "train.jsonl", [b"", {"prompt": 1}, *pairs(9)]),
+             write_jsonl(tmp_path / "val.jsonl", pairs(7, "v"))]
+    for limit, kept in ((4, 3), (0, 9), (100, 9)):
+        counts, rows = train(tmp_path / str(limit), train_files=files[:1], val_files=files[1:],
+                             max_rows=limit, on_bad_row="skip")
+        assert rows == plain_rows(range(kept)) and counts == (kept, 7, 0, 0, 1)
+
+
+@pytest.mark.parametrize("rows", [[], BLANK[:2]], ids=["empty", "blank"])
+def test_a_held_out_file_without_rows_means_no_held_out_loss(rows, tmp_path):
+    files = [write_jsonl(tmp_path / "train.jsonl", pairs(3)), write_jsonl(tmp_path / "val.jsonl", rows)]
+    counts, _ = train(tmp_path / "run", train_files=files[:1], val_files=files[1:])
+    assert counts == (3, 0, 0, len(rows), 0)
+    assert not any("val/loss" in line for line in records(tmp_path / "run"))
+    assert records(tmp_path / "run")[-1]["train/loss"] > 0
+
+
+def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
+    name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(10), {"prompt": 1}])
+    for ratio, held_out in ((0.0, 0), (0.01, 1), (0.3, 3), (1.0, 9)):
+        folder = tmp_path / str(ratio)
+        counts, rows = train(folder, train_files=(name,), val_ratio=ratio, on_bad_row="skip")
+        assert counts == (10 - held_out, held_out, 0, len(BLANK), 1) and rows == plain_rows(range(10))
+        assert ("val/loss" in records(folder)[0]) == (held_out > 0)
+
+
+def test_too_few_rows_are_one_line_with_the_counts(tmp_path, capsys):
+    name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(1), {"prompt": 1}])
+    line = refused(capsys, tmp_path / "run", "--train-files", name, "--on-bad-row", "skip")
+    assert re.search(rf"{re.escape(name)}: expected at least 2 rows.* 1 .*{len(BLANK)}.*1", line), line
+    counts, _ = train(tmp_path / "one", train_files=(name,), on_bad_row="skip", val_ratio=0.0)
+    assert counts == (1, 0, 0, len(BLANK), 1)
+    name = write_jsonl(tmp_path / "blank.jsonl", BLANK)
+    assert "at least 1 row" in refused(capsys, tmp_path / "run", "--train-files", name, "--val-ratio", "0")
+
+
+# Truncation
+
+
+def test_a_long_row_is_refused_or_loses_the_right_end_and_its_first_token_is_never_learned(tmp_path, capsys):
+    """Each kind of row at, under and over the length; what is left of it is known token for token."""
+    tokenizer = sft.new_tokenizer(None)
+    sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 2), (11, 0), (60, 0))
+    name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
+    whole = []
+    for p, r in sizes:
+        ids = bytes_to_ids("<bos> " + "p" * p + " :" + "r" * r + "<eos>", tokenizer)
+        whole.append((ids, [0] * (p + 4) + [int(r > 0)] * (r + 1)))
+        assert len(ids) == len(whole[-1][1])
+    long = sum(len(ids) > 17 for ids, _ in whole)
+    assert len(whole[0][0]) == 17 and long == 7
+    flags = dict(train_files=(name,), max_length=17, val_ratio=0.0)
+    for side, kept in (("left", slice(-17, None)), ("right", slice(0, 17))):
+        expected = [(ids[kept], [0, *mask[kept][1:]]) for ids, mask in whole]
+        expected = [row for row in expected if any(row[1])]
+        counts, rows = train(tmp_path / side, truncation=side, **flags)
+        assert rows == expected
+        assert counts == (len(expected), 0, long, len(whole) - len(expected), 0)
+        assert all(mask[0] == 0 for _, mask in rows)
+    line = refused(capsys, tmp_path / "run", "--train-files", name, "--max-length", "17")
+    assert re.match(rf"error: --train-files {re.escape(name)}, row 2, --max-length 17: .* 18 tokens", line)
+    assert train(tmp_path / "skip", on_bad_row="skip", **flags) == ((1, 0, 0, 1, long), whole[:1])
+
+
+def test_a_row_that_is_all_response_gives_up_its_first_token(tmp_path):
+    (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [pair("", "abc"), pair("", "<eos>"), pair("x", "y")]
+    flags = dict(train_files=(write_jsonl(tmp_path / "rows.jsonl", rows),), val_ratio=0.0,
+                 chat_template=str(tmp_path / "bare.jinja"))
+    _, taken_rows = train(tmp_path / "run", **flags)
+    assert [mask for _, mask in taken_rows] == [[0, 1, 1, 1], [0, 1], [0, 1, 1]]
+    with pytest.raises(BadInput, match="at least 1 row"):
+        train(tmp_path / "one", **flags | dict(max_length=1, truncation="left"))
+
+
+# Parquet
+
+
+def test_parquet_rows_of_every_form_are_learned_dropped_or_left_out(tmp_path, capsys):
+    """Nulls, dictionaries, large texts, and bytes that are no UTF-8, across row groups."""
+    texts = [f"p{i}" for i in range(50)]
+    answers = [f"r{i}" for i in range(50)]
+    answers[3], answers[20], answers[44] = None, "", " "
+    offsets = pyarrow.array([0, *torch.tensor([len((a or "").encode()) for a in answers]).cumsum(0).tolist()],
+                            pyarrow.int32())
+    data = bytearray("".join(a or "" for a in answers).encode())
+    data[offsets[30].as_py()] = 0xff  # of row 31
+    valid = pyarrow.array([a is not None for a in answers])
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 50, [valid.buffers()[1], offsets.buffers()[1],
+                                                               pyarrow.py_buffer(bytes(data))])
+    table = pyarrow.table({"other": list(range(50)), "prompt": pyarrow.array(texts).dictionary_encode(),
+                           "response": broken})
+    name = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(table, name, row_group_size=20)
+    kept = [i for i in range(50) if i not in (3, 20, 44, 30)]
+    counts, rows = train(tmp_path / "run", train_files=(name,), on_bad_row="skip", val_ratio=0.0)
+    assert rows == plain_rows(kept) and counts == (46, 0, 0, 3, 1)
+    assert f"left out: --train-files {name}, row 31, " in capsys.readouterr().out
+    line = refused(capsys, tmp_path / "error", "--train-files", name)
+    assert re.match(rf"error: --train-files {re.escape(name)}, row 31, .*(?i:utf-8)", line), line
+
+
+@pytest.mark.parametrize("column", [
+    pyarrow.array([1, 2]), pyarrow.array([0.5, math.nan]), pyarrow.array([True, False]),
+    pyarrow.array([b"a", b"b"]), pyarrow.array([{"a": 1}, {"a": 2}]), pyarrow.array([[1], [2]]),
+    pyarrow.array([[["a"]], [["b"]]]), pyarrow.array([1, 2], pyarrow.timestamp("us")),
+    pyarrow.array([2**62] * 2, pyarrow.timestamp("us")),  # beyond Python's years, as is the next
+    pyarrow.array([2**31 - 1] * 2, pyarrow.int32()).cast(pyarrow.date32())],
+    ids=lambda column: re.sub(r"\W+", "-", str(column.type)))
+def test_a_parquet_column_of_another_type_is_refused_row_by_row(column, tmp_path):
+    name = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": column}), name)
+    line = complaint(tmp_path / "error", train_files=(name,))
+    assert re.match(rf"--train-files {re.escape(name)}, row 1, ", line), line
+    files = (name, write_jsonl(tmp_path / "good.jsonl", pairs(3)))
+    counts, rows = train(tmp_path / "run", train_files=files, on_bad_row="skip", val_ratio=0.0)
+    assert rows == plain_rows(range(3)) and counts == (3, 0, 0, 0, 2)
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused_in_one_line(tmp_path, capsys):
+    name = str(tmp_path / "rows.parquet")
+    columns = [pyarrow.array([text]) for text in "abc"]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "response", "prompt"])
+    pyarrow.parquet.write_table(table, name)
+    assert name in refused(capsys, tmp_path / "run", "--train-files", name)
+
+
+def paged(path, **options):
+    """60 rows in 3 row groups of 5 pages a column. -> the rows, the file's bytes, where its pages end."""
+    rows = [{"prompt": f"prompt {i} " + "x" * i, "response": f"answer {i} é"} for i in range(60)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20, data_page_size=64,
+                                write_batch_size=4, use_dictionary=False, **options)
+    file = pyarrow.parquet.ParquetFile(path).metadata
+    columns = [file.row_group(group).column(column) for group in range(3) for column in range(2)]
+    ends = [column.data_page_offset + column.total_compressed_size for column in columns]
+    return rows, path.read_bytes(), columns, max(ends)
+
+
+def read_parquet(path):
+    """-> good rows with their place, how many rows are bad; BadInput is an end of its own."""
+    good, bad, place = [], 0, 0
+    for _, row in sft.file_rows("--train-files", [str(path)], ("prompt", "response")):
+        place += row.rows if isinstance(row, sft.BadRow) else 1
+        if isinstance(row, sft.BadRow):
+            bad += row.rows
+        else:
+            good.append((place - 1, row))
+    return good, bad
+
+
+@pytest.mark.parametrize(("compression", "checksums"), [("none", True), ("zstd", True), ("zstd", False)])
+def test_a_torn_page_costs_no_row_of_another_group(compression, checksums, tmp_path, capsys):
+    path = tmp_path / "rows.parquet"
+    rows, data, columns, _ = paged(path, compression=compression, write_page_checksum=checksums)
+    column = columns[3]  # the answers of the second group; its last page holds rows 37 to 40
+    torn = bytearray(data)
+    end = column.data_page_offset + column.total_compressed_size
+    torn[end - 12:end] = bytes(255 - byte for byte in torn[end - 12:end])
+    path.write_bytes(torn)
+    counts, taken_rows = train(tmp_path / "run", train_files=(str(path),), on_bad_row="skip", val_ratio=0.0)
+    kept, first_bad = counts[0], counts[0] - 20
+    assert counts == (kept, 0, 0, 0, 60 - kept) and 20 <= first_bad <= 36
+    tokenizer = sft.new_tokenizer(None)
+    assert [ids for ids, _ in taken_rows] == [
+        bytes_to_ids(f"<bos> {row['prompt']} :{row['response']}<eos>", tokenizer)
+        for row in rows[:first_bad] + rows[40:]]
+    where = f"--train-files {path}, row {first_bad + 1} to 40, "
+    assert f"left out: {where}" in capsys.readouterr().out
+    assert refused(capsys, tmp_path / "error", "--train-files", path).startswith(f"error: {where}")
+
+
+def test_no_flipped_bit_of_a_checked_parquet_file_puts_a_wrong_answer_to_a_prompt(tmp_path):
+    """Wherever it is among the pages: the file is refused, or each row is as it was or counted as bad."""
+    path, rng = tmp_path / "rows.parquet", random.Random(0)
+    rows, data, columns, end = paged(path, compression="zstd", write_page_checksum=True)
+    read = 0
+    headers = [column.data_page_offset + i for column in columns[:3] for i in range(0, 40, 2)]
+    for position in (*headers, *(rng.randrange(4, end) for _ in range(60))):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            good, bad = read_parquet(path)
+        except BadInput:
+            continue
+        assert all(row == rows[place] for place, row in good), f"byte {position}: a row is another's"
+        assert len(good) + bad == len(rows), f"byte {position}: rows are missing"
+        read += bad > 0
+    assert read > 20
+
+
+def test_a_parquet_file_with_any_flipped_bit_is_read_or_refused_in_one_line(tmp_path):
+    """In the footer most of all, where names, types and sizes are."""
+    path, rng = tmp_path / "rows.parquet", random.Random(0)
+    _, data, _, end = paged(path, compression="none")
+    refusals = 0
+    for _ in range(200):
+        damaged = bytearray(data)
+        damaged[rng.randrange(end, len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_parquet(path)
+        except BadInput as error:
+            refusals += 1
+            assert str(path) in str(error) and "\n" not in str(error)
+    assert refusals > 40
+    for size in (0, 3, 4, 8, 100, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(BadInput, match="rows.parquet"):
+            read_parquet(path)
+
+
+# Conversations: templates in the manner of the well-known ones, each with what it writes, piece by piece
+
+
+CHATML = (  # Qwen2.5
+    "{%- if messages[0]['role'] == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}{%- else %}"
+    "{{- '<|im_start|>system\nYou are kind.<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) "
+    "or (message.role == 'assistant' and not message.tool_calls) %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
+    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>' + message.role }}"
+    "{%- if message.content %}{{- '\n' + message.content }}{%- endif %}"
+    "{%- for call in message.tool_calls %}"
+    "{{- '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+LLAMA = (  # Llama 3
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+ALTERNATE = (
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}")
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}" + ALTERNATE +
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}" + ALTERNATE +
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}")
+TAGGED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}{%- generation -%}"
+    "{{ message.content + '<|im_end|>' }}{%- endgeneration -%}{{ '\n' }}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def learned(message):
+    """Whether it is an assistant's and says something."""
+    return message["role"] == "assistant" and bool(
+        (message["content"] or "").strip() or message.get("tool_calls"))
+
+
+def chatml_pieces(messages):
+    if messages[0]["role"] != "system":
+        yield "<|im_start|>system\nYou are kind.<|im_end|>\n", 0
+    for i, message in enumerate(messages):
+        role, content = message["role"], message["content"] or ""
+        if role == "tool":
+            around = [0 <= j < len(messages) and messages[j]["role"] == "tool" for j in (i - 1, i + 1)]
+            yield "" if around[0] else "<|im_start|>user", 0
+            yield f"\n<tool_response>\n{content}\n</tool_response>", 0
+            yield "" if around[1] else "<|im_end|>\n", 0
+            continue
+        calls = "\n".join(f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+                          for call in message.get("tool_calls", ()))
+        yield f"<|im_start|>{role}\n", 0
+        yield content + "\n" * bool(content and calls) + calls + "<|im_end|>", learned(message)
+        yield "\n", 0
+
+
+def llama_pieces(messages):
+    yield "<bos>", 0
+    for message in messages:
+        yield f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", 0
+        yield (message["content"] or "").strip() + "<|eot_id|>", learned(message)
+
+
+def gemma_pieces(messages):
+    yield "<bos>", 0
+    for message in messages:
+        yield f"<start_of_turn>{dict(assistant='model').get(message['role'], message['role'])}\n", 0
+        yield (message["content"] or "").strip() + "<end_of_turn>", learned(message)
+        yield "\n", 0
+
+
+def mistral_pieces(messages):
+    yield "<bos>", 0
+    for message in messages:
+        if message["role"] == "user":
+            yield f"[INST] {message['content'] or ''} [/INST]", 0
+        else:
+            yield f" {message['content'] or ''}</s>", learned(message)
+
+
+def tagged_pieces(messages):
+    for message in messages:
+        yield f"<|im_start|>{message['role']}\n", 0
+        yield (message["content"] or "") + "<|im_end|>", learned(message)
+        yield "\n", 0
+
+
+TEMPLATES = {  # template, its pieces, eos, ids that end a turn, whether turns must alternate
+    "chatml": (CHATML, chatml_pieces, "<|im_end|>", ["<|im_end|>", "<eos>"], False),
+    "llama": (LLAMA, llama_pieces, "<|eot_id|>", ["<|eot_id|>"], False),
+    "gemma": (GEMMA, gemma_pieces, "<eos>", ["<eos>", "<end_of_turn>"], True),
+    "mistral": (MISTRAL, mistral_pieces, "</s>", ["</s>"], True),
+    "tagged": (TAGGED, tagged_pieces, "<|im_end|>", ["<|im_end|>"], False),
+}
+CONTENTS = [
+    "yes", "yes", "yes", "a", "assistant", "assistant\n", "user\nyes", "\n\nyes\n\n", "  lead", "trail  ",
+    "the cat\nthe cat\nthe cat", "\0", "👩‍👩‍👧", "é e\u0301 漢字", "שלום \u202e", "yes yes yes",
+    "<think>\nhm\n</think>\n\nyes", "{{ messages }}", "<|im_end|>",
+    "<|im_end|>\n<|im_start|>assistant\nyes", "<eos>", "no<eos>",
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyes", "yes</s>[INST] no [/INST] yes</s>",
+    "<end_of_turn>\n<start_of_turn>model\nno", "", None, " ", "\n"]
+CALL = {"function": {"name": "sum", "arguments": {"of": [1, "two"]}}}
+
+
+def conversation(rng, alternate):
+    """Any roles in any order, after a first turn that is no assistant's; or by turns."""
+    count = rng.randint(1, 7)
+    roles = ["user" if i % 2 == 0 else "assistant" for i in range(count)]
+    if not alternate:
+        roles = [rng.choice(["user", "system"]), *rng.choices(
+            ["user", "assistant", "assistant", "assistant", "system", "tool"], k=count)]
+    messages = [{"role": role, "content": rng.choice(CONTENTS)} for role in roles]
+    for message in messages:
+        if message["role"] == "assistant" and (message["content"] or "").strip() and rng.random() < 0.2:
+            message["tool_calls"] = [CALL] * rng.randint(1, 2)
+    return messages
+
+
+def row_of(messages, tokenizer, ends=("<|im_end|>",), **flags):
+    args, eos = args_of(messages_key="messages", **flags), tokenizer.convert_tokens_to_ids(list(ends))
+    ids, mask = sft.encode_row({"messages": messages}, tokenizer, args, eos)
+    return ids, [int(m) for m in mask]
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(name, merges):
+    """Against the pieces that the text was put together of, whatever they hold.
+
+    A token that begins before the answer is the prompt's, even if the answer begins within it.
+    """
+    template, pieces, eos, ends, alternate = TEMPLATES[name]
+    rng, count, straddling = random.Random(name), 0, 0
+    conversations = [conversation(rng, alternate) for _ in range(40)]
+    if name != "chatml":
+        conversations = [[{key: message[key] for key in ("role", "content")} for message in messages]
+                         for messages in conversations]
+    texts = ["".join(text for text, _ in pieces(messages)) for messages in conversations]
+    tokenizer = merging_tokenizer(template, eos, texts) if merges else byte_tokenizer(template, eos)
+    for messages, text in zip(conversations, texts, strict=True):
+        ids, mask = row_of(messages, tokenizer, ends)
+        expected = expected_row(list(pieces(messages)), tokenizer)
+        assert merges or ids == bytes_to_ids(text, tokenizer)
+        starts, place = beginnings(ids, text, tokenizer), 0
+        for part, flag in pieces(messages):
+            if flag and place not in starts:
+                straddling += 1
+                if name == "tagged":  # transformers has it the other way there
+                    token = sum(start < place for start in starts) - 1
+                    mask[token] = expected[1][token]
+            place += len(part)
+        assert (ids, mask) == expected, (messages, written(ids, mask, tokenizer))
+        count += any(mask)
+    assert count > 25 and (straddling > 15 or not merges or name == "mistral"), (count, straddling)
+
+
+def written(ids, mask, tokenizer):
+    """What is learned, as text."""
+    return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+@pytest.mark.parametrize("messages", [
+    [user("q"), assistant("yes"), user("yes")],
+    [user("q"), assistant("yes"), assistant("yes")],
+    [user("q"), assistant("yes"), tool("yes"), tool("2"), assistant("3")],
+    [user("q"), assistant(None), user("yes")], [user("q"), assistant(" "), assistant([])], [user("q")],
+    [user("q"), assistant(blocks("a", "b"))], [system("s"), assistant("yes"), user("yes")],
+], ids=["user-last", "twice", "tool", "blank", "all-blank", "none", "blocks", "greeting"])
+@pytest.mark.parametrize("name", ["chatml", "llama", "tagged"])
+def test_nothing_but_an_assistants_text_and_its_end_is_learned(name, messages):
+    template, _, eos, ends, _ = TEMPLATES[name]
+    tokenizer = byte_tokenizer(template, eos)
+    ids, mask = row_of(messages, tokenizer, ends)
+    learned = written(ids, mask, tokenizer)
+    texts = ["a\nb" if isinstance(m["content"], list) else m["content"] for m in messages
+             if m["role"] == "assistant" and m["content"] not in (None, " ", [])]
+    assert learned == "".join(text + eos for text in texts)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_that_begins_with_an_assistant_is_learned_or_a_bad_row(name):
+    """A template may refuse it; the row is then named like any other bad one."""
+    template, pieces, eos, ends, alternate = TEMPLATES[name]
+    tokenizer, messages = byte_tokenizer(template, eos), [assistant("yes"), user("yes"), assistant("no")]
+    try:
+        row = row_of(messages, tokenizer, ends)
+    except sft.BadRow:
+        assert name != "tagged"
+        return
+    assert row == expected_row(list(pieces(messages)), tokenizer)
+
+
+def test_a_turn_that_only_calls_a_tool_is_learned():
+    """Its content is null; what the template writes of it is no less a reply."""
+    tokenizer = byte_tokenizer(CHATML, "<|im_end|>")
+    messages = [user("1 + 1?"), assistant(None, tool_calls=[CALL]), tool("2"), assistant("2")]
+    assert row_of(messages, tokenizer) == expected_row(list(chatml_pieces(messages)), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["chatml", "tagged"])
+def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(name, tmp_path):
+    """From JSONL, from parquet, and from a column of text that is JSON."""
+    template, pieces, eos, _, _ = TEMPLATES[name]
+    (tmp_path / "chat.jinja").write_text(template.replace("<|im_end|>", "<eos>"))
+    good = [[user("a"), assistant("b")], [user(None), assistant("b", name="me"), user("c"), assistant("d\n")],
+            [system("s"), user("é👩"), assistant("é👩")], [user("q"), assistant(None), assistant("x")]]
+    empty = [[user("a")], [user("a"), assistant(None)], [user("a"), assistant(" \n"), user("b")]]
+    bad = [[], None, [user("a"), {"role": "assistant", "content": [{"type": "image", "text": None}]}]]
+    rows = [{"chat": chat} for chat in (*good, *empty, *bad)]
+    worse = [{"chats": good[0]}, b'{"chat": [' + DEEP + b']}', *({"chat": chat} for chat in (
+        1, "no", {"role": "user"}, [["a"]], [1.5], json.dumps([1]), "[" * 100_000))]
+    texts = [{"chat": json.dumps(chat)} for chat in good]
+    simple = pyarrow.Table.from_pylist([{"chat": chat} for chat in (*good, *empty, *bad[:2])])
+    pyarrow.parquet.write_table(simple, tmp_path / "chat.parquet")
+    files = (write_jsonl(tmp_path / "chat.jsonl", rows), write_jsonl(tmp_path / "bad.jsonl", worse),
+             write_jsonl(tmp_path / "text.jsonl", texts), str(tmp_path / "chat.parquet"))
+    counts, rows = train(tmp_path / "run", train_files=files, messages_key="chat", on_bad_row="skip",
+                         val_ratio=0.0, chat_template=str(tmp_path / "chat.jinja"))
+    tokenizer, expected = sft.new_tokenizer(None), []
+    for chat in good:
+        parts = [(text.replace("<|im_end|>", "<eos>"), flag) for text, flag in pieces(chat)]
+        ids = bytes_to_ids("".join(text for text, _ in parts), tokenizer)
+        expected.append((ids, expected_row(parts, tokenizer)[1]))
+    assert rows == expected * 3
+    assert counts == (12, 0, 0, 6, 3 + 2 + len(worse))
+
+
+def test_what_a_message_of_a_parquet_file_lacks_is_nothing_to_the_template(tmp_path):
+    """Parquet gives every message the fields that any has."""
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% if 'name' in m %}({{ m.name }}){% endif %}<eos>"
+        "{% endfor %}")
+    chat = [user("a"), assistant("b", name="me"), user("c"), assistant("d")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"chat": chat}]), tmp_path / "chat.parquet")
+    _, rows = train(tmp_path / "run", train_files=(str(tmp_path / "chat.parquet"),), messages_key="chat",
+                    chat_template=str(tmp_path / "chat.jinja"), val_ratio=0.0)
+    assert rows[0][0] == bytes_to_ids("a<eos>b(me)<eos>c<eos>d<eos>", sft.new_tokenizer(None))
+    assert rows[0][1] == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_template_that_says_no_makes_a_bad_row_and_names_why(tmp_path, capsys):
+    (tmp_path / "gemma.jinja").write_text(GEMMA.replace("<end_of_turn>", "<eos>"))
+    rows = [{"chat": chat} for chat in ([user("a"), assistant("b")], [system("s"), user("a"), assistant("b")],
+                                        [user("a"), user("b"), assistant("c")])]
+    flags = ["--messages-key", "chat", "--chat-template", tmp_path / "gemma.jinja", "--train-files"]
+    for number, words in ((1, "System role not supported"), (2, "roles must alternate")):
+        name = write_jsonl(tmp_path / f"{number}.jsonl", [rows[0], rows[number]])
+        line = refused(capsys, tmp_path / "run", *flags, name)
+        assert re.match(rf"error: --train-files {re.escape(name)}, row 2, .*{words}", line), line
+    name = write_jsonl(tmp_path / "all.jsonl", rows)
+    counts, _ = train(tmp_path / "skip", train_files=(name,), messages_key="chat", on_bad_row="skip",
+                      chat_template=str(tmp_path / "gemma.jinja"), val_ratio=0.0)
+    assert counts == (1, 0, 0, 0, 2)
+
+
+@pytest.mark.parametrize("words", [
+    "{% for a, b in m.more %}{{ a }}{% endfor %}", "{{ 1 // (m.more | length - 1) }}", "{{ m.more + 1 }}",
+    "{{ m.more.a.b }}", "{{ m.none[0] }}", "{{ m.more | tojson }}",
+    "{{ m.content | int | string | format(1) }}", "{{ 'x'.join(m.more) }}", "{{ 'ab'.index('c') }}",
+    "{{ m.content.nothing() }}"])
+def test_whatever_a_template_stumbles_over_is_a_bad_row(words):
+    """Fields beyond role and content are as the data has them, and a template takes them for granted."""
+    deep = []
+    for _ in range(5_000):
+        deep = [deep]
+    template = "{% for m in messages %}{{ m.content }}" + words + "<|im_end|>{% endfor %}"
+    tokenizer = byte_tokenizer(template, "<|im_end|>")
+    for flags, row in ((dict(messages_key="m"), {"m": [user("a") | {"more": deep}, assistant("b")]}),
+                       (dict(), {"prompt": [user("a") | {"more": deep}], "response": "b"})):
+        with pytest.raises(sft.BadRow) as error:
+            sft.encode_row(row, tokenizer, args_of(**flags), [tokenizer.eos_token_id])
+        assert len(str(error.value)) < 500
+
+
+def test_a_half_of_a_character_anywhere_in_a_row_is_a_bad_row_at_most(tmp_path, monkeypatch):
+    """JSON can spell it, no terminal can show it, and no tokenizer reads it."""
+    (tmp_path / "roles.jinja").write_text(
+        "{% for m in messages %}{% if m.name %}{{ raise_exception('no ' + m.name) }}{% endif %}"
+        "{{ m.role + m.content + eos_token }}{% endfor %}")
+    half = b'{"m": [{"role": "%s", %s"content": "a"}, {"role": "assistant", "content": "b"}]}'
+    rows = [{"m": [user("a"), assistant("b")]}, half % (b"\\ud800", b""),
+            half % (b"user", b'"name": "\\udfff", '), b'{"\\ud800": 1}', b'{"m": "\\ud800"}',
+            b'{"m": [{"role": "user", "content": [{"type": "\\ud800"}]}]}']
+    name = write_jsonl(tmp_path / "rows.jsonl", rows)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))  # a terminal: strict
+    counts, _ = train(tmp_path / "run", train_files=(name,), messages_key="m",
+                      chat_template=str(tmp_path / "roles.jinja"), on_bad_row="skip", val_ratio=0.0)
+    assert counts[0] + counts[4] == 6 and counts[4] >= 4
+
+
+# Templates that do not only append
+
+
+QWEN3 = (
+    "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- set text = m.content %}"
+    "{%- if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in text %}"
+    "{%- set text = text.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + m.role + '\n' }}{{- text + '<|im_end|>' }}{{- '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+THOUGHTS = [user("1?"), assistant("<think>\nhm\n</think>\n\none"),
+            user("2?"), assistant("<think>\nhm\n</think>\n\ntwo")]
+
+
+def test_a_template_that_drops_thoughts_is_refused_where_it_does_and_nowhere_else():
+    tokenizer = byte_tokenizer(QWEN3, "<|im_end|>")
+    with pytest.raises(BadInput, match="message 2.*generation"):
+        row_of(THOUGHTS, tokenizer)
+    plain = [user("1?"), assistant("one")]
+    for messages in (THOUGHTS[2:], [*plain, *THOUGHTS[2:]], [THOUGHTS[0], *THOUGHTS[2:]]):
+        ids, mask = row_of(messages, tokenizer)
+        replies = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert written(ids, mask, tokenizer) == "".join(reply + "<|im_end|>" for reply in replies)
+
+
+def test_generation_tags_say_what_is_learned_where_the_template_changes_earlier_turns():
+    turn = "{{- text + '<|im_end|>' }}"
+    template = QWEN3.replace(turn, "{%- if m.role == 'assistant' %}{% generation %}" + turn +
+                             "{% endgeneration %}{%- else %}" + turn + "{%- endif %}")
+    tokenizer = byte_tokenizer(template, "<|im_end|>")
+    ids, mask = row_of(THOUGHTS, tokenizer)
+    assert written(ids, mask, tokenizer) == "one<|im_end|><think>\nhm\n</think>\n\ntwo<|im_end|>"
+
+
+@pytest.mark.parametrize(("tagged", "messages", "learned"), [
+    # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
+    ("{% generation %}{{ m.content }}<eos>{% endgeneration %}",
+     [assistant(""), user("no"), assistant("b")], "b<eos>"),
+    ("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}",
+     [user("no"), assistant("é"), user("no")], "é<eos>👩"),
+    ("{% generation %} {{ m.content }}<eos> {% endgeneration %}",
+     [user("a"), assistant("b"), user("no")], " b<eos>"),
+    ("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}",
+     [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
+], ids=["first", "last-character", "spaces", "leading-space"])
+@pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
+def test_generation_tags_are_kept_to_the_letter(tagged, messages, learned, trims):
+    """Offsets without the space that a token begins or ends with are GPT-NeoX's, for one."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{% if m.role == 'assistant' %}" + tagged +
+                               "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    if trims:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    ids, mask = row_of(messages, tokenizer, ["<eos>"])
+    assert written(ids, mask, tokenizer).rstrip(" ") == learned
+
+
+def test_the_space_before_an_answer_is_the_prompts_where_offsets_have_none():
+    """"Assistant: " is what the reply follows; its space has an empty span at the answer's beginning."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")
+    messages = [user(" a "), assistant(" b "), user("c"), assistant("d e")]
+    for trims in (False, True):
+        if trims:
+            tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        ids, mask = row_of(messages, tokenizer, ["<eos>"])
+        assert written(ids, mask, tokenizer) == " b <eos>d e<eos>"
+
+
+def test_an_end_of_turn_that_swallows_spaces_is_learned_with_nothing_after_it():
+    """As Phi-3's tokens do."""
+    template = ("{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}")
+    words = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer = byte_tokenizer(template, "<|end|>", [AddedToken(w, rstrip=True, special=True) for w in words])
+    ids, mask = row_of([user(" a"), assistant("b \n"), user("c"), assistant("d")], tokenizer, ["<|end|>"])
+    assert written(ids, mask, tokenizer) == "b \n<|end|>d<|end|>"
+
+
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}",
+    CHATML], ids=["none", "tagged", "another"])
+def test_a_template_that_writes_no_eos_is_refused(template, tmp_path, capsys):
+    """No reply would ever end. Another token than the tokenizer's eos is none either."""
+    (tmp_path / "chat.jinja").write_text(template)
+    name = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("<eos>"), assistant("b")]}] * 3)
+    for mode in ("error", "skip"):
+        line = refused(capsys, tmp_path / "run", "--train-files", name, "--messages-key", "chat",
+                       "--chat-template", tmp_path / "chat.jinja", "--on-bad-row", mode)
+        assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
+
+
+def test_a_tokenizer_without_offsets_is_refused_for_conversations_in_one_line():
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = LLAMA.replace("<|eot_id|>", "</s>").replace("{{ bos_token }}", "")
+    ids, mask = sft.encode_row(pair("a", "b"), tokenizer, args_of(), [tokenizer.eos_token_id])
+    assert written(ids, mask, tokenizer) == "b</s>"
+    with pytest.raises((BadInput, sft.BadRow)):
+        row_of([user("a"), assistant("b")], tokenizer, ["</s>"])
+
+
+def test_a_conversation_without_a_template_and_a_template_that_is_none_are_one_line(tmp_path, capsys):
+    name = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("a"), assistant("b")]}] * 3)
+    flags = ["--train-files", name, "--messages-key", "chat", "--chat-template"]
+    for path, content in (("empty", b""), ("bytes", b"\xff\xfe{{ messages }}")):
+        (tmp_path / path).write_bytes(content)
+        assert "--chat-template" in refused(capsys, tmp_path / "run", *flags, tmp_path / path)
+    assert f"--chat-template {tmp_path}" in refused(capsys, tmp_path / "run", *flags, tmp_path)
+    assert "--chat-template nothing" in refused(capsys, tmp_path / "run", *flags, "nothing")
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content ", "{{ raise_exception('no') }}"])
+def test_a_broken_template_is_one_line_for_rows_and_for_an_environment(template, tmp_path, capsys):
+    (tmp_path / "broken.jinja").write_text(template)
+    name = write_jsonl(tmp_path / "rows.jsonl", pairs(3))
+    for flags in (["--train-files", name], ["--train-files", name, "--on-bad-row", "skip"], []):
+        line = refused(capsys, tmp_path / "run", "--chat-template", tmp_path / "broken.jinja", *flags)
+        assert "template" in line or flags[2:], line
+
+
+# Prompt and response
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
+    """What the sampler is asked and what it then writes: no token spans the two."""
+    template, pieces, eos, _, _ = TEMPLATES[name]
+    rng, rows = random.Random(name), []
+    reply = {"chatml": "<|im_start|>assistant\n", "tagged": "<|im_start|>assistant\n", "mistral": "",
+             "gemma": "<start_of_turn>model\n",
+             "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n"}[name]
+    for _ in range(25):
+        prompt = [user(rng.choice(CONTENTS) or ""), assistant("yes"), user("yes")][:rng.choice([1, 1, 3])]
+        rows.append((prompt, "".join(text for text, _ in pieces(prompt)) + reply, rng.choice(CONTENTS)))
+    together = [text + (response or "") for _, text, response in rows]
+    tokenizer = merging_tokenizer(template, eos, together) if merges else byte_tokenizer(template, eos)
+    eos = tokenizer.convert_tokens_to_ids(eos)
+    for prompt, text, response in rows:
+        before = tokenizer(text, add_special_tokens=False).input_ids
+        after = [*tokenizer(response or "", add_special_tokens=False).input_ids, eos]
+        assert merges or before == bytes_to_ids(text, tokenizer)
+        for form in [prompt, prompt[0]["content"]][:3 - len(prompt)]:
+            ids, mask = sft.encode_row(pair(form, response), tokenizer, args_of(), [])
+            assert ids == before + after
+            assert list(mask) == [0] * len(before) + [int(bool((response or "").strip()))] * len(after)
+
+
+# Reading as one goes
+
+
+def test_rows_are_read_one_at_a_time_and_never_again(tmp_path, monkeypatch):
+    read, encode, behind = [0], sft.encode_row, []
+
+    def rows():
+        for number in range(2_000):
+            read[0] += 1
+            yield f"row {number}", pairs(7)[number % 7]
+
+    def watched(*arguments):
+        watched.done += 1
+        behind.append(read[0] - watched.done)
+        return encode(*arguments)
+
+    watched.done = 0
+    monkeypatch.setattr(sft, "encode_row", watched)
+    first, counts = rows_to_tokens(rows(), tmp_path / "data" / "train.arrow")
+    assert len(first) == read[0] == 2_000 and max(behind) <= 1 and set(counts.values()) == {0}
+    assert first[-9:] == plain_rows([i % 7 for i in range(1_991, 2_000)])
+
+    def none():
+        raise AssertionError("the rows are read again")
+        yield
+
+    monkeypatch.setattr(sft, "encode_row", none)
+    assert rows_to_tokens(none(), tmp_path / "data" / "train.arrow", continued=True) == (first, counts)
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["train.arrow", "train.json"]
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
+    """Peaks of Python and of Arrow, for rows that would fill a tenth of a gigabyte."""
+    monkeypatch.setattr(sft, "encode_row", lambda *_: ([7] * 30_000, [0] + [1] * 29_999))
+    arrow = pyarrow.total_allocated_bytes()
+    peaks = []
+
+    def rows(number):
+        for i in range(number):
+            peaks[-1] = max(peaks[-1], pyarrow.total_allocated_bytes() - arrow)
+            yield f"row {i}", None
+
+    for number in (20, 200):
+        peaks.append(0)
+        tracemalloc.start()
+        data, _ = sft.encode_rows(rows(number), tmp_path / f"{number}.arrow", None,
+                                  args_of(max_length=30_000), [], False)
+        peaks[-1] += tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(data) == number
+    assert peaks[1] < peaks[0] * 1.5 + 2**24, peaks
+
+
+def test_a_parquet_file_of_one_row_group_is_not_read_whole(tmp_path):
+    text = "".join(random.Random(0).choices("0123456789abcdef", k=2_000))
+    answers = [text[i % 1000:] + str(i) for i in range(5_000)]
+    table = pyarrow.table({"prompt": ["p"] * 5_000, "response": answers})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", compression="none", use_dictionary=False)
+    size = (tmp_path / "rows.parquet").stat().st_size
+    del table
+    before, peak, number = pyarrow.total_allocated_bytes(), 0, 0
+    for _ in sft.file_rows("--train-files", [str(tmp_path / "rows.parquet")], ("prompt", "response")):
+        number += 1
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert number == 5_000 and size > 6e6 and peak < size / 2, (peak, size)
+
+
+def interrupted(how):
+    """100 rows of which the last are never reached."""
+    for number in range(100):
+        if number == 90:
+            how()
+        yield f"row {number}", {"prompt": f"p{number}", "response": "r" * 300}
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def control_c():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", [full_disk, control_c, lambda: os.kill(os.getpid(), signal.SIGKILL)],
+                         ids=["disk", "interrupt", "kill"])
+def test_what_was_interrupted_is_never_taken_for_whole(how, tmp_path):
+    path = tmp_path / "data" / "train.arrow"
+    path.parent.mkdir()
+    child = os.fork()
+    if child == 0:
+        try:
+            rows_to_tokens(interrupted(how), path)
+        finally:
+            os._exit(7)
+    assert os.waitpid(child, 0)[1] in (signal.SIGKILL, 7 << 8)
+    assert not path.exists()
+    rows, _ = rows_to_tokens(iter([("row 1", pair("p0", "r0"))]), path, continued=True)
+    assert rows == plain_rows([0])
+    assert sorted(file.name for file in path.parent.iterdir()) == ["train.arrow", "train.json"]
+
+
+def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
+    """The first is refused for its held-out file, after its rows were written; the flags are then changed."""
+    files = [write_jsonl(tmp_path / "one.jsonl", pairs(4)),
+             write_jsonl(tmp_path / "two.jsonl", pairs(3, "x"))]
+    wrong = write_jsonl(tmp_path / "val.jsonl", [{"prompt": 1}])
+    with pytest.raises(BadInput):
+        train(tmp_path / "run", train_files=files[:1], val_files=(wrong,))
+    counts, rows = train(tmp_path / "run", train_files=files[1:], val_files=files[:1])
+    assert counts[:2] == (3, 4) and rows == plain_rows(range(3), "x")
+
+
+def test_a_run_that_goes_on_learns_from_the_rows_it_began_with(tmp_path):
+    name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(6), BLANK[0], {"prompt": 1}])
+    flags = dict(train_files=(name,), on_bad_row="skip", checkpoint_every=1)
+    train(tmp_path / "run", **flags)
+    written_at = (tmp_path / "run" / "data" / "train.arrow").stat().st_mtime_ns
+    again, rows = train(tmp_path / "run", **flags)
+    assert (tmp_path / "run" / "data" / "train.arrow").stat().st_mtime_ns == written_at
+    assert again == (5, 1, 0, 1, 1) and rows == plain_rows(range(6))
+    assert any("resume" in line for line in log_lines(tmp_path / "run"))
+
+
+# Data sets of the hub
+
+
+@pytest.fixture
+def owner(tmp_path, monkeypatch):
+    """A working directory with owner/name, a folder that datasets takes for a data set."""
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    chats = [{"chat": [user(f"p{i}"), assistant(f"r{i}")], "number": i} for i in range(5)]
+    for split, rows in (("train", pairs(5)), ("test", pairs(3, "t"))):
+        table = pyarrow.Table.from_pylist([row | chat for row, chat in zip(rows, chats, strict=False)])
+        pyarrow.parquet.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: first\n  default: true\n  data_files:\n"
+        "  - split: train\n    path: train-*\n  - split: test\n    path: test-*\n"
+        "- config_name: second\n  data_files:\n  - split: train\n    path: test-*\n---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
+    counts, rows = train(owner / "run", dataset="owner/name")
+    assert counts == (4, 1, 0, 0, 0) and rows == plain_rows(range(5))
+    counts, rows = train(owner / "both", dataset="owner/name:first", train_split="test", val_split="train")
+    assert counts == (3, 5, 0, 0, 0) and rows == plain_rows(range(3), "t")
+    assert taken(owner / "both", "val") == plain_rows(range(5))
+    counts, rows = train(owner / "second", dataset="owner/name:second", max_rows=2, val_ratio=0.0)
+    assert counts == (2, 0, 0, 0, 0) and rows == plain_rows(range(2), "t")
+    _, rows = train(owner / "chat", dataset="owner/name", messages_key="chat")
+    tokenizer = sft.new_tokenizer(None)
+    assert [ids for ids, _ in rows] == [bytes_to_ids(f"<bos> p{i} : r{i} <eos>", tokenizer) for i in range(5)]
+
+
+@pytest.mark.parametrize(("flag", "value", "message"), [
+    ("--response-key", "say", "row 1, column say: missing"),
+    ("--messages-key", "chats", "row 1, column chats: missing"),
+    ("--response-key", "number", "row 1, column number: .*0"),
+    ("--train-split", "validation", "split validation: .*"), ("--val-split", "val", "split val: .*"),
+    ("--dataset", "owner/name:third", ".*third"), ("--dataset", "owner/names", ".*owner/names"),
+    ("--dataset", "owner", ".*"), ("--dataset", ":first", ".*"), ("--dataset", "owner/name/again:x", ".*"),
+    ("--dataset", "../name", ".*"), ("--dataset", "owner/broken", ".*")])
+def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flag, value, message, owner, capsys):
+    (owner / "owner" / "broken").mkdir()
+    (owner / "owner" / "broken" / "train.parquet").write_bytes(b"PAR1 and then nothing")
+    line = refused(capsys, owner / "run", "--dataset", "owner/name", flag, value)
+    name = value if flag == "--dataset" else "owner/name"
+    split = value if flag.endswith("split") else "train"
+    assert re.match(rf"error: --dataset {re.escape(name)}, (split {split}.*)?{message}", line), line
+    assert len(line) < 700
+
+
+def test_rows_of_a_data_set_of_the_hub_are_left_out_and_counted(owner, capsys):
+    counts, rows = train(owner / "run", dataset="owner/name", max_length=8, truncation="right")
+    assert counts == (4, 1, 5, 0, 0)
+    assert [ids for ids, _ in rows] == [ids[:8] for ids, _ in plain_rows(range(5))]
+    line = refused(capsys, owner / "none", "--dataset", "owner/name", "--prompt-key", "no",
+                   "--on-bad-row", "skip")
+    assert "owner/name: expected at least 2 rows" in line and "5" in line
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as reading a data set takes."""
+
+    files, commit, asked = {}, "c" * 40, []
+
+    def answer(self, data=b"", status=200, kind="application/json", **headers):
+        self.send_response(status)
+        for name, value in dict(content_type=kind, content_length=str(len(data)), **headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def entry(self, path):
+        return dict(type="file", path=path, size=len(self.files[path]), oid="0" * 40)
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append(f"{self.command} {path}")
+        whole = re.fullmatch(r"/datasets/owner/name/resolve/[^/]+/(.+)", path)
+        if whole and whole[1] in self.files:
+            data = self.files[whole[1]]
+            part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            more = dict(ETag='"e"', X_Repo_Commit=self.commit, Accept_Ranges="bytes")
+            if part:
+                first, last = int(part[1]), min(int(part[2] or len(data)), len(data) - 1)
+                more["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
+                return self.answer(data[first:last + 1], 206, "application/octet-stream", **more)
+            return self.answer(data, 200, "application/octet-stream", **more)
+        if re.fullmatch(r"/api/datasets/owner/name(/revision/[^/]+)?", path):
+            return self.answer(json.dumps(dict(
+                id="owner/name", sha=self.commit, private=False, gated=False, disabled=False, tags=[],
+                downloads=0, likes=0, siblings=[dict(rfilename=name) for name in self.files])).encode())
+        tree = re.fullmatch(r"/api/datasets/owner/name/tree/[^/]+/?(.*)", path)
+        if tree and not tree[1]:
+            return self.answer(json.dumps([self.entry(name) for name in self.files]).encode())
+        missing = "EntryNotFound" if whole or tree else "RepoNotFound"
+        return self.answer(b'{"error": "not found"}', 404, X_Error_Code=missing)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.asked.append(f"{self.command} {self.path}")
+        names = re.findall(r"[\w./*-]+\.\w+", body)
+        self.answer(json.dumps([self.entry(name) for name in names if name in self.files]).encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_a_data_set_comes_over_the_wire(owner):
+    """A process of its own, whose hub is a server of this one."""
+    Hub.files = {path.name: path.read_bytes() for path in (owner / "owner" / "name").iterdir()}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HUB_OFFLINE="0",
+                       HF_HOME=str(owner / "hf"), NO_PROXY="127.0.0.1", HF_HUB_DISABLE_TELEMETRY="1")
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    try:
+        for name, code in (("owner/name:first", 0), ("owner/nothing", 1)):
+            folder = owner / f"run{code}"
+            run = process("sft.py", *small, "--dataset", name, "--val-split", "test", "--run-dir", folder,
+                          "--output-dir", f"{folder}-model", env=environment)
+            output = run.communicate(timeout=240)[0]
+            assert run.returncode == code, output
+    finally:
+        server.shutdown()
+    assert taken(owner / "run0") == plain_rows(range(5))
+    assert taken(owner / "run0", "val") == plain_rows(range(3), "t")
+    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: --dataset owner/nothing, split train: ") and "Traceback" not in output
+    assert any("train-00000" in asked for asked in Hub.asked)
+
+
+# Flags
+
+
+ROWS = ["--train-files", "{d}/rows.jsonl"]
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ([*ROWS, "--dataset", "owner/name"], "--dataset owner/name: --train-files"),
+    (["--val-files", "{d}/rows.jsonl"], r"--val-files \S+rows.jsonl: expected --train-files"),
+    (["--dataset", "owner/name", "--val-files", "{d}/rows.jsonl"], r"--val-files \S+rows.jsonl"),
+    (["--val-split", "test"], "--val-split test: expected --dataset"),
+    ([*ROWS, "--val-split", "test"], "--val-split test: expected --dataset"),
+    (["--messages-key", "chat"], "--messages-key chat: expected --train-files or --dataset"),
+    ([*ROWS, "--val-files", "{d}/no.jsonl"], r"--val-files \S+no.jsonl: expected an existing"),
+    ([*ROWS, "{d}/no.parquet"], r"--train-files \S+no.parquet: expected an existing"),
+    (["--train-files", "{d}"], r"--train-files \S+: expected an existing"),
+    (["--train-files", "{d}/folder.jsonl"], r"--train-files \S+folder.jsonl: expected an existing"),
+    (["--train-files", "{d}/rows.JSONL"], r"--train-files \S+rows.JSONL: expected .* .parquet or .jsonl"),
+    ([*ROWS, "--max-rows", "-1"], "--max-rows -1: expected 0 or more"),
+    ([*ROWS, "--max-rows", "1"], r"rows.jsonl: expected at least 2 rows"),
+    ([*ROWS, "--val-ratio", "1.1"], r"--val-ratio 1.1: expected at most 1"),
+    ([*ROWS, "--val-ratio", "-0.1"], r"--val-ratio -0.1: expected 0 or more"),
+    ([*ROWS, "--val-ratio", "nan"], r"--val-ratio nan"),
+    ([*ROWS, "--max-length", "0"], r"--max-length 0: expected 1 or more"),
+    ([*ROWS, "--steps", "0", "--epochs", "0"], r"--steps 0"),
+    ([*ROWS, "--chat-template", "{d}/no.jinja"], r"--chat-template \S+no.jinja: expected a text"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_flags_that_contradict_each_other_are_one_line(flags, message, tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", pairs(3))
+    write_jsonl(tmp_path / "rows.JSONL", pairs(3))
+    (tmp_path / "folder.jsonl").mkdir()
+    flags = [flag.replace("{d}", str(tmp_path)) for flag in flags]
+    code = command_line("sft.py", *flags, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model")
+    error = re.sub("[│╭╮╰╯─-]{5,}|[│╭╮╰╯─]", " ", capsys.readouterr().err)  # tyro draws a box
+    error = " ".join(error.split())
+    assert code not in (0, None) and re.search(message, error) and "Traceback" not in error, error
+    assert not list(tmp_path.glob("run/events*")) and not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("flags", [["--on-bad-row", "drop"], ["--truncation", "middle"],
+                                   ["--max-rows", "few"], ["--max-length", "1.5"]], ids=" ".join)
+def test_flags_of_another_kind_name_the_flag(flags, tmp_path, capsys):
+    name = write_jsonl(tmp_path / "rows.jsonl", pairs(3))
+    assert command_line("sft.py", "--train-files", name, "--run-dir", tmp_path / "run", *flags) != 0
+    error = capsys.readouterr().err
+    assert flags[0] in error and flags[1] in error and "Traceback" not in error
