@@ -309,7 +309,7 @@ class Checker:
 
 
 def is_validation_only(record: dict, algo: str) -> bool:
-    """A record that only evaluates, as the one before the first update: counters and val/ or data/ keys do."""
+    """A record that only evaluates, as the one before the first update: counters, val/ and data/ keys do."""
     trained = A2C.__contains__ if algo == "a2c" else lambda key: key.startswith("train/")
     return any(key.startswith(("val/", "data/")) for key in record) and not any(map(trained, record))
 
