@@ -840,11 +840,13 @@ def test_a_half_of_a_character_anywhere_in_a_row_is_a_bad_row_at_most(tmp_path, 
             b'{"m": [{"role": "user", "content": [{"type": "\\ud800"}]}]}']
     name = write_jsonl(tmp_path / "rows.jsonl", rows)
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))  # a terminal: strict
+    counts, failure = (0,) * 5, ""
     try:
         counts, _ = train(tmp_path / "run", train_files=(name,), messages_key="m", on_bad_row="skip",
                           chat_template=str(tmp_path / "roles.jinja"), val_ratio=0.0)
     except UnicodeError as error:  # its text would stop pytest's own report
-        pytest.fail(ascii(error), pytrace=False)
+        failure = ascii(error)
+    assert not failure
     assert counts[0] + counts[4] == 6 and counts[4] >= 4
 
 
