@@ -52,7 +52,6 @@ import transformers
 import tyro
 from datasets.arrow_writer import ArrowWriter
 from dotenv import load_dotenv
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -70,6 +69,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
 from envs import BadInput
@@ -105,7 +105,7 @@ class Args:
     max_rows: int = 0
     """read at most so many rows to learn from [rows]; 0: all"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """a row of a wrong form ends the run before it starts, or is counted and left out; both name it"""
+    """a row of a wrong form ends the run before it starts, by name, or is left out (five are named)"""
     max_length: int = 2048
     """longest prompt and response together [tokens]"""
     truncation: Literal["error", "left", "right"] = "error"
@@ -630,7 +630,7 @@ def file_rows(flag, names, columns):
         try:
             for number, row in rows:
                 yield f"{flag} {name}, row {number}", row
-        except (OSError, pyarrow.ArrowException) as error:
+        except Exception as error:  # a torn file makes the reader raise anything
             raise BadInput(f"{flag} {name}: cannot be read ({first_line(error)})") from error
 
 
@@ -646,7 +646,8 @@ def jsonl_rows(name):
 
 def parquet_rows(name, columns):
     """A page that cannot be read spoils the rows from there to the end of its row group."""
-    file, first = pyarrow.parquet.ParquetFile(name, page_checksum_verification=True), 1
+    first, file = 1, pyarrow.parquet.ParquetFile(
+        name, page_checksum_verification=True, buffer_size=2**16, pre_buffer=False)
     columns = [column for column in columns if column in file.schema_arrow.names]
     for group in range(file.num_row_groups):
         number, last = first, first + file.metadata.row_group(group).num_rows - 1
@@ -655,13 +656,16 @@ def parquet_rows(name, columns):
                 for index in range(table.num_rows):
                     try:
                         row = {column: table.column(column)[index].as_py() for column in columns}
-                    except ValueError as error:
-                        row = BadRow(f"expected UTF-8 text ({first_line(error)})")
+                    except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
+                        row = BadRow(f"expected a text ({first_line(error)})")
                     yield number, row
                     number += 1
         except (OSError, pyarrow.ArrowException) as error:
             rows = last - number + 1
             yield f"{number} to {last}", BadRow(f"a torn part of the file ({first_line(error)})", rows)
+            number = last + 1
+        if number != last + 1:  # a torn page header: its page was passed over, and columns no longer match
+            raise OSError(f"rows {first} to {last} are {number - first}")
         first = last + 1
 
 
@@ -679,19 +683,24 @@ def hub_rows(dataset, split, columns):
         raise BadInput(f"{where}: cannot be read after row {number} ({first_line(error)})") from error
 
 
-def read_template(args):
-    """The text of --chat-template. Raises BadInput."""
+def set_template(tokenizer, args):
+    """Give the tokenizer --chat-template, and try whatever it has. Raises BadInput."""
+    where = f"--chat-template {args.chat_template}" if args.chat_template else f"--model {args.model}"
     try:
-        return Path(args.chat_template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--chat-template {args.chat_template}: expected a text file "
-                       f"({first_line(error)})") from error
+        if args.chat_template:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        prompt_tokens([dict(role="user", content="hello")], tokenizer)
+    except Exception as error:  # no such file, no text, or whatever a program in it raises
+        raise BadInput(f"{where}: expected a text with a chat template ({first_line(error)})") from error
+    if args.messages_key and not (tokenizer.chat_template and tokenizer.is_fast):
+        raise BadInput(f"--messages-key {args.messages_key}: expected a model with a chat template (or "
+                       f"--chat-template) and with a fast tokenizer, which {args.model} has not")
 
 
 def plain_text(content, where):
     """The text of a content: a text, null, or a list of text blocks."""
     blocks = [] if content is None else content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, dict) and block.get("type", "text") == "text" else block
+    texts = [block.get("text") if isinstance(block, dict) and (block.get("type") or "text") == "text" else block
              for block in blocks]
     for text in texts:
         if not isinstance(text, str):
@@ -733,7 +742,9 @@ def encode_row(row, tokenizer, args, eos):
         messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
                                f"column {args.prompt_key}")
         return encode(messages, plain_text(row[args.response_key], f"column {args.response_key}"), tokenizer)
-    except (TemplateError, TypeError) as error:
+    except (BadRow, BadInput):
+        raise
+    except Exception as error:  # a template is a program
         raise BadRow(f"the chat template refuses it ({first_line(error)})") from error
 
 
@@ -754,39 +765,55 @@ def encode(messages, response, tokenizer):
 
 
 def encode_conversation(messages, tokenizer, eos):
-    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it.
-
-    A turn is what the template adds to the messages before it and to the start of a reply; its tokens are
-    found by their offsets in the whole text. That needs a template which only ever appends. One that has
-    {% generation %} tags says itself where the turns are.
-    """
-    def render(count, reply=False):
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=reply)
-
-    if re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()):
-        coded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return coded["input_ids"], coded["assistant_masks"]
-    text = render(len(messages))
+    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it."""
+    tagged = bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
+    text, spans = assistant_spans(messages, tokenizer, tagged)
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, mask = coded.input_ids, [0] * len(coded.input_ids)
-    starts = [start for start, _ in coded.offset_mapping]
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or not message["content"].strip():
-            continue
-        before, after = render(number, reply=True), render(number + 1)
-        if not after.startswith(before) or not text.startswith(after):
-            raise BadInput(
-                f"the chat template writes message {number + 1} otherwise when others follow or a reply "
-                "begins, so its tokens cannot be told; expected a --chat-template that only appends, or one "
-                "with {% generation %} tags, or rows of prompt and response")
-        first, end = bisect.bisect_left(starts, len(before)), bisect.bisect_left(starts, len(after))
-        while end > first and ids[end - 1] not in eos:
-            end -= 1  # what the template writes after the turn's eos, a line break mostly
-        if end == first:
+    ids, offsets, mask = coded.input_ids, coded.offset_mapping, [0] * len(coded.input_ids)
+    starts = [start for start, _ in offsets]
+    for start, end in spans:
+        first, last = bisect.bisect_left(starts, start), bisect.bisect_left(starts, end)
+        while first < last and offsets[first][1] <= start:
+            first += 1  # the space before the turn, where offsets leave spaces out
+        while not tagged and first < last and ids[last - 1] not in eos:
+            last -= 1  # what the template writes after the turn's eos, a line break mostly
+        if not any(token in eos for token in ids[first:last]):
             raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
                            "ever end; expected another --chat-template")
-        mask[first:end] = [1] * (end - first)
+        mask[first:last] = [1] * (last - first)
     return ids, mask
+
+
+def assistant_spans(messages, tokenizer, tagged):
+    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)].
+
+    Tags of a template ({% generation %}) say it. Else a turn is what the template adds to the messages before
+    it and to the start of a reply: its text, its eos and what follows that. A template that does not only
+    append is refused. (apply_chat_template has a mask of its own, but it errs where a turn's first or last
+    character has no token to itself.)
+    """
+    def render(count, **options):
+        texts, spans = render_jinja_template([messages[:count]], chat_template=tokenizer.get_chat_template(),
+                                             **options, **tokenizer.special_tokens_map)
+        return (texts[0], spans[0]) if tagged else texts[0]
+
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken = [bool(messages[turn]["content"].strip() or messages[turn].get("tool_calls")) for turn in turns]
+    if tagged:
+        text, spans = render(len(messages), return_assistant_tokens_mask=True)
+        known = len(spans) == len(turns)  # else which is whose cannot be told, and all are learned
+        return text, [span for span, said in zip(spans, spoken, strict=True) if said] if known else spans
+    text, spans = render(len(messages)), []
+    for turn, said in zip(turns, spoken, strict=True):
+        if said:
+            before, after = render(turn, add_generation_prompt=True), render(turn + 1)
+            if not after.startswith(before) or not text.startswith(after):
+                raise BadInput(
+                    f"the chat template writes message {turn + 1} otherwise when others follow or a reply "
+                    "begins, so its tokens cannot be told; expected a --chat-template that only appends, or "
+                    "one with {% generation %} tags, or rows of prompt and response")
+            spans.append((len(before), len(after)))
+    return text, spans
 
 
 def cut(ids, mask, args):
@@ -810,16 +837,17 @@ def encode_rows(rows, path, tokenizer, args, eos, continued):
         counts = dict(truncated=0, dropped=0, bad=0)
         features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
                                      mask=datasets.List(datasets.Value("bool")))
-        with ArrowWriter(path=str(temporary), features=features) as writer:
+        with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
             for where, row in tqdm(rows, desc=f"{path.stem} rows to tokens", unit="row", disable=None):
                 try:
                     whole = encode_row(row, tokenizer, args, eos)
                     ids, mask = cut(*whole, args)
                 except BadRow as error:
+                    what = f"{where}, {error}".encode(errors="replace").decode()  # half a character, maybe
                     if args.on_bad_row == "error":
-                        raise BadInput(f"{where}, {error}") from error
+                        raise BadInput(what) from error
                     if counts["bad"] < 5:
-                        tqdm.write(f"left out: {where}, {error}")
+                        tqdm.write(f"left out: {what}")
                     counts["bad"] += error.rows
                     continue
                 except BadInput as error:
@@ -1274,11 +1302,7 @@ def main(args):
                        "environment has fresh rows at every step)")
     env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_kwargs))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
-    if args.chat_template:
-        tokenizer.chat_template = read_template(args)
-    if args.messages_key and not tokenizer.chat_template:
-        raise BadInput(f"--messages-key {args.messages_key}: {args.model} has no chat template; "
-                       "expected --chat-template")
+    set_template(tokenizer, args)
     data_hash = data_sha256(args)
     frozen = args.lora and args.dtype == "bfloat16"
     base = (load_weights(args.model, torch.bfloat16 if frozen else torch.float32) if args.model
