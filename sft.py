@@ -700,11 +700,12 @@ def set_template(tokenizer, args):
 def plain_text(content, where):
     """The text of a content: a text, null, or a list of text blocks."""
     blocks = [] if content is None else content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, dict) and (block.get("type") or "text") == "text" else block
-             for block in blocks]
-    for text in texts:
-        if not isinstance(text, str):
-            raise BadRow(f"{where}: expected a text, text blocks or null, got {reprlib.repr(text)}")
+    texts = []
+    for block in blocks:
+        is_text = isinstance(block, dict) and (block.get("type") or "text") == "text"
+        texts.append(block.get("text") if is_text else block)
+        if not isinstance(texts[-1], str):
+            raise BadRow(f"{where}: expected a text, text blocks or null, got {reprlib.repr(block)}")
     # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
     return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
 
