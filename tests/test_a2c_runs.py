@@ -263,6 +263,7 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path):
     train(folder, keep_checkpoints=5)  # this one leaves the numbers as they are
 
 
+@pytest.mark.slow
 def test_another_goal_under_the_same_name_is_refused(tmp_path):
     from tools import make_goal
 
@@ -336,6 +337,7 @@ def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, four
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(tmp_path):
     """From the third iteration on, no file may grow to the size of the weights; the log still may grow."""
     whole, folder = train(tmp_path / "whole"), tmp_path / "run"

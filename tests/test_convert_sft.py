@@ -392,6 +392,7 @@ def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
 # Writing
 
 
+@pytest.mark.slow
 def test_long_texts_arrive_whole(tmp_path, capsys):
     texts = [f"{number} ä\0\n" + "x" * 9_000_000 for number in range(3)]  # more than one row group
     write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", "x"), say("assistant", text)) for text in texts])

@@ -381,6 +381,7 @@ def test_bad_flags_are_a_reason_too(dump, tmp_path):
     assert status == 1 and "--out" in said["reason"]
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_run_of_the_script(tmp_path):
     a2c_vecenv.main(a2c_vecenv.Args(
         iterations=2, num_envs=4, hidden_size=16, log_every=1, checkpoint_every=1, eval_every=0, eval_envs=2,

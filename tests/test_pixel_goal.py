@@ -227,7 +227,8 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("goals", "maps", "no menu"))) for name in WORLDS])
 def test_steps_like_the_slow_world(name):
     config = PixelGoalConfig(**WORLDS[name])
     env, seed, rows = PixelGoal(3, "cpu", config), 11, [SlowEnv(config) for _ in range(3)]
@@ -594,7 +595,8 @@ def test_every_integer_dtype_is_taken(dtype):
     (1, dict(tau=0.0), "tau: expected 0 < tau <= 1"),
     (1, dict(tau=1.5), "tau: expected 0 < tau <= 1"),
     (1, dict(tau="nan"), "tau: expected 0 < tau <= 1"),
-    (1, dict(tau=0.5), "no map with a cell that no other resembles within tau 0.5"),
+    pytest.param(1, dict(tau=0.5), "no map with a cell that no other resembles within tau 0.5",
+                 marks=pytest.mark.slow),
     (1, dict(max_steps=0), "max_steps: expected at least 1"),
     (1, dict(k_consecutive=0), "k_consecutive: expected at least 1"),
     (1, dict(alpha="inf"), "alpha: expected a finite number"),

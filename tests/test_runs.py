@@ -170,7 +170,7 @@ RESUMED = {
 }
 
 
-QUICK = {"full", "lora", "two-turn", "ppo", "ppo-warmup", "sft"}
+QUICK = {"full", "lora", "ppo", "sft"}
 
 
 @pytest.mark.parametrize("case", [
@@ -239,7 +239,7 @@ def test_no_evaluation_changes_what_is_trained(script, finished, tmp_path):
     assert trained[0] == trained[1]
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", RL_SLOW)
 def test_the_seed_decides_everything_random(script, tmp_path):
     one, other, third = (train(script, tmp_path / f"{n}", seed=seed, lora_rank=2, iterations=1, eval_tasks=2)
                          for n, seed in enumerate((1, 2, 1)))

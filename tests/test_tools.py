@@ -561,7 +561,9 @@ def few(logs, tmp_path):
     return paths
 
 
-@pytest.mark.parametrize("algo, panels", [("sft", 4), ("ppo", 8), ("grpo", 6), ("a2c", 6)])
+@pytest.mark.parametrize("algo, panels", [
+    ("sft", 4), ("grpo", 6), pytest.param("ppo", 8, marks=pytest.mark.slow),
+    pytest.param("a2c", 6, marks=pytest.mark.slow)])
 def test_each_algorithm_gets_its_panels(algo, panels, logs, tmp_path, capsys):
     for count, words in ((1, []), (3, ["--x", "wall_time_s", "--smoothing", 5])):
         words = [*logs[algo][:count], *words]
