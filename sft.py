@@ -1215,7 +1215,7 @@ library_name: transformers
 
     {command}
 
-at commit {commit}, seed {seed}, torch {torch}, transformers {transformers}. On held-out problems:
+at commit {commit}, seed {seed}, torch {torch}, transformers {transformers}. At its end (val: held out):
 
 | metric | value |
 |---|---|
