@@ -92,15 +92,19 @@ class Env:
 def make(name: str, **options) -> Env:
     """Build an environment. Option values may be strings, as flags give them; the field's type decides.
 
+    Several names with commas, each with a weight if one likes ("countdown=3,logic"), make an envs.mixture.
     Raises BadInput for an unknown name, an unknown option or a value of the wrong type, naming what is known.
     """
+    if "," in name or "=" in name:
+        from envs.mixture import Mixture
+        return Mixture(name, options, make)
     if ":" in name:
         cls = load_object(name, "--env")
     elif name in ENVS:
         cls = load_object(ENVS[name], "--env")
     else:
         raise BadInput(f"unknown environment {name!r}{_hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
-                       "or path/to/file.py:Class")
+                       "path/to/file.py:Class, or several of them with commas")
     return cls(make_config(cls.Config, name, options))
 
 

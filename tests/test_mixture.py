@@ -1,0 +1,145 @@
+"""envs/mixture.py: the proportions, the turns, whose task it is, and training on it."""
+
+import collections
+import itertools
+
+import pytest
+
+import envs
+import grpo_llm
+import ppo_llm
+import sft
+from envs import BadInput, mixture
+from tests.run_folders import records, train
+from tools.validate_train_log import validate
+
+SUMS = """
+import dataclasses
+from envs.countdown import Countdown
+
+class Sums(Countdown):
+    def task(self, split, index):
+        return dataclasses.replace(super().task(split, index), source="sums")
+"""
+
+
+def made(name="countdown=3,tests/two_turn.py:TwoTurn", **options):
+    return envs.make(name, **options)
+
+
+class Few(envs.Env):
+    """An environment of a given number of tasks, which it counts."""
+
+    multi_turn = False
+
+    def __init__(self, name, sizes, words=("a",)):
+        self.name, self.sizes, self.vocabulary = name, sizes, list(words)
+
+    def num_tasks(self, split):
+        return self.sizes[split]
+
+    def task(self, split, index):
+        assert 0 <= index < self.sizes[split]
+        messages = [dict(role="user", content=f"{self.name} {index}")]
+        return envs.Task(f"{split}-{index}", self.name, messages, {})
+
+    def start(self, task, seed):
+        return (self.name, task.id, seed)
+
+    def solution(self, task):
+        return f"{self.name} solves {task.id}"
+
+
+def mixed(name, **sizes):
+    few = {short: Few(short, dict(train=n, test=m), short) for short, (n, m) in sizes.items()}
+    return mixture.Mixture(name, {}, lambda place, **options: few[place])
+
+
+def test_training_tasks_come_by_weight_each_once_before_any_repeats_but_of_the_smaller_ones():
+    env = mixed("a=3,b,c=2", a=(30, 1), b=(7, 1), c=(2, 1))
+    tasks = [env.task("train", index) for index in range(env.num_tasks("train"))]
+    assert len(tasks) == 6 * 10  # a's 30 tasks, three a round
+    assert collections.Counter(task.source for task in tasks) == dict(a=30, b=10, c=20)
+    assert collections.Counter(task.id for task in tasks if task.source == "a") == {
+        f"a:train-{k}": 1 for k in range(30)}
+    assert [task.id for task in tasks if task.source == "b"] == [f"b:train-{k % 7}" for k in range(10)]
+    assert collections.Counter(task.id for task in tasks if task.source == "c") == {
+        "c:train-0": 10, "c:train-1": 10}
+    for start in range(0, 60, 6):  # in every round, so in any stretch of the log
+        assert sorted(task.source for task in tasks[start:start + 6]) == list("aaabcc")
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 5, 9), repeat=3)))
+def test_test_tasks_take_turns_until_all_have_come_once(sizes):
+    env = mixed("a,b=4,c", **{name: (3, size) for name, size in zip("abc", sizes, strict=True)})
+    tasks = [env.task("test", index) for index in range(env.num_tasks("test"))]
+    left = {name: [f"{name}:test-{k}" for k in range(size)] for name, size in zip("abc", sizes, strict=True)}
+    expected = []
+    while any(left.values()):
+        expected += [ids.pop(0) for ids in left.values() if ids]
+    assert [task.id for task in tasks] == expected
+    with pytest.raises(IndexError):
+        env.task("test", len(tasks))
+
+
+def test_a_task_is_its_environments_own():
+    env = mixed("a,b", a=(3, 3), b=(3, 3))
+    task = env.task("train", 3)
+    assert (task.id, task.source, task.messages[0]["content"]) == ("b:train-1", "b", "b 1")
+    assert env.start(task, 7) == ("b", "train-1", 7)  # a reply scores as it would there
+    assert env.solution(task) == "b solves train-1"
+    assert env.vocabulary == ["a", "b"]
+
+
+def test_words_are_known_where_all_know_theirs():
+    few = dict(a=Few("a", {}, "ab"), b=Few("b", {}, "bc"), c=Few("c", {}))
+    few["c"].vocabulary = None
+    assert mixture.Mixture("a,b", {}, lambda place: few[place]).vocabulary == ["a", "b", "c"]
+    assert mixture.Mixture("a,c", {}, lambda place: few[place]).vocabulary is None
+
+
+def test_countdown_solutions_score_full_marks_and_tasks_are_the_same_at_any_time():
+    env = made(**{"countdown.max_operands": "4"})
+    assert env.multi_turn
+    alone = envs.make("countdown", max_operands=4)
+    seen = 0
+    for index in (11, 0, 5, 2, 11):
+        task = env.task("train", index)
+        assert task == made(**{"countdown.max_operands": "4"}).task("train", index)
+        if task.id.startswith("countdown:"):
+            inner = index // 4 * 3 + index % 4
+            assert task.messages == alone.task("train", inner).messages
+            assert env.start(task, 1).step(env.solution(task)).info["correct"] == 1
+            seen += 1
+    assert seen >= 3
+
+
+@pytest.mark.parametrize(("name", "options", "says"), [
+    ("countdown,nothing", {}, "unknown environment 'nothing'"),
+    ("countdown,", {}, "different names"),
+    ("countdown,countdown", {}, "different names"),
+    ("countdown=0,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '0'"),
+    ("countdown=-1,tests/two_turn.py:TwoTurn", {}, "got '-1'"),
+    ("countdown=²,tests/two_turn.py:TwoTurn", {}, "got '²'"),
+    ("countdown=,tests/two_turn.py:TwoTurn", {}, "got ''"),
+    ("countdown=99999999999999999999,tests/two_turn.py:TwoTurn", {}, "weight of countdown"),
+    ("countdown,tests/two_turn.py:TwoTurn", {"max_operands": "4"}, "NAME.OPTION.*countdown, TwoTurn"),
+    ("countdown,tests/two_turn.py:TwoTurn", {"count.max_operands": "4"}, "NAME.OPTION"),
+    ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operand": "4"}, "did you mean 'max_operands'"),
+    ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operands": "x"}, "expected int"),
+])
+def test_what_cannot_be_mixed_is_one_line(name, options, says):
+    with pytest.raises(BadInput, match=says) as caught:
+        envs.make(name, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("script", [sft, grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
+def test_each_source_is_trained_and_evaluated_on_its_own(script, tmp_path):
+    (tmp_path / "sums.py").write_text(SUMS)
+    folder = train(script, tmp_path / "run", env=f"countdown=2,{tmp_path}/sums.py:Sums", eval_tasks=9,
+                   env_kwargs=("countdown.max_operands=3",))
+    assert validate(folder, strict=True)["ok"]
+    for record in (records(folder)[0], records(folder)[-1]):
+        measured = {name for name in record if name.startswith("val/") and name.endswith("greedy")}
+        assert measured == {"val/countdown/greedy", "val/sums/greedy"}
