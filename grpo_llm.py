@@ -68,9 +68,9 @@ from envs import BadInput
 class Args:
     # Task
     env: str = "countdown"
-    """environment: a name known to envs.make, or path/to/file.py:Class"""
+    """environment: a name known to envs.make, path/to/file.py:Class, or several with commas and weights"""
     env_kwargs: tuple[str, ...] = ()
-    """its options, as key=value"""
+    """its options, as key=value; of several environments, as name.key=value"""
     reward_fn: str = ""
     """path/to/file.py:name of a function to use in place of episode_reward"""
     # Model

@@ -81,7 +81,7 @@ class Args:
     env: str = "countdown"
     """environment whose reference solutions are the demonstrations, and whose test tasks measure accuracy"""
     env_kwargs: tuple[str, ...] = ("skill=mixed",)
-    """its options, as key=value"""
+    """its options, as key=value; of several environments (--env a=3,b), as name.key=value"""
     train_files: tuple[str, ...] = ()
     """parquet and JSONL files to learn from in place of the environment's solutions"""
     val_files: tuple[str, ...] = ()
