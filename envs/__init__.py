@@ -24,7 +24,10 @@ from pathlib import Path
 
 Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
 
-ENVS = {"countdown": "envs.countdown:Countdown"}
+ENVS = {
+    "countdown": "envs.countdown:Countdown",
+    "openspiel": "envs.openspiel:OpenSpiel",
+}
 
 
 class BadInput(ValueError):

@@ -1,0 +1,770 @@
+"""Games of open_spiel: tasks, splits, replies, scores and whole games, against play written apart."""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pyspiel
+import pytest
+
+import envs
+from envs import openspiel
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "breakthrough(rows=5,columns=4);hex(board_size=4);tic_tac_toe;connect_four(rows=4,columns=5)"
+KINDS = ("backgammon", "pig", "kuhn_poker", "leduc_poker", "goofspiel(num_cards=4)", "matrix_rps",
+         "goofspiel(num_cards=4,returns_type=total_points)", "matching_pennies_3p", "liars_dice", "catch",
+         "tiny_hanabi", "first_sealed_auction", "2048")
+
+
+def make(cases=SMALL, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # games with few states say so; a test of its own looks at that
+        return envs.make("openspiel", cases=cases, **options)
+
+
+def all_tasks(env):
+    return [env.task(split, k) for split in env.splits for k in range(env.num_tasks(split))]
+
+
+def step(env, reply, task, seed=0):
+    result = env.start(task, seed).step(reply)
+    assert result.terminated and not result.truncated and result.messages == []
+    assert result.info["outcome"] == result.reward and 0 <= result.reward <= 1
+    assert result.info["legal"] in (0, 1) and result.info["correct"] in (0, 1)
+    assert result.info["correct"] <= result.info["legal"] and (result.info["legal"] or result.reward == 0)
+    return result
+
+
+def task_of(case, history, player=None):
+    """A task of any position, made by hand."""
+    state = pyspiel.load_game(case).new_initial_state()
+    for action in history:
+        state.apply_action(action)
+    player = state.current_player() if player is None else player
+    return envs.Task(f"{case} {history}", "openspiel", [], {"case": case, "state": state.serialize(),
+                                                            "player": player})
+
+
+def position(task):
+    state = pyspiel.load_game(task.data["case"]).deserialize_state(task.data["state"])
+    return state, task.data["player"]
+
+
+def moves(task):
+    """Legal action -> its text, by open_spiel itself."""
+    state, player = position(task)
+    return {a: " ".join(state.action_to_string(player, a).split()) for a in state.legal_actions(player)}
+
+
+# ---- Tasks and solutions
+
+@pytest.mark.parametrize("mode", ["outcome", "legal"])
+def test_solutions_score_full_marks(mode):
+    env = make(num_tasks_per_case=125, reward_mode=mode, playouts=4)
+    tasks = all_tasks(env)
+    assert len(tasks) == 1000
+    for task in tasks:
+        reply = env.solution(task)
+        assert re.fullmatch("<answer>(.+)</answer>", reply)[1] in moves(task).values()
+        result = step(env, reply, task)
+        assert result.info["correct"] == result.info["legal"] == 1
+        if mode == "legal":
+            assert result.reward == 1
+        else:
+            assert result.reward == max(env.scores(*env.load(task), task.id).values())
+
+
+def test_every_default_case_has_a_prompt_and_scores_its_solution():
+    env = envs.make("openspiel", playouts=1, num_tasks_per_case=3)
+    assert [case.text for case in env.cases] == list(openspiel.CASES) and len(openspiel.CASES) == 16
+    for split in env.splits:
+        assert env.num_tasks(split) == 48
+        for index in range(0, 48, 3):
+            task = env.task(split, index)
+            assert task.data["case"] == openspiel.CASES[index // 3]
+            assert task.source == f"openspiel/{task.data['case'].split('(')[0]}"
+            assert task.id == f"openspiel-{split}-{index}"
+            assert step(env, env.solution(task), task).info["correct"] == 1
+            assert step(env, task.messages[-1]["content"], task).info["legal"] == 0
+            assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
+
+
+@pytest.mark.parametrize("style", ["full", "short"])
+@pytest.mark.parametrize("case", KINDS)
+def test_games_of_every_kind(case, style):
+    """Chance, simultaneous moves, hidden cards, one player, three, common payoffs."""
+    env = make(case, style=style, num_tasks_per_case=2 if case == "backgammon" else 20, playouts=2)
+    for task in all_tasks(env):
+        state, player = position(task)
+        assert not state.is_chance_node() and not state.is_terminal()
+        assert state.is_simultaneous_node() or state.current_player() == player
+        assert len(state.legal_actions(player)) > 1
+        assert step(env, env.solution(task), task).info["correct"] == 1
+        for reply in ("", " \n ", task.messages[-1]["content"]):
+            assert step(env, reply, task).info["legal"] == 0
+
+
+def test_simultaneous_moves_are_asked_of_both_players_against_random_others():
+    env = make("matrix_rps;goofspiel(num_cards=4)", num_tasks_per_case=30, playouts=400)
+    assert {task.data["player"] for task in all_tasks(env)} == {0, 1}
+    task = task_of("matrix_rps", [], player=1)
+    for score in env.scores(*env.load(task), task.id).values():
+        assert abs(score - 0.5) < 0.15  # each beats one, loses to one
+
+
+def test_hidden_cards_stay_hidden():
+    env = make("kuhn_poker;leduc_poker", num_tasks_per_case=100)
+    for task in all_tasks(env):
+        state, player = position(task)
+        text = task.messages[0]["content"]
+        assert state.information_state_string(player) in text
+        assert str(state) not in text
+
+
+def test_the_prompt_tells_the_task():
+    env = make("breakthrough(rows=5,columns=4);hex(board_size=9)", num_tasks_per_case=10)
+    for task in all_tasks(env):
+        state, player = position(task)
+        text, texts = task.messages[0]["content"], list(moves(task).values())
+        shape = "columns 4, rows 5" if "break" in task.source else "board_size 9"
+        assert task.data["case"] in text and shape in text and f"player {player} of 2" in text
+        assert state.observation_string(player).strip("\n") in text and "<answer> </answer>" in text
+        if "hex" in task.source:
+            assert f"numbers: {state.information_state_string(player) or 'none'}\n" in text
+            assert f"and {len(texts) - 50} more, {len(texts)} in all" in text
+        shown = re.search(r"Legal moves \(\d+\): (.*)", text)[1].split("; ")
+        assert shown[:50] == texts[:50] and len(shown) == min(50, len(texts)) + (len(texts) > 50)
+
+
+def test_short_prompts_are_short():
+    env = make("breakthrough(rows=5,columns=4)", style="short")
+    text = env.task("train", 0).messages[0]["content"]
+    assert re.fullmatch(r"5[bw.]{4} 4[bw.]{4} 3[bw.]{4} 2[bw.]{4} 1[bw.]{4} abcd p[01]", text)
+    assert env.solution(env.task("train", 0)) in moves(env.task("train", 0)).values()
+    two = make("hex(board_size=3);tic_tac_toe", style="short")
+    assert two.task("train", 0).messages[0]["content"].startswith("hex(board_size=3) ")
+
+
+# ---- Splits and determinism
+
+def shown(task):
+    state, player = position(task)
+    kind = state.get_game().get_type()
+    perfect = kind.information == kind.Information.PERFECT_INFORMATION
+    seen = state.observation_string(player) if perfect else state.information_state_string(player)
+    return task.data["case"], player, seen
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 5, "max_random_steps": 2}, {"max_random_steps": 30}],
+                         ids=str)
+def test_no_state_is_in_both_splits(options):
+    env = make(f"{SMALL};leduc_poker;kuhn_poker;othello", num_tasks_per_case=150, **options)
+    states = {split: {shown(env.task(split, k)) for k in range(env.num_tasks(split))} for split in env.splits}
+    assert len(states["train"]) > 350 and len(states["test"]) > 50 and not states["train"] & states["test"]
+    other = make(SMALL, num_tasks_per_case=150, seed=77)  # nor with other seeds and options
+    assert not {shown(other.task("train", k)) for k in range(600)} & states["test"]
+
+
+def test_splits_do_not_depend_on_how_a_case_is_written():
+    first = make("hex(board_size=3)", num_tasks_per_case=40)
+    second = make("hex(num_cols=3,num_rows=3,board_size=3)", num_tasks_per_case=40)
+    assert first.cases[0].key == second.cases[0].key
+    assert first.task("test", 3).data["state"] == second.task("test", 3).data["state"]
+
+
+PROGRAM = """
+import random, sys, envs
+env = envs.make("openspiel", cases="{cases}", num_tasks_per_case=10, playouts=3, seed=2)
+order = [(split, k) for split in env.splits for k in range(env.num_tasks(split))]
+random.Random(int(sys.argv[1])).shuffle(order)
+lines = []
+for split, k in order:
+    task = env.task(split, k)
+    scores = env.scores(*env.load(task), task.id)
+    lines.append(repr((task, scores, env.solution(task))))
+sys.stdout.write("\\n".join(sorted(lines)))
+"""
+
+
+def test_tasks_and_scores_are_the_same_in_every_process_and_order():
+    program = PROGRAM.format(cases=f"{SMALL};pig(winscore=20);leduc_poker;goofspiel(num_cards=4)")
+    outputs = [subprocess.run([sys.executable, "-c", program, str(n)], cwd=ROOT, capture_output=True,
+                              check=True, env={**os.environ, "PYTHONHASHSEED": str(n)}).stdout
+               for n in (1, 2)]
+    assert outputs[0] == outputs[1] and outputs[0].count(b"\n") == 7 * 20 - 1
+
+
+def test_the_documented_states_stay_what_they_are():
+    """The same index gives the same state on every machine and in later versions."""
+    env = make("breakthrough(rows=5,columns=4);hex(board_size=5)")
+    states = [env.task(split, k).data["state"].split()
+              for split, k in (("train", 0), ("train", 100), ("test", 7))]
+    assert states == [["36", "224"], ["6", "21", "4"], ["24", "212", "16", "164", "60", "226"]]
+
+
+def test_a_seed_shifts_the_states_and_an_index_is_a_seed():
+    zero, one = make("hex(board_size=5)"), make("hex(board_size=5)", seed=1)
+    assert [zero.task("train", k).data for k in range(1, 9)] == [one.task("train", k).data for k in range(8)]
+    assert zero.task("train", 0).data != one.task("train", 0).data
+
+
+def test_a_game_of_one_state_is_one_task_and_says_so():
+    with pytest.warns(UserWarning) as caught:
+        env = envs.make("openspiel", cases="hex(board_size=5);kuhn_poker", max_random_steps=0)
+    first, second = (str(warning.message) for warning in caught)
+    assert ("case hex(board_size=5): 1 different train states and 0 test states for num_tasks_per_case=100; "
+            in first) and "\n" not in first
+    assert "case kuhn_poker: 2 different train states and 1 test states" in second
+    assert env.num_tasks("train") == 3 and env.num_tasks("test") == 1  # kuhn_poker: three cards
+    with pytest.raises(IndexError):
+        env.task("train", 3)
+    tasks = all_tasks(env)
+    assert len({shown(task) for task in tasks}) == len(tasks)
+
+
+def test_random_steps_are_bounded_and_finished_games_start_again():
+    for case, most in (("hex(board_size=5)", 3), ("tic_tac_toe", 40)):
+        env = make(case, max_random_steps=most, num_tasks_per_case=200)
+        lengths = {len(position(task)[0].history()) for task in all_tasks(env)}
+        assert lengths == set(range(4)) if most == 3 else lengths == set(range(8))  # the ninth is forced
+
+
+def test_chance_follows_its_probabilities():
+    state, rng = pyspiel.load_game("pig").new_initial_state(), random.Random(0).random
+    state.apply_action(0)
+    counts = [0] * 6
+    for _ in range(6000):
+        rolled = state.clone()
+        openspiel.random_node(rolled, rng)
+        counts[rolled.history()[-1]] += 1
+    assert all(abs(count - 1000) < 150 for count in counts)
+
+
+# ---- Replies
+
+BREAKTHROUGH = "breakthrough(rows=5,columns=4)"
+
+
+def test_a_reply_is_one_whole_move():
+    env = make(BREAKTHROUGH, reward_mode="legal")
+    task = task_of(BREAKTHROUGH, [])
+    texts = moves(task)
+    (action, move), (_, other), *_ = texts.items()
+    assert move == "a5a4" and 10 * action not in texts
+
+    def legal(reply):
+        return step(env, reply, task).info["legal"]
+
+    for reply in (move, f" {move.upper()} ", f"<answer>{move}</answer>", f"<answer>\n{move}\n</answer> so",
+                  f"I think that\n{move}\n\n", f"<answer>{action}</answer>", str(action),
+                  f"<think><answer>{other} zz</answer>{other}</think>{move}",
+                  f"<answer>zz</answer></think>{move}", f"{'x' * 10**6}</think>\n{move}",
+                  f"<answer>zz</answer> no: <answer>{move}</answer>"):
+        assert legal(reply) == 1, reply[:80]
+    essay = f"One could play {move}, which is strong, but {other} is another way to go."
+    for reply in ("", "\n", "<answer></answer>", "<answer> </answer>", essay, f"<answer>{essay}</answer>",
+                  f"{move} {other}", f"<answer>{move} {other}</answer>", f"<answer>{move}\n{other}</answer>",
+                  f"<answer>{move}; {other}</answer>", f"{move}.", f"-{action}", f"0{action}", f"{action}.0",
+                  f"+{action}", f"{action} {action}", f"{move}\nis my move", f"<answer>{move}",
+                  f"{move}</answer>", f"{move}</think>", f"<think>{move}</think>",
+                  f"</think></think>{move}</think>x", f"{move}\n<answer>zz</answer>",
+                  f"<answer>{move}</answer><answer>zz</answer>", move[:-1], move[1:], f"{move}0", f"1{move}",
+                  f"{action}0", "99999", "9" * 5000, "²", "①", "1_0", " " * 10**6, f"{move}{' ' * 300}."):
+        assert legal(reply) == 0, reply[:80]
+
+
+def test_a_move_within_another_is_not_that_move():
+    """"a1" is no move where only "a10" is, and the other way round."""
+    case = "hex(num_cols=2,num_rows=12)"
+    env = make(case, reward_mode="legal")
+    full = task_of(case, [0])  # a1 is taken; a10, a11 and a12 are free
+    assert {"a10", "a11", "a12"} < set(moves(full).values()) and "a1" not in moves(full).values()
+    assert step(env, "a1", full).info["legal"] == 0 and step(env, "a10", full).info["legal"] == 1
+    free = task_of(case, [18])  # a10 is taken
+    assert "a10" not in moves(free).values()
+    assert step(env, "a10", free).info["legal"] == 0 and step(env, "a1", free).info["legal"] == 1
+
+
+def test_case_matters_only_where_it_tells_moves_apart():
+    # The pawn's bxc3 and the bishop's Bxc3.
+    state = pyspiel.load_game("chess").new_initial_state("4k3/8/8/8/8/2p5/1P1B4/4K3 w - - 0 1")
+    texts = {state.action_to_string(a): a for a in state.legal_actions()}
+    assert {"bxc3", "Bxc3", "Ke2"} <= set(texts)
+    for text, action in texts.items():
+        assert openspiel.read_move(text, state, state.current_player()) == action
+    assert openspiel.read_move("BXC3", state, state.current_player()) is None
+    assert openspiel.read_move("ke2", state, state.current_player()) == texts["Ke2"]
+    assert openspiel.read_move("\N{KELVIN SIGN}e2", state, state.current_player()) is None
+
+
+def test_a_number_is_an_action_only_where_no_move_is_called_so():
+    env = make("mancala", reward_mode="legal", num_tasks_per_case=20)
+    for task in all_tasks(env):
+        state, player = position(task)
+        texts = {text: action for action, text in moves(task).items()}
+        for number in range(20):
+            expected = texts.get(str(number), number if number in texts.values() else None)
+            assert openspiel.read_move(str(number), state, player) == expected
+
+
+def hostile(rng, task):
+    """A mutated, hostile or random reply."""
+    texts = list(moves(task).values())
+    parts = ["<answer>", "</answer>", "</think>", "<think>", "\n", " ", "\0", "\ud800", "é", "\u202e", "٣",
+             ";", "9" * rng.randrange(1, 60), "(" * rng.randrange(100), rng.choice(texts), rng.choice(texts),
+             "a" * rng.choice((1, 300, 10_000)), task.messages[0]["content"],
+             str(rng.choice(list(moves(task))))]
+    reply = "".join(rng.choice(parts) for _ in range(rng.randrange(9)))
+    if rng.random() < 0.3:
+        move = f"<answer>{rng.choice(texts)}</answer>"
+        where = rng.randrange(len(move))
+        middle = rng.choice(["", chr(rng.randrange(0x3000)), rng.choice(parts)])
+        reply = move[:where] + middle + move[where + 1:]
+    return reply
+
+
+def reads_as(reply, task):
+    """The action of a reply, worked out apart (None: none)."""
+    tail = reply.split("</think>")[-1]
+    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", tail, re.DOTALL)
+    lines = [line for line in re.split("[\r\n]", tail.rstrip()) if line]
+    raw = found[-1] if found else lines[-1] if lines else ""
+    words = " ".join(raw.split())
+    texts = moves(task)
+    if len(raw) > 200:
+        return None
+    same = [a for a, text in texts.items() if text == words]
+    lower = [a for a, text in texts.items() if words.isascii() and text.lower() == words.lower()]
+    if same or lower:
+        return same[0] if same else lower[0] if len(lower) == 1 else None
+    return next((a for a in texts if str(a) == words), None)
+
+
+def check_hostile(count):
+    cases = f"{SMALL};chess;leduc_poker;goofspiel(num_cards=4)"
+    env = make(cases, reward_mode="legal", num_tasks_per_case=10)
+    rng = random.Random(4)
+    tasks = all_tasks(env)
+    found = 0
+    for k in range(count):
+        task = tasks[k % len(tasks)]
+        reply = hostile(rng, task)
+        began = time.process_time()
+        result = step(env, reply, task)
+        assert time.process_time() - began < 0.5
+        assert result.info["legal"] == (reads_as(reply, task) is not None), reply
+        found += result.info["legal"]
+    assert 0.01 * count < found < 0.5 * count
+
+
+def test_hostile_replies():
+    check_hostile(1000)
+
+
+@pytest.mark.slow
+def test_hostile_replies_at_length():
+    check_hostile(100_000)
+
+
+@pytest.mark.parametrize("reply", ["x" * 10**7, "<answer>" * 10**6, "</answer>" * 10**6, "\n" * 10**7,
+                                   "<answer>" + " " * 10**7 + "</answer>", "9" * 10**7], ids=lambda r: r[:9])
+def test_long_replies_are_read_at_once(reply):
+    env = make("tic_tac_toe")
+    task = env.task("train", 0)
+    began = time.process_time()
+    assert step(env, reply, task).reward == 0
+    assert time.process_time() - began < 0.5
+
+
+# ---- Scores
+
+def playout(state, player, rng):
+    """A uniformly random game in plain Python: the player's return."""
+    while not state.is_terminal():
+        if state.is_chance_node():
+            actions, weights = zip(*state.chance_outcomes(), strict=True)
+            state.apply_action(rng.choices(actions, weights)[0])
+        elif state.is_simultaneous_node():
+            state.apply_actions([rng.choice(state.legal_actions(p) or [0])
+                                 for p in range(state.num_players())])
+        else:
+            state.apply_action(rng.choice(state.legal_actions()))
+    return state.returns()[player]
+
+
+@pytest.mark.parametrize("case, steps", [
+    ("breakthrough(rows=5,columns=4)", 6), ("hex(board_size=4)", 4), ("kuhn_poker", 2),
+    ("pig(winscore=15)", 4),
+    ("goofspiel(num_cards=4)", 2), ("goofspiel(num_cards=4,returns_type=total_points)", 2),
+    ("pig(winscore=15,players=3)", 4), ("2048", 3)])
+def test_scores_agree_with_plain_random_play(case, steps):
+    env = make(case, playouts=600 if case != "2048" else 30, max_random_steps=steps)
+    game, rng = pyspiel.load_game(case), random.Random(0)
+    low, high = game.min_utility(), game.max_utility()
+    for k in range(2):
+        task = env.task("train", k)
+        scores = env.scores(*env.load(task), task.id)
+        state, player = position(task)
+        for action in state.legal_actions(player)[:3]:
+            values = []
+            for _ in range(env.config.playouts):
+                after = state.clone()
+                if state.is_simultaneous_node():
+                    after.apply_actions([action if p == player else rng.choice(state.legal_actions(p))
+                                         for p in range(2)])
+                else:
+                    after.apply_action(action)
+                values.append((playout(after, player, rng) - low) / (high - low))
+            error = (2 * statistics.pvariance(values) / len(values)) ** 0.5
+            assert abs(statistics.mean(values) - scores[action]) <= 4.5 * error + 0.002, (task.data, action)
+
+
+def test_a_winning_move_scores_one_and_a_losing_one_nothing():
+    env = make("tic_tac_toe;breakthrough(rows=5,columns=4)")
+    task = task_of("tic_tac_toe", [0, 3, 1, 4])  # xx. oo. ...: x wins at once by (0,2)
+    result = step(env, "x(0,2)", task)
+    assert result.reward == 1 and result.info["correct"] == 1
+    assert env.solution(task) == "<answer>x(0,2)</answer>"
+    assert step(env, "x(2,2)", task).reward < 1
+    task = task_of("tic_tac_toe", [0, 1, 2, 3, 4, 5, 7])  # xox oxo .x.: x wins by the cell that o leaves
+    scores = env.scores(*env.load(task), task.id)
+    assert set(scores.values()) == {0.0}
+    assert step(env, env.solution(task), task).info["correct"] == 1  # no move is better
+
+    rng, wins = random.Random(1), 0
+    while wins < 20:  # games of breakthrough, until the player to move can reach the last row
+        state = pyspiel.load_game("breakthrough(rows=5,columns=4)").new_initial_state()
+        while not state.is_terminal():
+            player = state.current_player()
+            winning = [a for a in state.legal_actions() if state.child(a).is_terminal()]
+            if winning and len(state.legal_actions()) > len(winning):
+                wins += 1
+                task = task_of("breakthrough(rows=5,columns=4)", state.history())
+                for action in winning:
+                    result = step(env, state.action_to_string(player, action), task)
+                    assert result.reward == 1 and result.info["correct"] == 1
+            state.apply_action(rng.choice(state.legal_actions()))
+
+
+def test_scores_are_scaled_by_the_utilities():
+    """kuhn_poker, -2..2: to fold loses one chip (0.25); to call a bet wins (1) or loses (0) two."""
+    env = make("kuhn_poker")
+    task = task_of("kuhn_poker", [0, 2, 1])  # jack against king, and the jack has bet
+    assert env.scores(*env.load(task), task.id) == {0: 0.25, 1: 1.0}
+    task = task_of("kuhn_poker", [2, 0, 1])  # the other way round
+    assert env.scores(*env.load(task), task.id) == {0: 0.25, 1: 0.0}
+    assert step(env, "Pass", task).info == {"correct": 1.0, "legal": 1.0, "outcome": 0.25}
+    assert step(env, "Bet", task).info == {"correct": 0.0, "legal": 1.0, "outcome": 0.0}
+
+
+def test_correct_is_above_the_mean_of_the_legal_moves():
+    env = make(num_tasks_per_case=10)
+    seen = set()
+    for task in all_tasks(env):
+        results = [step(env, text, task) for text in moves(task).values()]
+        values = [result.reward for result in results]
+        for result in results:
+            above = result.reward > statistics.mean(values) + 1e-9 or max(values) - min(values) < 1e-9
+            assert result.info["correct"] == above
+            seen.add(above)
+    assert seen == {True, False}
+
+
+def test_the_mean_may_be_that_of_a_few_moves(monkeypatch):
+    env, calls = make("hex(board_size=9)", baseline_moves=10, playouts=2), []
+    worth = openspiel.OpenSpiel._worth
+    monkeypatch.setattr(openspiel.OpenSpiel, "_worth", lambda *args: calls.append(args[4]) or worth(*args))
+    correct = []
+    for k in range(5):
+        task = env.task("train", k)
+        case, state, player = env.load(task)
+        others = env.baseline(state, player, task.id)
+        assert len(set(others)) == 10 and set(others) < set(state.legal_actions())
+        assert others == env.baseline(state, player, task.id)
+        replies = list(moves(task).values())[:4]
+        results = [step(env, reply, task) for reply in replies]
+        assert set(calls) >= set(others) and len(calls) == len(set(calls)) <= 14
+        scores = env.scores(case, state, player, task.id, others)
+        values = [scores[other] for other in others]
+        for result in results:
+            alike = {result.reward} == set(values)
+            assert result.info["correct"] == (alike or result.reward > statistics.mean(values))
+        correct += [result.info["correct"] for result in results]
+        assert step(env, env.solution(task), task).info["correct"] == 1
+        calls.clear()
+    assert 0 < sum(correct) < len(correct)
+
+
+def test_the_same_reply_scores_the_same():
+    """At any time, from any thread, with any seed of the attempt, and after other replies."""
+    env, again = make("breakthrough(rows=5,columns=4)"), make("breakthrough(rows=5,columns=4)")
+    task = env.task("train", 5)
+    texts = list(moves(task).values())
+    first = [step(env, text, task, seed=k).reward for k, text in enumerate(texts)]
+    found = {}
+    threads = [threading.Thread(target=lambda text=text: found.update({text: step(again, text, task).reward}))
+               for text in reversed(texts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[text] for text in texts] == first
+    other = make("breakthrough(rows=5,columns=4)", seed=1)
+    assert first != [step(other, text, task).reward for text in texts]
+
+
+def test_a_group_of_replies_plays_its_games_once(monkeypatch):
+    env, calls = make("hex(board_size=4)"), []
+    worth = openspiel.OpenSpiel._worth
+    monkeypatch.setattr(openspiel.OpenSpiel, "_worth", lambda *args: calls.append(1) or worth(*args))
+    task = env.task("train", 0)
+    for text in moves(task).values():
+        step(env, text, task)
+    step(env, "nonsense", task)
+    assert len(calls) == len(moves(task))
+    monkeypatch.setattr(openspiel, "CACHED_TASKS", 3)
+    for k in range(1, 6):
+        env.solution(env.task("train", k))
+    assert len(env._scores) == 3
+
+
+def test_mcts_plays_on_better_than_at_random():
+    """x to move; o threatens (0,2) to win. A random o often misses it, MCTS does not."""
+    task = task_of("tic_tac_toe", [4, 0, 8, 1])  # oo. .x. ..x
+    blocks, misses = "x(0,2)", "x(1,0)"
+    random_env, mcts = make("tic_tac_toe", playouts=32), make("tic_tac_toe", opponent="mcts", playouts=8)
+    assert step(random_env, misses, task).reward > 0.4 and step(mcts, misses, task).reward < 0.2
+    assert step(mcts, blocks, task).reward >= 0.5
+    assert step(mcts, blocks, task).reward == step(make("tic_tac_toe", opponent="mcts"), blocks, task).reward
+
+
+# ---- Whole games
+
+def play(env, task, policy, seed=0):
+    """Play to the end. policy(episode) -> reply.  -> the last Step, and all messages."""
+    episode, prompts = env.start(task, seed), list(task.messages)
+    while True:
+        result = episode.step(policy(episode))
+        prompts += result.messages
+        if result.terminated or result.truncated:
+            assert result.messages == [] and episode.step("anything") is result
+            episode.close()
+            return result, prompts
+        assert result.reward == 0 and len(result.messages) == 1 and result.messages[0]["role"] == "user"
+        assert result.info["legal"] == 1 and result.info["correct"] == 0
+
+
+def anyone(rng):
+    def policy(episode):
+        assert episode.state.current_player() == episode.player
+        action = rng.choice(episode.state.legal_actions())
+        return episode.state.action_to_string(episode.player, action)
+    return policy
+
+
+def test_random_play_wins_about_half_and_the_reference_more():
+    env = make("breakthrough(rows=5,columns=4);hex(board_size=3)", mode="game", playouts=4,
+               num_tasks_per_case=150)
+    rng = random.Random(0)
+    assert env.multi_turn and not make().multi_turn
+    tasks = all_tasks(env)
+    results = [play(env, task, anyone(rng))[0] for task in tasks]
+    assert {task.data["player"] for task in tasks} == {0, 1}
+    wins = statistics.mean(result.info["correct"] for result in results)
+    assert abs(wins - 0.5) < 0.09  # 600 games: the standard error is 0.02
+    assert all(result.reward == result.info["correct"] == result.info["outcome"] for result in results)
+    better = [play(env, task, lambda episode: episode.reference())[0] for task in tasks[::6]]
+    assert statistics.mean(result.info["correct"] for result in better) > 0.85
+    assert max(result.info["turns"] for result in results) > 4
+
+
+def test_an_illegal_move_loses_the_game():
+    env = make("hex(board_size=3);kuhn_poker", mode="game")
+    for task in (env.task("train", 0), env.task("train", 150)):
+        result = env.start(task, 0).step("a99")
+        assert result.terminated and not result.truncated and result.reward == 0 and result.messages == []
+        assert result.info == {"correct": 0.0, "legal": 0.0, "outcome": 0.0, "turns": 1.0}
+    task = task_of("hex(board_size=3)", [])
+    episode = env.start(task, 0)
+    assert not episode.step("b2").terminated
+    taken = episode.step("b2")
+    assert taken.terminated and taken.info == {"correct": 0.0, "legal": 0.0, "outcome": 0.0, "turns": 2.0}
+
+
+@pytest.mark.parametrize("case", KINDS[:9] + ("othello", "checkers", "catch", "tiny_hanabi"))
+def test_whole_games_of_every_kind(case):
+    env = make(case, mode="game", num_tasks_per_case=4)
+    game = pyspiel.load_game(case)
+    rng = random.Random(1)
+    for task in all_tasks(env):
+        def policy(episode):
+            state, player = episode.state, episode.player
+            return state.action_to_string(player, rng.choice(state.legal_actions(player)))
+        episode = env.start(task, 3)
+        result = episode.step(policy(episode))
+        while not (result.terminated or result.truncated):
+            assert len(episode.state.legal_actions(episode.player)) > 1
+            assert policy(episode) in moves_text(episode)
+            result = episode.step(policy(episode))
+        if result.terminated:
+            returns = episode.state.returns()
+            low, high = game.min_utility(), game.max_utility()
+            assert result.reward == pytest.approx((returns[episode.player] - low) / (high - low))
+            others = [value for p, value in enumerate(returns) if p != episode.player]
+            if others and case != "tiny_hanabi":
+                assert result.info["correct"] == (returns[episode.player] > max(others))
+        else:
+            assert result.info["turns"] == openspiel.MAX_TURNS and result.reward == 0
+
+
+def moves_text(episode):
+    state, player = episode.state, episode.player
+    return [state.action_to_string(player, action) for action in state.legal_actions(player)]
+
+
+def test_games_repeat_with_their_seed_and_differ_with_others():
+    env = make("breakthrough(rows=5,columns=4)", mode="game", max_random_steps=0)
+    first, second = env.task("train", 0), env.task("train", 1)
+    assert env.num_tasks("train") == env.num_tasks("test") == 100 and first.messages == second.messages
+
+    def game(task, seed):
+        return [m["content"] for m in play(env, task, lambda e: min(moves_text(e)), seed)[1]]
+
+    assert game(first, 0) == game(first, 0)
+    assert game(first, 0) != game(first, 1) and game(first, 0) != game(second, 0)
+    assert "Player 1 played " in game(first, 0)[1] and "Legal moves" in game(first, 0)[1]
+
+
+def test_a_game_has_a_limit_of_turns(monkeypatch):
+    monkeypatch.setattr(openspiel, "MAX_TURNS", 2)
+    env = make("othello", mode="game", max_random_steps=0)
+    result, _ = play(env, env.task("train", 0), lambda episode: episode.reference())
+    assert result.truncated and not result.terminated and result.reward == 0 and result.info["turns"] == 2
+
+
+def test_mcts_is_a_stronger_opponent_than_random_play():
+    results = {}
+    for opponent in ("random", "mcts"):
+        env = make("tic_tac_toe", mode="game", opponent=opponent, max_random_steps=0, mcts_simulations=100)
+        results[opponent] = [play(env, env.task("train", k), anyone(random.Random(k)))[0].reward
+                             for k in range(25)]
+        again, _ = play(env, env.task("train", 0), anyone(random.Random(0)))
+        assert again.reward == results[opponent][0]
+    assert statistics.mean(results["mcts"]) < 0.25 < statistics.mean(results["random"])
+
+
+# ---- Options
+
+def test_options_given_as_text():
+    env = envs.make("openspiel", **envs.parse_options([
+        "cases=hex(board_size=4) ; breakthrough(rows=5,columns=4);", "num_tasks_per_case=7", "playouts=2",
+        "reward_mode=legal", "seed=3"]))
+    assert [case.text for case in env.cases] == ["hex(board_size=4)", "breakthrough(rows=5,columns=4)"]
+    assert env.num_tasks("train") == env.num_tasks("test") == 14
+    assert env.task("train", 6).source == "openspiel/hex"
+    assert env.task("train", 7).source == "openspiel/breakthrough"
+    assert env.config.playouts == 2 and env.config.reward_mode == "legal"
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"cases": "chess", "game_list": "hex"}, ["chess"]),
+    ({"game_list": "hex;y", "game_configs": "board_size=4;board_size=5"},
+     ["hex(board_size=4)", "hex(board_size=5)", "y(board_size=4)", "y(board_size=5)"]),
+    ({"game_list": "breakthrough", "game_configs": "rows=5, columns=4"}, ["breakthrough(columns=4,rows=5)"]),
+    ({"game_list": "tic_tac_toe;pig"}, ["tic_tac_toe", "pig"]),
+    ({"game_types": "chess"}, ["chess"]),
+    ({"game_types": "go;checkers"}, ["go(board_size=9)", "go(board_size=13)", "checkers"]),
+    ({"game_types": "hex(board_size=5)"}, ["hex(board_size=5)"]),
+])
+def test_cases_come_from_the_options(options, expected):
+    assert [case.text for case in make(options.pop("cases", ""), **options).cases] == expected
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"cases": "hexx"}, "option cases: unknown game 'hexx' .did you mean 'hex'.*known: 2048, .*tic_tac_toe"),
+    ({"game_list": "hex;nope"}, "option game_list: unknown game 'nope'; known: 2048"),
+    ({"case": "hex"}, "unknown option 'case' .did you mean 'cases'"),
+    ({"cases": "hex(size=5)"}, "option cases: .*Unknown parameter 'size'. Available .* board_size"),
+    ({"cases": "hex(board_size=x)"}, "board_size. Expected type"), ({"cases": "hex(board_size=5"}, "bracket"),
+    ({"cases": "hex(board_size=0)"}, "option cases"), ({"cases": "goofspiel(num_cards=0)"}, "option cases"),
+    ({"cases": "clobber(rows=0,columns=4)"}, "rows_ >= 1 rows_ = 0"), ({"cases": "mnk(m=0)"}, "has a choice"),
+    ({"cases": ";"}, "cases: expected at least one game"),
+    ({"game_list": " ; "}, "game_list: expected at least"),
+    ({"cases": "hex;hex(board_size=11)"}, "cases: expected different games, got 'hex.board_size=11.'"),
+    ({"game_types": "shogi"}, "game_types: expected some of hex, go, .*checkers, got 'shogi'"),
+    ({"game_types": "he"}, "game_types"), ({"cases": "mfg_garnet"}, "mean-field"),
+    ({"cases": "negotiation"}, "chance cannot be seeded"), ({"cases": "cursor_go"}, "72922 moves"),
+    ({"cases": "misere"}, "Missing parameter"), ({"game_configs": "board_size=5"}, "game_list beside it"),
+    ({"cases": "hex", "game_configs": "board_size=5"}, "no cases"),
+    ({"cases": "kuhn_poker", "opponent": "mcts"}, "random, since MCTS cannot play kuhn_poker .*hidden"),
+    ({"cases": "goofspiel", "opponent": "mcts"}, "simultaneous"),
+    ({"cases": "2048", "opponent": "mcts"}, "reward"),
+    ({"num_tasks_per_case": 0}, "num_tasks_per_case: expected 1 to"),
+    ({"max_random_steps": -1}, "0 to 10000"),
+    ({"playouts": 0}, "playouts"), ({"playouts": "many"}, "expected int"), ({"mcts_simulations": 0}, "1 to"),
+    ({"reward_mode": "win"}, "expected one of outcome, legal"),
+    ({"mode": "play"}, "expected one of move, game"), ({"style": "long"}, "expected one of full, short"),
+    ({"opponent": "me"}, "expected one of random, mcts"),
+    ({"cases": ["hex"]}, "expected str"), ({"seed": "1.5"}, "expected int"),
+])
+def test_bad_options_are_named(options, expected):
+    with pytest.raises(envs.BadInput, match=expected) as error:
+        envs.make("openspiel", **options)
+    assert "\n" not in str(error.value) and str(error.value).startswith("environment openspiel")
+
+
+def test_games_made_of_other_games_load():
+    env = make("misere(game=tic_tac_toe());turn_based_simultaneous_game(game=matrix_rps())", playouts=2)
+    for task in (env.task("train", 0), env.task("train", 100)):
+        assert step(env, env.solution(task), task).info["correct"] == 1
+
+
+def test_tasks_of_other_options_are_named():
+    env = make("hex(board_size=4)")
+    with pytest.raises(envs.BadInput, match=r"case chess is none of hex\(board_size=4\)"):
+        env.start(task_of("chess", []), 0).step("a3")
+    with pytest.raises(envs.BadInput, match="split: expected one of train, test"):
+        env.num_tasks("val")
+    with pytest.raises(IndexError):
+        env.task("train", 100)
+    with pytest.raises(IndexError):
+        env.task("train", -1)
+
+
+def test_open_spiel_is_imported_only_where_it_is_used():
+    program = "import sys, envs, envs.openspiel; assert 'pyspiel' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    missing = ("import sys, envs; sys.modules['pyspiel'] = None\n"
+               "try: envs.make('openspiel')\n"
+               "except envs.BadInput as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", missing], cwd=ROOT, check=True, capture_output=True,
+                          text=True)
+    assert "expected the package open_spiel, see requirements.txt" in done.stdout
+
+
+@pytest.mark.slow
+def test_all_games_that_load_can_be_played():
+    played = 0
+    for name in sorted(pyspiel.registered_names()):
+        if name.startswith("bridge"):
+            continue  # a deal takes 0.2 s
+        try:
+            env = make(name, playouts=1, num_tasks_per_case=3)
+        except envs.BadInput as error:
+            assert "\n" not in str(error)
+            continue
+        for task in all_tasks(env):
+            assert step(env, env.solution(task), task).info["correct"] == 1
+            assert step(env, task.messages[-1]["content"], task).info["legal"] == 0
+        played += 1
+    assert played > 95
