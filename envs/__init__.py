@@ -26,6 +26,7 @@ Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "c
 
 ENVS = {
     "countdown": "envs.countdown:Countdown",
+    "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
 }
 

@@ -1,0 +1,714 @@
+"""Logic: tasks, splits and verifiers of the eight families, against solvers written apart."""
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+import envs
+from envs import logic
+from envs.logic.boolean_expressions import FACTS
+from envs.logic.common import ARITHMETIC, Unreadable, answer_of, compute, final_part, number_of
+from envs.logic.cryptarithm import cryptarithm_solutions
+from envs.logic.game_of_24 import find_expression
+from envs.logic.reasoning_errors import open_brackets
+from envs.logic.sudoku import last_grid
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTNER = dict("() [] {} <> ⟨⟩ ⟦⟧ ⦃⦄ ⦅⦆".split())
+NAMES = ["dyck_language", "game_of_24", "operation", "cryptarithm", "dyck_language2", "dyck_language2",
+         "boolean_expressions", "sudoku", "dyck_language_reasoning_errors"]
+WORDS = {"style": "words", "operation_max_value": 999}
+SMALL = {  # what a model of a fifth of a million weights can learn
+    "dyck_min_length": 4, "dyck_max_length": 8, "dyck_pairs": 2, "game_min_numbers": 2, "game_max_numbers": 3,
+    "operation_max_symbols": 1, "operation_conditions": False, "operation_min_operands": 2,
+    "operation_max_operands": 2, "operation_max_number": 5, "operation_max_value": 99,
+    "cryptarithm_min_letters": 3, "cryptarithm_max_letters": 4, "cryptarithm_max_operators": 1,
+    "dyck2_min_length": 2, "dyck2_max_length": 6, "dyck2_min_pairs": 1, "dyck2_max_pairs": 2,
+    "boolean_min_statements": 2, "boolean_max_statements": 2, "boolean_min_depth": 0, "boolean_max_depth": 1,
+    "boolean_max_number": 3, "sudoku_min_givens": 70, "sudoku_max_givens": 78, "errors_min_pairs": 2,
+    "errors_max_pairs": 2, "errors_min_length": 2, "errors_max_length": 3, "errors_min_errors": 0,
+    "errors_max_errors": 1}
+
+
+def score(env, task, reply):
+    step = env.start(task, 0).step(reply)
+    assert step.terminated and not step.truncated and step.messages == []
+    assert step.reward == step.info["correct"] and step.reward in (0, 1)
+    return step.reward
+
+
+def tasks(count, number, split="train", **options):
+    """(environment, `count` tasks of a type)"""
+    env = envs.make("logic", types=str(number), test_tasks=max(count, 512), **options)
+    return env, [env.task(split, k) for k in range(count)]
+
+
+# ---- Solvers and judges written apart
+
+def is_balanced(text):
+    stack = []
+    for letter in text:
+        if letter in PARTNER:
+            stack.append(PARTNER[letter])
+        elif not stack or stack.pop() != letter:
+            return False
+    return not stack
+
+
+def all_values(numbers, operators, memo):
+    """Every value that the numbers can give, negative ones too, by combining any two of them."""
+    key = tuple(sorted(numbers))
+    if key not in memo:
+        if len(key) == 1:
+            return {key[0]}
+        memo[key] = set()
+        for i, j in itertools.permutations(range(len(key)), 2):
+            rest = [n for k, n in enumerate(key) if k not in (i, j)]
+            a, b = key[i], key[j]
+            made = {a + b, a - b, b - a}
+            made |= {a * b} if "*" in operators else set()
+            made |= {a / b} if "/" in operators and b else set()
+            for value in made:
+                memo[key] |= all_values([*rest, value], operators, memo)
+    return memo[key]
+
+
+def operation_value(data):
+    """By reducing the operator of the highest precedence, the leftmost first; the bodies by Python."""
+    levels = {"+": 2, "-": 2, "*": 4}
+    rules = {d["symbol"]: d for d in data["definitions"]}
+    levels |= {symbol: d["precedence"] for symbol, d in rules.items()}
+
+    def holds(condition, a, b):
+        text = re.sub(r"(.+) is a multiple of (\d)", r"(\1) % \2 == 0", condition)
+        text = text.replace("is even", "% 2 == 0").replace("is odd", "% 2 == 1")
+        return eval(text, {"a": a, "b": b})
+
+    def apply(a, sign, b):
+        if sign not in rules:
+            return {"+": a + b, "-": a - b, "*": a * b}[sign]
+        rule = rules[sign]
+        assert a.denominator == b.denominator == 1
+        fits = not rule["condition"] or holds(rule["condition"], a, b)
+        return eval(rule["body"] if fits else rule["otherwise"], {"a": a, "b": b})
+
+    def reduce(words):
+        while len(words) > 1:
+            k = max(range(1, len(words), 2), key=lambda k: (levels[words[k]], -k))
+            words[k - 1:k + 2] = [apply(*words[k - 1:k + 2])]
+        return words[0]
+
+    text = data["expression"]
+    words = [Fraction(word) if word.isdigit() else word for word in text.split()]
+    if "(" in words:
+        first, last = words.index("("), words.index(")")
+        words[first:last + 1] = [reduce(words[first + 1:last])]
+    return reduce(words)
+
+
+def assignments(words, operators, limit=2):
+    """Solutions of a cryptarithm by trying all digits for all letters."""
+    *left, result = words
+    letters = sorted(set("".join(words)), key=lambda c: min(w[::-1].find(c) % 99 for w in words))
+    found = []
+    text = " ".join(f"{word} {op}" for word, op in zip(left, [*operators, ""], strict=True))
+    code = compile(re.sub("[A-Z]+", lambda m: "(" + "+".join(
+        f"{10 ** k}*d[{letters.index(c)}]" for k, c in enumerate(m[0][::-1])) + ")", text), "left", "eval")
+    goal = [(10**k, letters.index(c)) for k, c in enumerate(reversed(result))]
+    leads = {letters.index(word[0]) for word in words}
+    for digits in itertools.permutations(range(10), len(letters)):
+        if not any(digits[k] == 0 for k in leads) and eval(code, {"d": digits}) == sum(
+                p * digits[k] for p, k in goal):
+            found.append(dict(zip(letters, digits, strict=True)))
+            if len(found) == limit:
+                break
+    return found
+
+
+def sudoku_count(puzzle, limit=2):
+    """Number of solutions, up to the limit, as an exact cover (Knuth's algorithm X on dictionaries)."""
+    rows = {(r, c, n): [(0, r, c), ("row", r, n), ("column", c, n), ("box", r // 3 * 3 + c // 3, n)]
+            for r in range(9) for c in range(9) for n in "123456789" if puzzle[9 * r + c] in (".", n)}
+    columns = collections.defaultdict(set)
+    for row, needs in rows.items():
+        for need in needs:
+            columns[need].add(row)
+
+    def cover(row):
+        removed = []
+        for need in rows[row]:
+            for other in columns[need]:
+                for also in rows[other]:
+                    if also != need:
+                        columns[also].discard(other)
+            removed.append(columns.pop(need))
+        return removed
+
+    def uncover(row, removed):
+        for need in reversed(rows[row]):
+            columns[need] = removed.pop()
+            for other in columns[need]:
+                for also in rows[other]:
+                    if also != need:
+                        columns[also].add(other)
+
+    def search():
+        if not columns:
+            return 1
+        total = 0
+        for row in list(min(columns.values(), key=len)):
+            removed = cover(row)
+            total += search()
+            uncover(row, removed)
+            if total >= limit:
+                break
+        return total
+
+    if len({need for needs in rows.values() for need in needs}) < 324:
+        return 0
+    return search()
+
+
+def is_right(task):
+    """Whether the data's answer is right, apart from the verifier."""
+    data, number = task.data, task.data["type"]
+    answer = data["answer"]
+    if NAMES[number].startswith("dyck_language") and number != 8:
+        given, missing = data["given"], data["missing"]
+        kinds = set(PARTNER) if number in (4, 5) else set(PARTNER.values())
+        whole = missing + given if number in (4, 5) else given + missing
+        pairs = set("".join(data["pairs"]))
+        return answer == whole and is_balanced(whole) and set(missing) <= kinds and set(whole) <= pairs
+    if number == 1:
+        values = all_values(list(map(Fraction, data["numbers"])), data["operators"], {})
+        if answer == "None":
+            return data["target"] not in values
+        used = sorted(map(int, re.findall(r"\d+", answer)))
+        value = eval(re.sub(r"\d+", r"F(\g<0>)", answer), {"F": Fraction})
+        return (value == data["target"] and used == sorted(data["numbers"])
+                and set(re.findall(r"[-+*/]", answer)) <= set(data["operators"]))
+    if number == 2:
+        return operation_value(data) == Fraction(answer) and abs(Fraction(answer)) < 100_000
+    if number == 3:
+        left, right = re.sub(r"\b0", "!", answer).split(" = ")
+        plain = "".join(re.findall("[A-Z]", "".join(data["words"])))
+        matched = set(zip(plain, re.findall(r"\d", answer), strict=True))
+        return eval(left) == int(right) and len(matched) == len(set(plain)) == len({d for _, d in matched})
+    if number == 6:
+        return answer.split(", ") == true_labels(task.messages[0]["content"])
+    if number == 7:
+        return sudoku_count(data["puzzle"]) == 1 and sudoku_count(answer) == 1
+    stack, wrong = [], []
+    for k, (letter, line) in enumerate(zip(data["sequence"], data["trace"], strict=True), 1):
+        if letter in PARTNER:
+            stack.append(letter)
+        else:
+            assert PARTNER[stack.pop()] == letter
+        if "".join(stack) != line:
+            wrong.append(str(k))
+    return (", ".join(wrong) or "none") == answer
+
+
+def true_labels(prompt):
+    """Read from the prompt's text, evaluated by Python."""
+    found = []
+    for label, text in re.findall(r"^([A-H])\. (.+)$", prompt, re.MULTILINE):
+        for fact, value in FACTS.items():
+            text = text.replace(fact, str(value))
+        if eval(text, {"__builtins__": {}}):
+            found.append(label)
+    return found
+
+
+# ---- Tasks and solutions
+
+COUNTS = (180, 60, 180, 8, 180, 180, 180, 20, 180)
+
+
+def check_tasks(number, count, **options):
+    for split in ("train", "test"):
+        env, found = tasks(count, number, split, **options)
+        for task in found:
+            reply = env.solution(task)
+            assert score(env, task, reply) == 1, (task.id, reply)
+            assert score(env, task, f"<think>\n{reply} or not\n</think>\n{reply}") == 1
+            assert score(env, task, task.messages[0]["content"]) == 0, "an echoed problem"
+            assert score(env, task, "") == score(env, task, f"<think>{reply}") == 0
+            assert task.source == f"logic/{NAMES[number]}"
+            assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
+            yield task
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_solutions_score_full_marks_and_echoes_none(number):
+    """Over a thousand tasks with the default options, half of them held out."""
+    list(check_tasks(number, COUNTS[number]))
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_answers_are_right_by_other_means(number):
+    for task in check_tasks(number, (60, 0, 60, 0, 60, 60, 60, 4, 60)[number]):
+        assert is_right(task), task.id
+    if number == 1:
+        for task in check_tasks(1, 25, game_max_numbers=4):
+            assert is_right(task), task.data
+    if number == 3:  # six letters have 151,200 readings
+        for task in check_tasks(3, 4, cryptarithm_max_letters=5):
+            assert is_right(task) and len(assignments(task.data["words"], task.data["operators"])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(9))
+def test_many_answers_are_right_by_other_means(number):
+    for task in check_tasks(number, (2000, 15, 2000, 60, 2000, 2000, 2000, 40, 2000)[number],
+                            **{"game_max_numbers": 5}):
+        assert is_right(task), task.id
+        if number == 3 and len(set("".join(task.data["words"]))) < 8:
+            assert len(assignments(task.data["words"], task.data["operators"])) == 1
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_small_models_read_words(number):
+    env = envs.make("logic", **WORDS | SMALL)
+    words = set(env.vocabulary)
+    assert len(words) == len(env.vocabulary) < 400 and not words & {"<unk>", "<eos>", "<pad>", "<bos>"}
+    assert envs.make("logic", types=str(number)).vocabulary is None
+    env = envs.make("logic", types=str(number), **WORDS | SMALL)
+    for task in check_tasks(number, 30 if number != 3 else 10, **WORDS | SMALL):
+        text = f"{task.messages[0]['content']} {env.solution(task)}"
+        assert "=" not in text and ";" not in text  # a tokenizer of sft.py drops these
+        assert set(text.split()) <= set(env.vocabulary)
+        assert " ".join(text.split()) == text
+    words = set(envs.make("logic", types=str(number), **WORDS).vocabulary)
+    for task in check_tasks(number, 10 if number != 3 else 2, **WORDS):
+        assert set(f"{task.messages[0]['content']} {env.solution(task)}".split()) <= words
+
+
+def test_families_keep_their_sizes():
+    """The numbers of the specification, at the defaults."""
+    _, found = tasks(300, 0)
+    for task in found:
+        data = task.data
+        length = len(data["answer"])
+        assert len(data["pairs"]) == 3 and 40 <= length <= 60 and length % 2 == 0
+        assert 0.2 <= len(data["missing"]) / length <= 0.5
+    for number in (4, 5):
+        _, found = tasks(300, number)
+        assert {len(task.data["pairs"]) for task in found} == set(range(3, 9))
+        assert {len(task.data["answer"]) for task in found} == set(range(6, 61, 2))
+    _, found = tasks(150, 1)
+    for task in found:
+        assert 4 <= len(task.data["numbers"]) <= 6 and task.data["target"] in (24, 36, 48, 60, 72, 100)
+        assert min(task.data["numbers"]) in (1, 2, 3, 5) and 9 <= max(task.data["numbers"]) <= 20
+    kinds = collections.Counter(task.data["operators"] for task in found)
+    assert set(kinds) == {"+-*/", "+-*", "+-"} and min(kinds.values()) > 30
+    assert 8 < sum(task.data["answer"] == "None" for task in found) < 35
+    _, found = tasks(300, 2)
+    assert {len(task.data["definitions"]) for task in found} == {1, 2, 3}
+    assert {d["precedence"] for task in found for d in task.data["definitions"]} == {1, 2, 3, 4, 5}
+    assert {bool(d["condition"]) for task in found for d in task.data["definitions"]} == {True, False}
+    assert max(len(re.findall(r"\d+", task.data["expression"])) for task in found) == 6
+    assert any("/" in task.data["answer"] for task in found)
+    _, found = tasks(14, 3)
+    assert {len(set("".join(task.data["words"]))) for task in found} <= {4, 5, 6, 7, 8}
+    assert {len(task.data["operators"]) for task in found} == {1, 2, 3}
+    assert all(("*" in task.data["operators"]) == (len(task.data["operators"]) == 3) for task in found)
+    _, found = tasks(300, 6)
+    assert {len(task.data["statements"]) for task in found} == {3, 4, 5, 6, 7, 8}
+    assert {depth(s) for task in found for s in task.data["statements"]} == {2, 3, 4, 5, 6}
+    _, found = tasks(60, 7)
+    givens = [81 - task.data["puzzle"].count(".") for task in found]
+    assert 22 <= min(givens) and max(givens) <= 45
+    shares = [sum(low <= n <= high for n in givens) / 60 for low, high in ((36, 45), (28, 35), (22, 27))]
+    assert max(abs(share - goal) for share, goal in zip(shares, (0.3, 0.4, 0.3), strict=True)) < 0.18, shares
+    _, found = tasks(300, 8)
+    for task in found:
+        assert 10 <= len(task.data["sequence"]) <= 30 and 2 <= len(task.data["answer"].split(", ")) <= 5
+        true = open_brackets(task.data["sequence"])
+        lines = zip(true, task.data["trace"], strict=True)
+        wrong = [k for k, (right, line) in enumerate(lines, 1) if right != line]
+        assert ", ".join(map(str, wrong)) == task.data["answer"], "a corrupted line that is right after all"
+
+
+def depth(statement):
+    if isinstance(statement, str) or statement[0] not in ("not", "and", "or"):
+        return 0
+    return 1 + max(map(depth, statement[1:]))
+
+
+# ---- Identity and splits
+
+def test_task_ids_are_type_and_seed():
+    assert logic.encode(3, 17) == 300_000_017 and logic.decode(899_999_999) == (8, 99_999_999)
+    for number, seed in ((9, 0), (-1, 0), (0, -1), (0, 100_000_000)):
+        with pytest.raises(envs.BadInput):
+            logic.encode(number, seed)
+    for task_id in (-1, 900_000_000, 10**30):
+        with pytest.raises(envs.BadInput, match="unknown"):
+            logic.decode(task_id)
+    env = envs.make("logic")
+    assert [env.task("train", k).id for k in (0, 8, 9, 20)] == ["0", "800000000", "1", "200000002"]
+    assert env.task("test", 13).id == "490000001" and env.task("test", 13) == env.by_id(490_000_001)
+    assert [family.name for family in logic.TYPES] == NAMES
+    assert env.task("train", 4).data["given"] != env.task("train", 5).data["given"]  # types 4 and 5
+
+
+def test_split_and_index_are_checked():
+    env = envs.make("logic", types="0", train_tasks=5, test_tasks=2)
+    assert env.num_tasks("train") == 5 and env.num_tasks("test") == 2
+    for split, index in (("train", 5), ("test", 2), ("train", -1)):
+        with pytest.raises(IndexError):
+            env.task(split, index)
+    with pytest.raises(envs.BadInput, match="'val'"):
+        env.task("val", 0)
+
+
+@pytest.mark.parametrize("number, count", [(0, 700), (1, 150), (2, 300), (3, 10), (4, 700), (6, 700), (7, 10),
+                                           (8, 700)])
+def test_no_prompt_is_in_both_splits(number, count):
+    """With options so small that the same problem turns up again and again."""
+    for options in (SMALL, WORDS | SMALL):
+        prompts = [{task.messages[0]["content"] for task in tasks(count, number, split, **options)[1]}
+                   for split in ("train", "test")]
+        assert all(prompts) and not prompts[0] & prompts[1]
+        if number in (0, 4, 8):
+            assert len(prompts[0] | prompts[1]) < 2 * count, "no repetition: the test shows nothing"
+    both = envs.make("logic", types="dyck_language2", **WORDS | SMALL)  # 4 and 5 share their problems
+    prompts = [{both.task(split, k).messages[0]["content"] for k in range(300)} for split in both.splits]
+    assert not prompts[0] & prompts[1]
+
+
+PRINT_DIGEST = """
+import hashlib, envs
+env = envs.make("logic", cryptarithm_max_letters=5)
+rows = [env.task(split, k) for split in ("test", "train") for k in range(100)]
+print(hashlib.sha256(repr([(task, env.solution(task)) for task in rows]).encode()).hexdigest())
+"""
+
+
+def test_tasks_are_the_same_in_every_process_and_order():
+    """A published run names its tasks by number: a change here changes what old results are of."""
+    found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], cwd=ROOT, capture_output=True, text=True,
+                           env={**os.environ, "PYTHONHASHSEED": "2"}, check=True).stdout.strip()
+    env = envs.make("logic", cryptarithm_max_letters=5)
+    places = [(split, k) for split in ("test", "train") for k in range(100)]
+    made = {place: env.task(*place) for place in random.Random(1).sample(places, 200)}
+    rows = [(made[place], env.solution(made[place])) for place in places]
+    assert hashlib.sha256(repr(rows).encode()).hexdigest() == found
+    assert found[:16] == "ef5df4a3ca0a8bfa"
+
+
+# ---- Options
+
+@pytest.mark.parametrize("options, expected", [
+    ({"length": 4}, "unknown option 'length'"), ({"types": "sudokus"}, "option types: expected all"),
+    ({"types": ""}, "option types"), ({"types": "0,dyck_language"}, "different ones"),
+    ({"types": "9"}, "option types"), ({"dyck_min_length": "x"}, "expected int"),
+    ({"dyck_min_length": 61}, "dyck_min_length: expected 2 to dyck_max_length .60., got 61"),
+    ({"dyck_min_length": 5, "dyck_max_length": 5}, "even"),
+    ({"dyck_pairs": 9}, "dyck_pairs: expected 1 to 8"),
+    ({"sudoku_max_givens": 25}, "26 to 80"), ({"sudoku_min_givens": 21}, "sudoku_min_givens"),
+    ({"style": "long"}, "expected one of chat, words"), ({"style": "words"}, "operation_max_value"),
+    ({"errors_max_errors": 11}, "errors_min_length"), ({"test_tasks": 0}, "test_tasks"),
+    ({"cryptarithm_max_operators": 4}, "1 to 3"), ({"operation_conditions": "maybe"}, "expected bool"),
+])
+def test_bad_options_are_named(options, expected):
+    with pytest.raises(envs.BadInput, match=expected) as error:
+        envs.make("logic", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_split_without_problems_says_so(monkeypatch):
+    monkeypatch.setattr(logic, "DRAWS", 100)
+    logic.check_options.cache_clear()
+    for split, always in (("test", False), ("train", True)):
+        monkeypatch.setattr(logic, "is_test", lambda *_, always=always: always)
+        with pytest.raises(envs.BadInput, match=f"options of dyck_language: expected a {split} problem"):
+            envs.make("logic", types="0").task(split, 0)
+    logic.check_options.cache_clear()
+
+
+def test_types_are_names_or_numbers():
+    env = envs.make("logic", types="7,dyck_language2,dyck_language")
+    assert env.config.numbers == [7, 4, 5, 0]
+    assert [env.task("train", k).id for k in range(5)] == ["700000000", "400000000", "500000000", "0",
+                                                           "700000001"]
+    assert envs.make("logic", types="5").config.numbers == [5]
+
+
+# ---- Traps
+
+def test_trap_thinking():
+    assert final_part("<think>a</think>b</think> c") == " c"
+    assert final_part("a </think> b <think> c") == "" == final_part("<think> a")
+    assert final_part("no tags") == "no tags"
+
+
+def test_trap_boxes():
+    assert answer_of(r"\boxed{1} and \boxed{\frac{3}{4}}", "chat") == r"\frac{3}{4}"
+    assert answer_of(r"\boxed{\text{A, B}}", "chat") == r"\text{A, B}"
+    assert answer_of(r"\boxed{1} \boxed{2", "chat") == "1"  # the last one whose braces balance
+    assert answer_of(r"} \boxed{5}", "chat") == "5" == answer_of(r"\boxed{\boxed{5}}", "chat")
+    for text in ("", "5", r"\boxed{", r"\boxed 5", r"\boxed{" * 5000):
+        with pytest.raises(Unreadable):
+            answer_of(text, "chat")
+
+
+@pytest.mark.parametrize("text, value", [
+    ("12", 12), ("-12", -12), ("- 12", -12), ("12.0", 12), (".5", Fraction(1, 2)), ("1,234,567", 1234567),
+    ("1,234.50", Fraction(2469, 2)), ("7/2", Fraction(7, 2)), ("-7 / 2", Fraction(-7, 2)),
+    (r"\frac{7}{2}", Fraction(7, 2)), (r"-\dfrac{7}{2}", Fraction(-7, 2)), (r"\frac{-7}{2}", Fraction(-7, 2)),
+    ("1,23", None), ("1e5", None), ("9**9**9", None), ("9" * 10**6, None), ("7/0", None), ("nan", None),
+    ("inf", None), ("١٢", None), ("１２", None), ("1_000", None), ("", None), ("+", None), ("--5", None),
+    ("0x10", None), ("5.", None), ("\ud800", None), ("1\0", None)])
+def test_trap_numbers(text, value):
+    if value is None:
+        with pytest.raises(Unreadable):
+            number_of(text)
+    else:
+        assert number_of(text) == value
+
+
+def test_trap_operation_is_right_within_a_millionth():
+    env, found = tasks(200, 2)
+    task = next(task for task in found if "/3" in task.data["answer"])
+    value = Fraction(task.data["answer"])
+    assert score(env, task, f"\\boxed{{{float(value):.9f}}}") == 1
+    assert score(env, task, f"\\boxed{{{float(value):.2f}}}") == 0
+    assert score(env, task, f"\\boxed{{x}} \\boxed{{{value.numerator} / {value.denominator}}}") == 1
+    big = next(task for task in found if re.fullmatch(r"-?\d{5}", task.data["answer"]))
+    assert score(env, big, f"$\\boxed{{{int(big.data['answer']):,}}}$".replace("-", "−")) == 1
+
+
+@pytest.mark.parametrize("text, value", [
+    ("8 / (3 - 8 / 3)", 24), ("-2 * 3", -6), ("2 - -3", 5), ("1 - 2 - 3", -4), ("((5))", 5),
+    ("1 / (5 - 5)", None), ("07", None), ("1.5", None), ("2 ** 3", None), ("7 // 2", None), ("(3)(5)", None),
+    ("3 5", None), ("3 +", None), ("(3", None), ("3)", None), ("", None), ("abs(3)", None), ("9" * 13, None),
+    ("(" * 100 + "1" + ")" * 100, None), ("1" + " + 1" * 400, None), ("٣ + 1", None), ("1 = 1", None)])
+def test_trap_expressions(text, value):
+    if value is None:
+        with pytest.raises(Unreadable):
+            compute(text, ARITHMETIC)
+    else:
+        assert compute(text, ARITHMETIC)[0] == value
+
+
+def game(numbers, target, operators="+-*/"):
+    answer = find_expression(numbers, target, operators, random.Random(0)) or "None"
+    data = {"type": 1, "numbers": numbers, "target": target, "operators": operators, "answer": answer}
+    return envs.make("logic", types="1"), envs.Task("t", "s", [], data)
+
+
+def test_trap_game_of_24_none_and_parentheses():
+    env, task = game([8, 8, 3, 3], 24)  # only 8 / (3 - 8 / 3)
+    assert score(env, task, "```\nNone\n```") == 0
+    assert score(env, task, "```\n8 / (3 - 8 / 3)\n```") == 1
+    env, task = game([8, 8, 3, 3], 24, "+-*")
+    assert score(env, task, "```\nNone\n```") == 1 == score(env, task, "```\nnone```")
+    assert score(env, task, "```\n8 / (3 - 8 / 3)\n```") == 0, "division is not allowed"
+    assert score(env, task, "None") == 0, "not in a code block"
+
+
+def test_trap_game_of_24_numbers_once_and_last_block():
+    env, task = game([1, 4, 9, 12], 24)
+    good = "(9 - 4 + 1) * 12 / 3"
+    assert score(env, task, f"```\n{good}\n```") == 0  # a 3 that is not there
+    good = task.data["answer"]
+    assert score(env, task, f"```python\n{good}\n```") == 1
+    assert score(env, task, f"```\n12\n```\nso\n```\n{good}\n```\ndone") == 1
+    assert score(env, task, f"```\n{good}\n```\nno:\n```\n12 + 12\n```") == 0
+    assert score(env, task, f"```\n{good}\n```\n```\n12 + 12") == 1  # the second never closes
+    for wrong in ("12 + 12", "24", "12 * (9 - 4 - 1 - 1 - 1)", f"{good} + 0", f"{good} = 24", ""):
+        assert score(env, task, f"```\n{wrong}\n```") == 0
+
+
+@pytest.mark.parametrize("operators", ["+-*/", "+-*", "+-"])
+def test_none_means_none_by_brute_force(operators):
+    rng = random.Random(5)
+    for _ in range(12):
+        numbers = [rng.randint(1, 15) for _ in range(4)]
+        values = all_values(list(map(Fraction, numbers)), operators, {})
+        for target in (24, 36, 48, 60, 72, 100):
+            assert (find_expression(numbers, target, operators, rng) is None) == (target not in values)
+
+
+def test_trap_dyck_is_the_whole_sequence_and_no_more():
+    env = envs.make("logic", types="0")
+    data = {"type": 0, "pairs": ["()", "[]"], "given": "([", "missing": "])", "answer": "([])"}
+    task = envs.Task("t", "s", [], data)
+    for good in ("([])", "( [ ] )", "Answer: `([])`.", "([ is given\n\n**([])**\n", "(] no\n([])"):
+        assert score(env, task, good) == 1, good
+    for wrong in ("])", "([", "([])()", "([)]", "([]]", "([]))", "([])([])", "(x[])", "([〉])", "([])\nor ([",
+                  "( [ ] \n )"):
+        assert score(env, task, wrong) == 0, wrong
+
+
+def test_trap_dyck2_adds_only_what_is_needed():
+    env = envs.make("logic", types="4")
+    task = envs.Task("t", "s", [], {"type": 4, "pairs": ["()", "[]"], "given": "])", "missing": "([",
+                                    "answer": "([])"})
+    assert score(env, task, "([])") == 1
+    for wrong in ("([", "])", "()([])", "[(])", "([])()", "(([]))"):
+        assert score(env, task, wrong) == 0
+
+
+def test_trap_cryptarithm_needs_a_true_injective_reading():
+    env = envs.make("logic", types="3")
+    task = envs.Task("t", "s", [], {"type": 3, "words": ["SEND", "MORE", "MONEY"], "operators": ["+"],
+                                    "digits": dict.fromkeys("SENDMORY"), "answer": "9567 + 1085 = 10652"})
+    assert cryptarithm_solutions(["SEND", "MORE", "MONEY"], ["+"], 9) == [
+        dict(zip("DEYNRSOM", (7, 5, 2, 6, 8, 9, 0, 1), strict=True))]
+    for good in (r"\boxed{9567 + 1085 = 10652}", r"$\boxed{9567+1085=10652}$"):
+        assert score(env, task, good) == 1
+    for wrong in ("9567 + 1085 = 10653", "9567 - 1085 = 10652", "1085 + 9567 = 10652", "SEND + MORE = MONEY",
+                  "0000 + 0000 = 00000", "9567 + 1085 == 10652", "10652 = 9567 + 1085", "9567 + 1085",
+                  "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652", "3712 + 0467 = 04179"):
+        assert score(env, task, f"\\boxed{{{wrong}}}") == 0, wrong
+    words = envs.make("logic", types="3", style="words")
+    assert score(words, task, "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 2") == 1
+    for wrong in ("S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 3", "S 9 E 5 N 6 D 7 M 1 O 0 R 8", "", "S 9 9",
+                  "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 2 Y 2", "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 22"):
+        assert score(words, task, wrong) == 0
+
+
+def test_trap_boolean_sets():
+    env = envs.make("logic", types="6")
+    task = envs.Task("t", "s", [], {"type": 6, "statements": [], "answer": "A, C"})
+    for good in ("A, C", "C,A", "A C", "AC", "A, C, A", r"\text{A, C}", "{A}, {C}"):
+        assert score(env, task, f"\\boxed{{{good}}}") == 1
+    for wrong in ("", "A", "A, B, C", "A, C, H", "a, c", "ABLE", "all", "none"):
+        assert score(env, task, f"\\boxed{{{wrong}}}") == 0
+
+
+def test_trap_sudoku_grids():
+    env, (task, *_) = tasks(1, 7)
+    full = task.data["answer"]
+    rows = [full[k:k + 9] for k in range(0, 81, 9)]
+    puzzle = "\n".join(task.data["puzzle"][k:k + 9] for k in range(0, 81, 9))
+    listed = "[" + ",\n ".join("[" + ", ".join(row) + "]" for row in rows) + "]"
+    drawn = "\n------+-------+------\n".join(
+        "\n".join(" | ".join(" ".join(row[k:k + 3]) for k in (0, 3, 6)) for row in rows[j:j + 3])
+        for j in (0, 3, 6))
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    for good in ("\n".join(rows), full, " ".join(full), listed, drawn, table, f"```\n{drawn}\n```",
+                 f"{puzzle}\n\n" + "\n\n".join(rows), "1" * 81 + "\n" + full):
+        assert last_grid(good) == full and score(env, task, good) == 1
+    place = task.data["puzzle"].index(".")
+    bad = full[:place] + str(int(full[place]) % 9 + 1) + full[place + 1:]
+    moved = full.translate(str.maketrans("123456789", "234567891"))  # valid, but not with these givens
+    for wrong in (puzzle, bad, moved, f"{full}\n{moved}", full[:80], full + "1", "\n".join(rows[:8]),
+                  "\n".join([*rows[:4], "and", *rows[4:]]), full.replace("1", "١")):
+        assert score(env, task, wrong) == 0
+
+
+def test_trap_reasoning_errors_none_is_the_empty_set():
+    env = envs.make("logic", types="8")
+    some, none = (envs.Task("t", "s", [], {"type": 8, "sequence": "()", "trace": [], "answer": answer})
+                  for answer in ("3, 7", "none"))
+    for good in ("3, 7", "7,3", "3 7", "3, 7, 3"):
+        assert score(env, some, f"\\boxed{{{good}}}") == 1
+    assert score(env, none, r"\boxed{none}") == 1 == score(env, none, r"\boxed{None}")
+    for wrong in ("", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7"):
+        assert score(env, some, f"\\boxed{{{wrong}}}") == 0
+        assert wrong == "none" or score(env, none, f"\\boxed{{{wrong}}}") == 0
+
+
+def corrupted(env, task, rng):
+    """The reference solution with one symbol changed, as chat text: never another right answer."""
+    answer, number = task.data["answer"], task.data["type"]
+    if number == 6:
+        letters = set(answer.split(", ")) ^ {rng.choice("ABC")}
+        return f"\\boxed{{{', '.join(sorted(letters))}}}"
+    if number == 8:
+        steps = set(map(int, answer.split(", "))) ^ {rng.randint(1, len(task.data["sequence"]))}
+        return f"\\boxed{{{', '.join(map(str, sorted(steps))) or 'none'}}}"
+    if number == 1 and answer == "None":
+        return f"```\n{' + '.join(map(str, task.data['numbers']))}\n```"
+    alphabet = "0123456789" if number in (1, 2, 3) else "123456789" if number == 7 else "".join(
+        [*PARTNER, *PARTNER.values()])
+    places = [k for k, letter in enumerate(answer) if letter in alphabet]
+    k = rng.choice(places)
+    text = answer[:k] + rng.choice(alphabet.replace(answer[k], "")) + answer[k + 1:]
+    return env.solution(dataclasses.replace(task, data={**task.data, "answer": text}))
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_corrupted_solutions_fail(number):
+    rng = random.Random(3)
+    env, found = tasks(40 if number not in (3, 7) else 6, number)
+    for task in found:
+        for _ in range(10):
+            # Never right by chance: sequences, sets, values, grids and readings are the only ones, and a
+            # number of the game that is exchanged is not among the given.
+            assert score(env, task, corrupted(env, task, rng)) == 0
+
+
+HOSTILE = ["", "\0", "\ud800", "(" * 10**6, "()" * 10**5, "\\boxed{" * 10**5, "{" * 10**6, "```" * 10**5,
+           "```\n" + "(" * 10**5 + "\n```", "```\n9**9**9\n```", "```\n" + "9" * 10**6 + "\n```",
+           "\\boxed{" + "9" * 10**6 + "}", "\\boxed{9**9**9}", "\\boxed{1e999999999}", "\\boxed{1/0}",
+           "\\boxed{" + "1," * 499 + "1}", "\\boxed{" + "-" * 900 + "1}", "1" * 81, "١" * 81,
+           "123456789\n" * 10**5, "\n" * 10**6, "<think>" * 10**5, "</think>" * 10**5, "\\boxed{\0}",
+           "```\n" + "-" * 900 + "1\n```", "```\n" + "1/" * 400 + "1```", "```\n" + "(" * 59 + "1```",
+           "\\boxed{" + "A=" * 400 + "}", "A 1 " * 10**5, "\\boxed{\ud800, 1}", "[" * 10**5 + "x" + "]" * 9]
+
+
+def mutated(text, rng):
+    for _ in range(rng.randint(1, 4)):
+        a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        letter = rng.choice("(){}[]<>\\`|-+*/=,.09aA\n \0٣\ud800")
+        piece = rng.choice((letter, "", text[a:b] * 2, text[a:b][::-1], "\\boxed{", "```", "</think>",
+                            "<think>"))
+        text = text[:a] + piece + text[b:] if rng.random() < 0.7 else text[:a] + piece + text[a:]
+    return text
+
+
+def attack(count):
+    rng = random.Random(count)
+    made = {style: envs.make("logic", **options) for style, options in (("chat", {}), ("words", WORDS))}
+    for style, env in made.items():
+        found = [env.task("train", k) for k in range(45)]
+        texts = [env.solution(task) for task in found] + [task.messages[0]["content"] for task in found]
+        for k in range(count // 2):
+            task = found[k % 45]
+            began = time.process_time()
+            score(env, task, mutated(rng.choice((env.solution(task), rng.choice(texts))), rng))
+            assert time.process_time() - began < 0.25
+        for task in found[:9]:
+            for text in HOSTILE:
+                began = time.process_time()
+                assert score(env, task, text) == 0, (style, task.id, text[:40])
+                assert time.process_time() - began < 0.25, text[:40]
+
+
+def test_hostile_replies_get_a_verdict_at_once():
+    attack(2_000)
+
+
+@pytest.mark.slow
+def test_many_hostile_replies_get_a_verdict_at_once():
+    attack(100_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, limit", [(0, 0.05), (1, 0.05), (2, 0.05), (3, 1), (4, 0.05), (5, 0.05),
+                                           (6, 0.05), (7, 1), (8, 0.05)])
+def test_generation_is_bounded(number, limit):
+    """The 99th percentile, in processor time [s]."""
+    env, spent = envs.make("logic", types=str(number)), []
+    for k in range(150 if limit == 1 else 600):
+        began = time.process_time()
+        env.task("train" if k % 2 else "test", k // 2)
+        spent.append(time.process_time() - began)
+    assert sorted(spent)[int(0.99 * len(spent))] < limit
