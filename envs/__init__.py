@@ -25,6 +25,7 @@ from pathlib import Path
 Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
 
 ENVS = {
+    "arcagi3": "envs.arcagi3:ArcAgi3",
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",

@@ -1,0 +1,1135 @@
+"""ARC-AGI-3: games, replies, screens, client, transports, tools; HTTP against our own server on loopback."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import http.server
+import json
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import envs
+from envs import BadInput, arc_games, arcagi3
+from envs.arcagi3 import Action, ClientError, HttpTransport, TransportError, parse_reply
+from tools import arc_server, run_arc_eval
+
+ROOT = Path(__file__).resolve().parent.parent
+SESSION = str(ROOT / "envs" / "data" / "arcagi3_session.json")
+KINDS = sorted(arc_games.GAMES)
+SHORT = dict(style="short", downsample="8")
+
+
+@pytest.fixture
+def serve():
+    """A function: faults -> a running server of our own games; all of them end with the test."""
+    servers = []
+
+    def start(arcade=None, **faults):
+        server = arc_server.ArcServer(arcade or arc_games.Arcade(), arc_server.Faults(**faults))
+        threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
+        servers.append(server)
+        return server
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def connect(server, key="", **options):
+    options = dict(timeout=5, retries=3, deadline=10, sleep=lambda seconds: None) | options
+    return HttpTransport(server.url, key, **options)
+
+
+def make(**options):
+    return envs.make("arcagi3", **options)
+
+
+def offline(**options):
+    return make(offline=True, **options)
+
+
+def over_http(server, game_id, key="", transport=None, **options):
+    """(environment, task) of a game of a server"""
+    env = make(root_url=server.url, game_ids=game_id, test_ids="none", **options)
+    env.make_transport = transport or (lambda: connect(server, key))
+    return env, env.task("train", 0)
+
+
+def run(env, task, replies=None):
+    """An episode from its first reply to its end.  -> its steps"""
+    if replies is None:
+        replies = ([] if task.data["begun"] else ["RESET"]) + env.replies(task)
+    episode, steps = env.start(task, 1), []
+    for reply in replies:
+        steps.append(episode.step(reply))
+        if steps[-1].terminated or steps[-1].truncated:
+            break
+    episode.close()
+    return steps
+
+
+# ---- The games
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_300_games_of_each_kind_are_won_by_their_solution(name):
+    """Counted by the game alone; with the environment around it, below."""
+    first = set()
+    for seed in range(300):
+        game = arc_games.new_game(f"{name}-{seed}")
+        solution = game.solution()
+        assert len(solution) <= arcagi3.Config.max_actions
+        for number, (action, x, y) in enumerate(solution, 1):
+            assert action in game.actions and game.state == "NOT_FINISHED"
+            frames = game.act(action, x, y, draw=number == len(solution))
+        assert game.state == "WIN" and game.completed == game.num_levels
+        assert np.shape(frames) == (2, 64, 64) and 0 <= np.min(frames) and np.max(frames) <= 15
+        first.add(str(game.levels[0]))
+    assert len(first) > 270
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("options", [{}, SHORT], ids=["chat", "short"])
+def test_solutions_score_full_marks_and_corrupted_ones_do_not(name, options):
+    env = offline(game_ids=name, **options)
+    for index in range(5):
+        task = env.task("test", index)
+        steps = run(env, task)
+        assert [step.terminated for step in steps] == [False] * (len(steps) - 1) + [True]
+        assert sum(step.reward for step in steps) == 3 and steps[-1].messages == []
+        info = steps[-1].info
+        assert info["correct"] == info["progress"] == 1 and info["score"] == 3 and info["state"] == "WIN"
+        assert info["actions_taken"] == len(steps) and not info["invalid"] + info["errors"] + info["error"]
+        assert env.solution(task) is None  # no one reply wins
+        lacking = env.replies(task)
+        del lacking[index % len(lacking)]
+        assert run(env, task, lacking)[-1].info["correct"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_300_tasks_of_each_kind_score_full_marks_in_the_environment(name):
+    env = offline(game_ids=name, **SHORT)
+    for index in range(300):
+        assert sum(step.reward for step in run(env, env.task("train", index))) == 3
+
+
+@pytest.mark.parametrize("name, most", [("maze", 0.3), ("lights", 0.05), ("collect", 0.2)])
+def test_play_at_random_scores_little(name, most, capsys):
+    assert run_arc_eval.main(["--random", "--tasks", "40", "--game-id", name]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["games"].values()
+    assert row["tasks"] == 40 and row["score"] <= most and row["correct"] == 0 and row["invalid"] == 0
+
+
+def test_the_maze_by_hand():
+    game = arc_games.new_game("maze-17")
+    before = np.array(game.frame())
+    assert set(np.unique(before)) <= {0, 2, 5, 9, 11, 14}
+    ((y, x),) = np.argwhere(before == 9)[:1] // 8
+    for action, (dx, dy) in arc_games.MOVES.items():
+        game = arc_games.new_game("maze-17")
+        open_ = 0 <= x + dx < 7 and 0 <= y + dy < 7 and before[8 * (y + dy) + 4, 8 * (x + dx) + 4] != 5
+        ((now_y, now_x),) = np.argwhere(np.array(game.act(action)[0]) == 9)[:1] // 8
+        assert (now_x, now_y) == ((x + dx, y + dy) if open_ else (x, y))
+
+
+def test_the_lights_by_hand():
+    game = arc_games.new_game("lights-17")
+    left, top, (lit, dark), _, _ = game.level
+    block = np.s_[8 * top + 4:8 * top + 32:8, 8 * left + 4:8 * left + 32:8]
+    before = np.array(game.frame())[block]
+    after = np.array(game.act(arc_games.CLICK, 8 * left + 15, 8 * top)[0])[block]
+    changed = before != after
+    assert set(before.flat) == {lit, dark} and changed.sum() == 4
+    assert changed[0].tolist() == [True, True, True, False] and changed[1, 1]
+    assert (game.act(arc_games.CLICK, 8 * left - 1 if left else 63, 63)[0] == np.array(game.frame())).all()
+
+
+def test_collect_a_wrong_item_spoils_until_undone():
+    game = next(game for seed in range(99) if (game := arc_games.new_game(f"collect-{seed}")).completed == 0)
+    for step in game.solve(game.level):
+        game.act(*step)
+    assert game.completed == 1
+    order = game.items
+    second = list(order)[1]
+    way = game.solve((game.place, ((second, order[second]),)))
+    for step in way:
+        game.act(*step)
+    assert game.spoiled and list(game.items) == list(order)[:1] and game.frame()[6 * 8 + 4][60] == 13
+    game.act(arc_games.UNDO)
+    assert not game.spoiled and list(game.items) == list(order)
+
+
+def test_reset_begins_the_level_and_twice_the_game():
+    game = arc_games.new_game("maze-3")
+    first = game.frame()
+    for step in game.solve(game.level):
+        game.act(*step)
+    second = game.frame()
+    game.act(*game.solution()[-1])
+    assert game.completed == 1 and game.reset() is False and game.frame() == second
+    assert game.reset() is True and game.completed == 0 and game.frame() == first
+
+
+def test_a_level_without_actions_left_is_over():
+    game = arc_games.new_game("maze-3")
+    blocked = next(action for action in arc_games.MOVES
+                   if arc_games.new_game("maze-3").act(action)[0][:56] == game.frame()[:56])
+    for _ in range(game.budget(game.level)):
+        assert game.state == "NOT_FINISHED"
+        game.act(blocked)
+    assert game.state == "GAME_OVER"
+    game.reset()
+    assert game.state == "NOT_FINISHED"
+
+
+# ---- Tasks
+
+
+def test_tasks_are_the_same_in_another_process():
+    code = ("import dataclasses, hashlib, json, envs; digest = hashlib.sha256()\n"
+            "for options in ({}, dict(style='short', downsample=8)):\n"
+            "    env = envs.make('arcagi3', offline=True, **options)\n"
+            "    for split in env.splits:\n"
+            "        for index in (0, 1, 2, 77, 200):\n"
+            "            task = dataclasses.asdict(env.task(split, index))\n"
+            "            digest.update(json.dumps(task).encode())\n"
+            "print(digest.hexdigest())")
+    texts = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                            env={"PYTHONHASHSEED": seed}, check=True).stdout for seed in "12"]
+    assert texts[0] == texts[1] and len(texts[0]) == 65
+    env = offline()
+    task = env.task("train", 5)
+    assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
+
+
+def test_no_test_game_begins_like_a_train_game():
+    env = offline(**SHORT)
+    screens = {split: {env.task(split, index).messages[0]["content"] for index in range(count)}
+               for split, count in (("train", 300), ("test", 60))}
+    assert not screens["train"] & screens["test"] and len(screens["test"]) > 55
+    sources = {env.task("train", index).source for index in range(9)}
+    assert sources == {f"arcagi3/{name}" for name in KINDS}
+    assert offline(game_ids="maze", **SHORT).task("train", 0).messages[0]["content"] in screens["train"]
+
+
+def test_games_of_a_list_are_split_by_their_ids_without_network():
+    def transport():
+        raise AssertionError("nothing may be asked for")
+
+    ids = [f"g{k}-abc" for k in range(40)]
+    env = make(game_ids=",".join(ids), root_url="http://127.0.0.1:1")
+    env.make_transport = transport
+    found = {split: [env.task(split, k) for k in range(env.num_tasks(split))] for split in env.splits}
+    names = {split: {task.data["game_id"] for task in tasks} for split, tasks in found.items()}
+    assert names["train"] | names["test"] == set(ids) and not names["train"] & names["test"]
+    assert 3 < len(names["test"]) < 20
+    assert found["train"][0].source == f"arcagi3/{found['train'][0].data['game_id'].split('-')[0]}"
+    assert "RESET" in found["train"][0].messages[-1]["content"]
+    fewer = make(game_ids=",".join(ids[:20]))  # whether a game is held out does not depend on the others
+    assert {fewer.task("test", k).data["game_id"] for k in range(fewer.num_tasks("test"))} <= names["test"]
+    chosen = make(game_ids="a,b,c", test_ids="b")
+    assert chosen.num_tasks("train") == 2 and chosen.task("test", 0).data["game_id"] == "b"
+    assert make(game_ids="a", test_ids="none").num_tasks("test") == 0
+    with pytest.raises(BadInput, match="held out"):
+        make(game_ids="a", test_ids="a").num_tasks("train")
+    with pytest.raises(BadInput, match="test_ids.*zz"):
+        make(game_ids="a", test_ids="zz").num_tasks("train")
+    with pytest.raises(IndexError):
+        chosen.task("train", 2)
+    listed = offline(game_ids="maze-1,maze-2,lights-4", test_ids="none")
+    assert [listed.task("train", k).id for k in range(3)] == [f"arcagi3-train-{k}" for k in range(3)]
+
+
+@pytest.mark.parametrize("options, says", [
+    (dict(downsample=0), "downsample: expected 1 to 32, got 0"), (dict(history=-1), "history"),
+    (dict(max_actions=0), "max_actions"), (dict(reward_mode="gain"), "reward_mode.*delta_score"),
+    (dict(offline=True, session=SESSION), "session"), (dict(offline=True, root_url="http://h"), "root_url"),
+    (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(offline=True, game_ids="mazes"), "maze"),
+    (dict(offline=True, game_ids="maze,maze-1"), "not both"), (dict(offline=True, test_ids="a"), "test_ids"),
+    (dict(changes=True, style="short"), "changes"), (dict(timeout="0"), "timeout"),
+    (dict(retries=-1), "retries"), (dict(max_errors=0), "max_errors"), (dict(train_tasks=0), "train_tasks"),
+    (dict(reward_scale="inf"), "reward_scale"), (dict(session="no such file"), "no such file"),
+    (dict(games="maze"), "unknown option"), (dict(offline=True, game_ids="maze-99999999999"), "game_ids"),
+])
+def test_options_that_cannot_be_are_named(options, says):
+    with pytest.raises(BadInput, match=says):
+        make(**options)
+
+
+# ---- Screens
+
+
+def test_a_screen_says_what_the_spec_promises():
+    env = offline(game_ids="maze-17", test_ids="none")
+    task = env.task("train", 0)
+    text = task.messages[-1]["content"]
+    head, _, grid = text.partition("screen (64x64):\n")
+    assert "state: NOT_FINISHED\nscore: 0 of 3\nstep: 0 of 80\n" in head
+    assert "actions: ACTION1 ACTION2 ACTION3 ACTION4\n" in head
+    frame = arc_games.new_game("maze-17").frame()
+    assert [[int(cell, 16) for cell in line] for line in grid.split("\n")] == frame
+    step = env.start(task, 1).step(env.replies(task)[0])
+    assert step.messages[0]["role"] == "user" and "step: 1 of 80" in step.messages[0]["content"]
+
+
+@pytest.mark.parametrize("scale", [1, 2, 3, 4, 8, 32])
+def test_a_shrunk_screen_shows_majorities(scale):
+    view = arcagi3.View(arcagi3.Config(downsample=scale))
+    rng = random.Random(scale)
+    grid = [[rng.choice((1, 4, 15)) for _ in range(13)] for _ in range(10)]
+    expected = []
+    for y in range(0, 10, scale):
+        expected.append([])
+        for x in range(0, 13, scale):
+            cells = [cell for row in grid[y:y + scale] for cell in row[x:x + scale]]
+            expected[-1].append(max(sorted(set(cells)), key=cells.count))
+    assert view.shrink(grid) == expected
+
+
+def test_options_of_the_screen():
+    env = offline(game_ids="maze-17", test_ids="none", downsample=4, history=2, changes=True)
+    task = env.task("train", 0)
+    assert "screen (16x16, a digit stands for 4x4 cells):" in task.messages[-1]["content"]
+    texts = [step.messages[0]["content"] for step in run(env, task, env.replies(task)[:5])]
+    assert "history: ACTION" in texts[0] and "changed (x, y): (" in texts[0] and "nothing" not in texts[0]
+    last = [reply.split('"')[3] for reply in env.replies(task)[3:5]]
+    assert f"history: {', '.join(last)}\n" in texts[4]
+    assert any("animation: 2 screens" in text for text in texts)
+    text = env.start(task, 1).step("hm").messages[0]["content"]
+    assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
+
+
+def test_the_short_style_is_within_its_vocabulary():
+    env = offline(history=3, **SHORT)
+    words = set(env.vocabulary)
+    assert len(words) == len(env.vocabulary) < 300 and offline().vocabulary is None
+    for index in range(9):
+        task = env.task("train", index)
+        replies = ["nonsense", *env.replies(task)]
+        steps = run(env, task, replies)
+        texts = [message["content"] for step in steps for message in step.messages]
+        texts += [task.messages[0]["content"], *replies[1:]]
+        assert not {word for text in texts for word in text.split()} - words
+        assert texts[0].startswith("bad score 0 actions") and len(texts[0].split()) < 80
+    opening = make(game_ids="g", test_ids="none", **SHORT).task("train", 0).messages
+    assert opening == [{"role": "user", "content": "start"}]
+
+
+def test_short_clicks_count_what_is_shown():
+    env = offline(game_ids="lights-17", test_ids="none", **SHORT)
+    task = env.task("train", 0)
+    assert env.replies(task)[0].split()[0] == "ACTION6" and int(env.replies(task)[0].split()[1]) < 8
+    step = env.start(task, 1).step("ACTION6 8 1")
+    assert step.info["invalid"] == 1
+    assert run(env, task)[-1].info["correct"] == 1
+
+
+# ---- Replies
+
+
+@pytest.mark.parametrize("reply, expected", [
+    ('{"action": "ACTION6", "x": 1, "y": 2, "reasoning": "why"}', Action("ACTION6", 1, 2, "why")),
+    ("ACTION6 x=1 y=2", Action("ACTION6", 1, 2)), ("  action6 x = 1, y = 2  ", Action("ACTION6", 1, 2)),
+    ("ACTION6 63 0", Action("ACTION6", 63, 0)), ("`ACTION6 x=1 y=2`.", Action("ACTION6", 1, 2)),
+    ("I go up.\nACTION1", Action("ACTION1")), ("RESET", Action("RESET")),
+    ("ACTION7\n\nthat is all", Action("ACTION7")),
+    ('first {"action": "ACTION1"} then {"action": "action2"} done', Action("ACTION2")),
+    ('{"action": "ACTION1"} {"note": 1}', Action("ACTION1")),
+    ('```json\n{"action": "ACTION3"}\n```', Action("ACTION3")),
+    ('<think>{"action": "ACTION1"}</think>{"action": "ACTION2"}', Action("ACTION2")),
+    ("<think>ACTION1</think>\nACTION5", Action("ACTION5")),
+    ('{"action": "ACTION1", "x": 99, "y": true}', Action("ACTION1")),
+    ('{"action": "ACTION2", "data": {"action": "ACTION3"}}', Action("ACTION2")),
+    ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
+    ('{"a": {{"action": "ACTION4"}', Action("ACTION4")), ('[{"action": "ACTION1"}]', Action("ACTION1")),
+    ('{"action": "ACTION1", "reasoning": ["a", 1]}', Action("ACTION1", reasoning='["a", 1]')),
+    ('ACTION1\n{"action": "ACTION2"}', Action("ACTION2")),
+    ('{"action": "ACTION1", "reasoning": "\\ud800"}', Action("ACTION1", reasoning="\ud800")),
+])
+def test_replies_that_name_an_action(reply, expected):
+    assert parse_reply(reply) == expected
+
+
+@pytest.mark.parametrize("reply, says", [
+    ("", "no action"), ("up", "no action"), ("I choose ACTION1", "no action"),
+    ("ACTION1 ACTION2", "no action"),
+    ("ACTION8", "'ACTION8' is not"), ("ACTION0", "not the name"), ('{"action": "ACTION8"}', "not the name"),
+    ('{"action": 6, "x": 1, "y": 1}', "6 is not"), ('{"action": null}', "not the name"),
+    ('{"action": ["ACTION1"]}', "not the name"), ('{"action": true}', "not the name"),
+    ("ACTION6", "x is missing"), ('{"action": "ACTION6", "x": 1}', "y is missing"),
+    ('{"action": "ACTION6", "x": true, "y": 1}', "x is True"), ("ACTION6 x=64 y=0", "x is 64"),
+    ('{"action": "ACTION6", "x": 1.0, "y": 1}', "x is 1.0"),
+                                         ('{"action": "ACTION6", "x": "1", "y": 1}', "x is '1'"),
+    ('{"action": "ACTION6", "x": 1, "y": -1}', "y is -1"), ("ACTION6 x=-1 y=1", "x is -1"),
+    ('{"action": "ACTION6", "x": NaN, "y": 1}', "x is nan"),
+                                         ('{"action": "ACTION6", "x": 1e999, "y": 1}', "x is inf"),
+    ('{"action": "ACTION6", "x": {"x": 1}, "y": 1}', "x is {"),
+                                         ('{"action": "ACTION1"}</think>', "no action"),
+    ('{"action": "ACTION6", "x": ' + "9" * 4000 + ', "y": 1}', "x is 9999"),
+    ('{"action": "ACTION6", "x": ' + "9" * 5000 + ', "y": 1}', "no action"),  # Python reads no such integer
+    ('{"action": "ACTION１"}', "not the name"), ("ACTION６ x=1 y=1", "no action"),
+    ('{"action": "ACTION1"' + " " * 9000 + "}", "no action"),  # longer than what is read
+])
+def test_replies_that_name_none(reply, says):
+    assert says in parse_reply(reply)
+
+
+HOSTILE = [
+    "{" * 1_000_000, '{"action":' * 100_000, "[" * 1_000_000, '{"a":{"action":"ACTION1"' * 40_000,
+    "}" * 1_000_000, '{"' * 500_000, '"' * 1_000_000, "\\" * 1_000_000, "</think>" * 100_000,
+           "ACTION1 " * 100_000,
+    "ACTION6" + " \t" * 400_000, "ACTION6 x=" + "1" * 900_000, "`*" * 500_000, "\n" * 1_000_000,
+           "\0" * 1_000_000,
+    "ACTION6 x=1 y=1" + "`" * 900_000 + "x", '{"action": "ACTION6", "x": ' + "[" * 500_000,
+           "\ud800" * 300_000,
+    '{"action": "ACTION1", "reasoning": "' + "{" * 7_900 + '"}', "{}" * 400_000, '{"action": {}}' * 70_000,
+    "\x85\u2028" * 300_000, "ACTION1,," * 100_000,
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_megabyte_of_anything_is_answered_quickly(number):
+    env = offline(game_ids="lights-1", test_ids="none")
+    episode = env.start(env.task("train", 0), 1)
+    began = time.process_time()
+    step = episode.step(HOSTILE[number])
+    assert time.process_time() - began < 0.5
+    assert step.reward == 0 and len(step.messages[0]["content"]) < 10_000
+
+
+def hostile(rng):
+    parts = ["{", "}", '"', "action", ":", "ACTION6", "ACTION1", "ACTION8", "x", "y", "=", " ", "\n", "1",
+             "64", "-",
+             ".", ",", "[", "]", "true", "null", "NaN", "1e9", "</think>", "<think>", "\\", "\ud800", "\0",
+             "RESET",
+             '{"action": "ACTION6", ', '"x": ', '"y": 5}', "é", "\u2028", '{"action": "ACTION2"}', "`"]
+    return "".join(rng.choice(parts) for _ in range(rng.randrange(30)))
+
+
+def answers_hostile_replies(count, seed):
+    rng, found = random.Random(seed), {"action": 0, "none": 0}
+    env = offline(max_actions=100_000, **SHORT)
+    episode = env.start(env.task("train", 1), 1)
+    for number in range(count):
+        reply = hostile(rng)
+        action = parse_reply(reply)
+        assert isinstance(action, (Action, str)) and action
+        found["none" if isinstance(action, str) else "action"] += 1
+        if isinstance(action, Action) and action.name == "ACTION6":
+            assert type(action.x) is type(action.y) is int and 0 <= action.x <= 63 and 0 <= action.y <= 63
+        if number % 20 == 0:
+            step = episode.step(reply)
+            if step.terminated or step.truncated:
+                episode = env.start(env.task("train", number), 1)
+    assert min(found.values()) > count // 50
+    return found
+
+
+def test_5000_hostile_replies():
+    answers_hostile_replies(5_000, 1)
+
+
+@pytest.mark.slow
+def test_100000_hostile_replies():
+    answers_hostile_replies(100_000, 2)
+
+
+@pytest.mark.parametrize("options",
+                         [{}, dict(changes=True, history=3, downsample=2), SHORT | dict(history="2")],
+                         ids=["chat", "all", "short"])
+def test_empty_replies_and_echoes_do_not_score(options):
+    for index in range(3):
+        env = offline(max_actions=12, **options)
+        task = env.task("train", index)
+        episode, last = env.start(task, 1), task.messages
+        step = episode.step(env.replies(task)[0])  # so that there is a history
+        for turn in range(1, 12):
+            echo = ["", "".join(message["content"] for message in last or task.messages)][turn % 2]
+            assert not step.terminated and not step.truncated
+            step = episode.step(echo)
+            assert step.reward == 0 and step.info["invalid"] == turn
+            last = step.messages
+        assert step.truncated and not step.terminated and step.info["correct"] == 0
+        assert step.info["actions_taken"] == 1
+    prompt = "".join(message["content"] for message in task.messages)
+    assert isinstance(parse_reply(prompt), str)
+
+
+def test_an_action_that_the_game_lacks_is_answered_and_not_sent():
+    env = offline(game_ids="maze-1", test_ids="none")
+    recorder = arcagi3.Recorder(arcagi3.LocalTransport())
+    env.make_transport = lambda: recorder
+    step = env.start(env.task("train", 0), 1).step("ACTION6 x=1 y=1")
+    assert step.info["invalid"] == 1 and "ACTION6 is not available" in step.messages[0]["content"]
+    assert recorder.session["steps"] == []
+
+
+# ---- Rewards
+
+
+@pytest.mark.parametrize("options, rewards", [
+    ({}, [1, 2]), (dict(reward_mode="score"), [1, 3]), (dict(reward_mode="binary"), [0, 1]),
+    (dict(reward_scale=0.5), [0.5, 1]), (dict(reward_mode="binary", reward_scale=-2), [0, -2]),
+])
+def test_the_bundled_session_ends_in_win(options, rewards):
+    env = make(session=SESSION, test_ids="none", **options)
+    task = env.task("train", 0)
+    steps = run(env, task, ['{"action": "ACTION4"}', "ACTION6 x=7 y=3"])
+    assert [step.reward for step in steps] == rewards
+    assert steps[-1].terminated and steps[-1].info["state"] == "WIN" and steps[-1].info["correct"] == 1
+    assert steps[-1].info["replay_url"].endswith("/replay/demo-0001/recorded-play")
+    cells = {cell for reply in (json.loads(Path(SESSION).read_text())["reset"],) for grid in reply["frame"]
+             for row in grid for cell in row}
+    assert max(cells) == 15 and min(cells) == 0
+    assert Path(SESSION).stat().st_size < 5_000
+
+
+def test_reset_takes_back_what_a_level_earned():
+    env = offline(game_ids="maze-3", test_ids="none")
+    task = env.task("train", 0)
+    first = len(arc_games.new_game("maze-3").solve(arc_games.new_game("maze-3").level))
+    steps = run(env, task, env.replies(task)[:first] + ["RESET", "hm", "RESET"] + env.replies(task))
+    assert sum(step.reward for step in steps) == 3 and steps[-1].info["correct"] == 1
+    assert [step.reward for step in steps[:first + 1]][-2:] == [1, -1]  # nothing was done in the second level
+
+
+# ---- The client's schema
+
+
+FRAME = {"game_id": "g", "guid": "u", "frame": [[[0, 15], [1, 2]]], "state": "NOT_FINISHED",
+         "levels_completed": 0,
+         "win_levels": 254, "available_actions": [1, 6], "action_input": {"id": 0}, "full_reset": True}
+
+
+def without(*names):
+    return {name: value for name, value in FRAME.items() if name not in names}
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"frame": [[[0] * 64] * 64] * 3}, {"state": "NOT_PLAYED"}, {"available_actions": []},
+    {"available_actions": None}, {"available_actions": ["RESET", "ACTION6", "ACTION1"]}, {"full_reset": None},
+    {"action_input": None}, {"levels_completed": 254}, {"frame": [[[1]], [[0, 1]]]}, {"extra": 1},
+])
+def test_frames_of_the_schema(change):
+    frame = arcagi3.read_frame(FRAME | change)
+    assert frame.actions in ((1, 6), ()) and frame.state in ("NOT_FINISHED", "NOT_STARTED")
+
+
+def test_older_names():
+    old = without("levels_completed", "win_levels") | {"score": 2, "win_score": 3, "state": "NOT_PLAYED"}
+    frame = arcagi3.read_frame(old)
+    assert (frame.score, frame.win_score, frame.state) == (2, 3, "NOT_STARTED")
+    assert arcagi3.read_frame(without("win_levels", "available_actions")).win_score == 0
+
+
+@pytest.mark.parametrize("reply", [
+    None, [], "WIN", 1, {}, {"error": "X", "message": "y"}, FRAME | {"error": "X"},
+    *(without(name) for name in ("game_id", "guid", "frame", "state", "levels_completed")),
+    *(FRAME | change for change in (
+        {"guid": None}, {"guid": 1}, {"guid": ""}, {"game_id": []}, {"state": "WON"}, {"state": None},
+                                    {"state": []},
+        {"frame": []}, {"frame": [[]]}, {"frame": [[[]]]}, {"frame": [[[16]]]}, {"frame": [[[-1]]]},
+        {"frame": [[[True]]]}, {"frame": [[[1.0]]]}, {"frame": [[["1"]]]}, {"frame": [[[None]]]},
+        {"frame": [[[0], [0, 1]]]}, {"frame": [[[0] * 65]]}, {"frame": [[[0]] * 65]}, {"frame": [[0]]},
+                                    {"frame": [0]},
+        {"frame": [[[[0]]]]}, {"frame": {"0": 1}}, {"frame": [[[0]]] * 1001}, {"frame": [[[0], 0]]},
+        {"levels_completed": 255}, {"levels_completed": -1}, {"levels_completed": True},
+                                    {"levels_completed": "1"},
+        {"levels_completed": 1.0}, {"win_levels": 255}, {"win_levels": None}, {"available_actions": [8]},
+        {"available_actions": "ACTION1"}, {"available_actions": [True]}, {"available_actions": ["ACTION9"]},
+        {"available_actions": [[1]]}, {"full_reset": 1}, {"action_input": 5})),
+])
+def test_frames_that_fail_the_schema(reply):
+    with pytest.raises(ClientError):
+        arcagi3.read_frame(reply)
+
+
+def test_the_client_checks_what_it_sends_and_gets():
+    calls = []
+
+    def transport(method, path, payload):
+        calls.append((method, path, payload))
+        if path == "/api/games":
+            return [{"title": "no id"}]
+        if "scorecard" in path:
+            return []
+        raise KeyError("a transport may raise anything")
+
+    client = arcagi3.Client(transport)
+    for bad in ((64, 0), (0, -1), (True, 1), (1.0, 1), (None, 1), ("1", 1)):
+        with pytest.raises(ClientError, match="0 to 63"):
+            client.act("g", "u", "ACTION6", *bad)
+    with pytest.raises(ClientError, match="not an action"):
+        client.act("g", "u", "RESET")
+    assert calls == []
+    for ask in (client.games, client.open_scorecard, lambda: client.scorecard("c"),
+                lambda: client.close_scorecard("c")):
+        with pytest.raises(ClientError):
+            ask()
+    with pytest.raises(TransportError, match="POST /api/cmd/ACTION1: KeyError"):
+        client.act("g", "u", "ACTION1", reasoning="\ud800" + "r" * 10_000)
+    assert len(calls[-1][2]["reasoning"]) == 2_000 and calls[-1][2]["reasoning"].isascii()
+    with pytest.raises(ClientError):
+        client.scorecard("../c d", "g/1")
+    assert calls[-1][1] == "/api/scorecard/..%2Fc%20d/g%2F1"
+
+
+# ---- Over HTTP
+
+
+@pytest.mark.parametrize("old_names", [False, True], ids=["names", "older names"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_whole_game_over_http(name, old_names, serve):
+    server = serve(arc_games.Arcade(old_names=old_names), require_cookie=True, api_key="secret")
+    env, task = over_http(server, f"{name}-5", "secret")
+    steps = run(env, task)
+    assert sum(step.reward for step in steps) == 3 and steps[-1].terminated
+    info = steps[-1].info
+    assert info["state"] == "WIN" and info["actions_taken"] == len(steps) - 1 == len(env.replies(task))
+    assert info["replay_url"] == f"{server.url}/replay/{name}-5/{info['guid']}"
+    paths = [path for _, path in server.requests]
+    assert paths[:2] == ["/api/scorecard/open", "/api/cmd/RESET"]
+    assert paths[-2:] == [f"/api/scorecard/{info['card_id']}", "/api/scorecard/close"]
+    assert not server.arcade.cards[info["card_id"]]["open"]
+    local = offline(game_ids=f"{name}-5", test_ids="none")
+    there, here = steps[1].messages[0]["content"], run(local,
+                                                       local.task("train", 0))[0].messages[0]["content"]
+    assert there == here or old_names  # the same screens in process
+
+
+def test_the_list_of_games_is_fetched_once(serve):
+    server = serve()
+    env = make(root_url=server.url)
+    assert server.requests == []
+    assert env.num_tasks("train") + env.num_tasks("test") == 24
+    assert env.task("train", 0).data["game_id"] and env.num_tasks("train") > 15
+    assert server.requests == [("GET", "/api/games")]
+    server.faults.api_key = "other"
+    with pytest.raises(BadInput, match="401.*UNAUTHORIZED"):
+        make(root_url=server.url).num_tasks("train")
+
+
+def test_addresses_and_keys_come_from_the_environment(serve, monkeypatch):
+    server = serve(api_key="k")
+    monkeypatch.setenv("ARC_ROOT_URL", server.url)
+    monkeypatch.setenv("ARC_API_KEY", "k")
+    assert run(env := make(game_ids="lights-1", test_ids="none"),
+               env.task("train", 0))[-1].info["correct"] == 1
+    monkeypatch.delenv("ARC_ROOT_URL")
+    assert make().root_url == "https://three.arcprize.org"
+
+
+def test_429_waits_as_long_as_the_server_asks(serve):
+    server, waits = serve(rate_limit=6), []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        with server.lock:
+            server.times.clear()  # a minute passes
+
+    transport = functools.partial(connect, server, deadline=300, sleep=sleep)
+    env, task = over_http(server, "maze-2", transport=transport)
+    assert run(env, task)[-1].info["correct"] == 1
+    assert len(waits) >= 3 and all(50 < wait <= 60 for wait in waits)
+
+
+@pytest.mark.parametrize("options, tries",
+                         [(dict(retries=2, deadline=300), 3), (dict(retries=9, deadline=1), 1),
+    (dict(retries=0), 1)])
+def test_retries_and_deadline_are_limits(options, tries, serve):
+    server = serve(rate_limit=1)
+    transport = connect(server, **options)
+    transport("GET", "/api/games")
+    with pytest.raises(TransportError, match="HTTP 429 'RATE_LIMIT'") as failure:
+        transport("GET", "/api/games")
+    assert failure.value.status == 429 and not failure.value.unknown and len(server.requests) == 1 + tries
+
+
+def test_500_is_tried_again(serve):
+    server, waits = serve(fail_every=3), []
+    env, task = over_http(server, "maze-2", transport=lambda: connect(server, sleep=waits.append))
+    steps = run(env, task)
+    assert steps[-1].info["correct"] == 1 and steps[-1].info["errors"] == 0 and len(waits) > 8
+    assert set(waits) and all(0.25 <= wait <= 0.5 for wait in waits)
+
+
+def test_backoff_doubles(serve):
+    server, waits = serve(fail_every=1), []
+    with pytest.raises(TransportError, match="HTTP 500"):
+        connect(server, retries=4, deadline=100, sleep=waits.append)("POST", "/api/cmd/ACTION1", {})
+    assert all(0.25 * 2**k <= wait <= 0.5 * 2**k for k, wait in enumerate(waits)) and len(waits) == 4
+
+
+def test_a_dropped_action_is_not_sent_twice_and_the_next_frame_tells(serve):
+    """Each 4th command is carried out and not answered: as a solver that trusts the screen would, go on."""
+    server = serve(drop_every=4)
+    env, task = over_http(server, "collect-8", max_errors=50)
+    replies = env.replies(task)
+    episode = env.start(task, 1)
+    episode.step("RESET")
+    for number, reply in enumerate(replies):
+        step = episode.step(reply)
+        if number == 2:
+            assert "may have been carried out or not" in step.messages[0]["content"]
+            assert step.info["errors"] == 1 and step.info["actions_taken"] == 2
+        if step.terminated or step.truncated:
+            break
+    commands = [path for _, path in server.requests if path.startswith("/api/cmd/ACTION")]
+    play = next(iter(server.arcade.plays.values()))[0]
+    assert len(commands) == len(replies) == play["actions"]  # none of them twice
+    assert play["state"] == "WIN"
+
+
+def test_a_level_won_by_a_lost_answer_is_counted_with_the_next(serve):
+    server = serve(drop_every=5)  # RESET and four moves: the one that ends the first level is lost
+    env, task = over_http(server, "maze-2")
+    rewards = [step.reward for step in run(env, task, ["RESET", *env.replies(task)[:5]])]
+    assert rewards == [0, 0, 0, 0, 0, 1]
+
+
+def test_a_new_play_is_asked_for_again_where_the_connection_was_lost(serve):
+    server = serve(drop_every=2)
+    client = arcagi3.Client(connect(server))
+    card = client.open_scorecard()
+    assert client.reset("maze-1", card).guid  # the first command is answered
+    frame = client.reset("maze-1", card)  # the second is lost
+    with pytest.raises(TransportError) as failure:  # and the fourth is of a play: not sent again
+        client.reset("maze-1", card, frame.guid)
+    assert failure.value.unknown and sum(path.endswith("RESET") for _, path in server.requests) == 4
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+def test_a_wrong_key_ends_the_episode_at_once(key, serve):
+    server = serve(api_key="right")
+    env, task = over_http(server, "maze-2", key)
+    (step,) = run(env, task)
+    assert step.truncated and not step.terminated and step.messages == []
+    assert step.info["error"] == 1 and step.info["correct"] == 0 and step.info["state"] == "NOT_STARTED"
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_always_fails_ends_the_episode_after_so_many_errors(serve):
+    server = serve()
+    env, task = over_http(server, "maze-2", max_errors=4)
+    episode = env.start(task, 1)
+    episode.step("RESET")
+    server.faults.fail_every = 1
+    server.faults.drop_every = 0
+    steps = [episode.step("ACTION1") for _ in range(6)]
+    assert [step.truncated for step in steps] == [False] * 3 + [True] * 3
+    assert steps[3].info["error"] == 1 and steps[5].info["errors"] == 4
+    assert "HTTP 500" in steps[0].messages[0]["content"]
+    assert all(step.reward == 0 and not step.terminated for step in steps)
+    before = len(server.requests)
+    episode.step("ACTION1")
+    episode.close()
+    assert len(server.requests) == before
+
+
+def test_no_server_at_all(serve):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens
+        waits = []
+        with pytest.raises(TransportError) as failure:
+            HttpTransport(url, retries=2, sleep=waits.append)("POST", "/api/cmd/ACTION1", {"guid": "u"})
+        assert not failure.value.unknown and len(waits) == 2  # nothing was sent, so it was tried again
+        assert "0x" not in str(failure.value)
+        env = make(root_url=url, game_ids="maze-1", test_ids="none", retries=0, max_errors=2)
+        steps = run(env, env.task("train", 0), ["RESET"] * 5)
+        assert len(steps) == 2 and steps[-1].info["error"] == 1
+
+
+def test_a_game_that_is_over_answers_400(serve):
+    server = serve()
+    client = arcagi3.Client(connect(server))
+    card = client.open_scorecard()
+    frame = client.reset("lights-4", card)
+    while frame.state == "NOT_FINISHED":
+        frame = client.act("lights-4", frame.guid, "ACTION6", 0, 0)
+    assert frame.state == "GAME_OVER"
+    before = len(server.requests)
+    with pytest.raises(TransportError, match="HTTP 400 'GAME_NOT_STARTED_ERROR'") as failure:
+        client.act("lights-4", frame.guid, "ACTION6", 0, 0)
+    assert failure.value.status == 400 and len(server.requests) == before + 1  # not tried again
+    assert client.reset("lights-4", card, frame.guid).state == "NOT_FINISHED"
+
+
+@pytest.mark.parametrize("method, path, payload, status", [
+    ("POST", "/api/cmd/ACTION6", {"x": 64, "y": 0}, 400), ("POST", "/api/cmd/ACTION6", {"x": 1}, 400),
+    ("POST", "/api/cmd/ACTION6", {"x": True, "y": 0}, 400),
+    ("POST", "/api/cmd/ACTION6", {"x": "1", "y": 0},
+                                                            400),
+    ("POST", "/api/cmd/ACTION1", {}, 400),
+    ("POST", "/api/cmd/ACTION6",
+                                                            {"guid": "none", "x": 1, "y": 1}, 400),
+    ("POST", "/api/cmd/ACTION6", {"game_id": "ls20-1", "x": 1, "y": 1}, 400),
+    ("POST", "/api/cmd/ACTION8", {}, 404),
+    ("POST", "/api/cmd/RESET", {"guid": None, "card_id": "none"}, 404), ("GET", "/api/cmd/RESET", None, 404),
+    ("GET", "/api/scorecard/none", None, 404), ("POST", "/api/scorecard/close", {"card_id": []}, 404),
+    ("POST", "/api/cmd/RESET", [], 400), ("GET", "/", None, 404),
+    ("POST", "/api/cmd/RESET", {"game_id": "maze-01"},
+                                                            400),
+])
+def test_what_the_server_refuses(method, path, payload, status, serve):
+    server = serve()
+    client = arcagi3.Client(connect(server))
+    frame = client.reset("lights-4", client.open_scorecard())
+    if isinstance(payload, dict):
+        payload = {"game_id": "lights-4", "guid": frame.guid} | payload
+    with pytest.raises(TransportError) as failure:
+        connect(server)(method, path, payload)
+    assert failure.value.status == status
+
+
+class Strange(http.server.BaseHTTPRequestHandler):
+    """Answers of other kinds than JSON objects, by the path."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        body = {"/html": b"<html>", "/empty": b"", "/deep": b"[" * 100_000,
+                "/latin": b'"\xff"'}.get(self.path, b"{}")
+        statuses = {"/redirect": 302, "/gateway": 502, "/teapot": 418, "/api/cmd/ACTION1": 502}
+        status = statuses.get(self.path, 200)
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(status)
+        more = {"/short": 1, "/drip": 20}.get(self.path, 0)
+        self.send_header("Content-Length", str(len(body) + more))
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")
+        self.end_headers()
+        for _ in range(20 * (self.path == "/drip")):  # a little, and again a little
+            self.wfile.write(b" ")
+            time.sleep(0.05)
+        self.wfile.write(body)
+        self.close_connection = self.path == "/short"
+        self.server.seen.append(self.path)
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def strange():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    server.daemon_threads, server.seen = True, []
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("path, kind, says", [
+    ("/html", ClientError, "not JSON"), ("/empty", ClientError, "not JSON"),
+    ("/deep", ClientError, "not JSON"),
+    ("/latin", ClientError, "not JSON"), ("/redirect", TransportError, "302"),
+    ("/gateway", TransportError, "502"),
+    ("/teapot", TransportError, "418"), ("/short", TransportError, "Error"),
+])
+def test_answers_that_are_no_json(path, kind, says, strange):
+    with pytest.raises(ClientError, match=says) as failure:
+        connect(strange, retries=1)("GET", path)
+    assert type(failure.value) is kind and "/elsewhere" not in strange.seen
+    assert len(strange.seen) == (2 if path in ("/gateway", "/short") else 1)
+
+
+def test_an_answer_that_drips_is_given_up_at_the_deadline(strange):
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="too slow"):
+        connect(strange, timeout=5, deadline=0.2)("GET", "/drip")
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
+    with pytest.raises(TransportError, match="502") as failure:
+        connect(strange, retries=3)("POST", "/gateway", {})  # not a path of a command
+    assert len(strange.seen) == 4
+    strange.seen.clear()
+    with pytest.raises(TransportError, match="502") as failure:
+        connect(strange, retries=3)("POST", "/api/cmd/ACTION1", {"guid": "u"})
+    assert failure.value.unknown and len(strange.seen) == 1
+
+
+def test_slow_answers_are_given_up(serve):
+    server = serve(delay=0.5)
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="ReadTimeout|ConnectionError") as failure:
+        connect(server, timeout=0.05, retries=2, deadline=0.3)("GET", "/api/games")
+    assert failure.value.unknown and time.monotonic() - began < 0.45
+    env, task = over_http(server, "maze-1", transport=lambda: connect(server, timeout=0.05, retries=0),
+                          max_errors=2)
+    steps = run(env, task, ["RESET"] * 9)
+    assert len(steps) == 2 and steps[-1].info["error"] == 1
+
+
+def test_64_episodes_at_a_time(serve):
+    server = serve(require_cookie=True)
+    ids = [f"maze-{seed}" for seed in range(64)]
+    env = make(root_url=server.url, game_ids=",".join(ids), test_ids="none")
+    tasks = [env.task("train", index) for index in range(64)]
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        plays = pool.map(lambda task: run(env, task, ["", *env.replies(task)[:4]]), tasks)
+        ends = [steps[-1] for steps in plays]
+    assert all(step.info["score"] == 1 for step in ends) and len({step.info["guid"] for step in ends}) == 64
+    assert [step.info["game_id"] for step in ends] == ids
+    local = offline(game_ids="lights", **SHORT)
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        ends = list(pool.map(lambda k: run(local, local.task("train", k))[-1], range(64)))
+    assert len(ends) == 64
+    assert all(step.info["correct"] == 1 for step in ends)
+
+
+def test_closing_is_best_effort(serve):
+    server = serve()
+    env, task = over_http(server, "maze-1")
+    episode = env.start(task, 1)
+    episode.close()
+    assert server.requests == []  # nothing was begun
+    assert episode.step("RESET").truncated
+    episode = env.start(task, 1)
+    episode.step("RESET")
+    server.arcade.cards.clear()
+    episode.close()
+    episode.close()
+    assert episode.scorecard is None
+    assert [path for _, path in server.requests][-1] == "/api/scorecard/close"
+
+
+# ---- Recordings
+
+
+def test_a_recording_replays_to_the_same_rewards(tmp_path):
+    for name in KINDS:
+        env = offline(game_ids=f"{name}-9", test_ids="none")
+        recorder = arcagi3.Recorder(arcagi3.LocalTransport())
+        env.make_transport = lambda recorder=recorder: recorder
+        task = env.task("train", 0)
+        replies = ["hm", env.replies(task)[0], "RESET",
+                   *env.replies(task)]  # a RESET in the middle replays too
+        steps = run(env, task, replies)
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(recorder.lines()))
+        again = make(session=str(path), test_ids="none")
+        replayed = run(again, again.task("train", 0), replies)
+        assert [step.reward for step in replayed] == [step.reward for step in steps]
+        assert [step.messages for step in replayed] == [step.messages for step in steps]
+        assert replayed[-1].info["correct"] == 1
+        single = tmp_path / f"{name}.json"
+        single.write_text(json.dumps(recorder.session))
+        assert arcagi3.load_session(str(single)) == arcagi3.load_session(str(path)) | {
+            "steps": recorder.session["steps"]}
+
+
+def test_the_static_transport_refuses_what_was_not_recorded():
+    static = arcagi3.StaticTransport(arcagi3.load_session(SESSION))
+    client = arcagi3.Client(static)
+    assert client.games()[0]["game_id"] == "demo-0001"
+    card = client.open_scorecard()
+    frame = client.reset("demo-0001", card)
+    for action, place in (("ACTION1", ()), ("ACTION6", (7, 3))):
+        with pytest.raises(ClientError, match="not what the recording holds"):
+            client.act("demo-0001", frame.guid, action, *place)
+    assert client.act("demo-0001", frame.guid, "ACTION4", reasoning="a remark").score == 1
+    for place in ((3, 7), (7, 4)):
+        with pytest.raises(ClientError, match="not what the recording holds"):
+            client.act("demo-0001", frame.guid, "ACTION6", *place)
+    for extra in ({"x": 7, "y": 3, "z": 1}, {"x": 7}, {"x": 7.0, "y": 3}):
+        with pytest.raises(ClientError, match="not what the recording holds"):
+            static("POST", "/api/cmd/ACTION6", extra)
+    client.reset("demo-0001", card)  # rewinds
+    assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
+    assert client.act("demo-0001", frame.guid, "ACTION6", 7, 3).state == "WIN"
+    with pytest.raises(ClientError, match="nothing more"):
+        client.act("demo-0001", frame.guid, "ACTION4")
+    client.reset("demo-0001", card, frame.guid)
+    assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
+    assert client.scorecard(card)["won"] == client.close_scorecard(card)["won"] == 1
+    for method, path in (("GET", "/api/cmd/RESET"), ("POST", "/api/cmd/ACTION9"),
+                         ("GET", "/api/scorecard/other"),
+                         ("POST", "/api/games"), ("GET", "/"), ("POST", "/api/cmd/RESET/"), ("GET", "")):
+        with pytest.raises(TransportError):
+            static(method, path, {})
+
+
+def test_deviating_from_a_recording_ends_the_episode():
+    env = make(session=SESSION, test_ids="none")
+    steps = run(env, env.task("train", 0), ["ACTION6 x=1 y=1"] * 9)
+    assert len(steps) == 3 and steps[-1].info["error"] == 1 and steps[-1].truncated
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "{}", "{", "\xff", '{"reset": 1}', '{"steps": []}', '{"reset": {"error": "X"}}',
+    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION9", "payload": {}, "response": {}}]}),
+    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION1", "payload": []}]}),
+                                  json.dumps({"reset": FRAME, "steps": 1}),
+    json.dumps({"reset": FRAME, "scorecard": {"card_id": 1}}), json.dumps({"reset": FRAME, "scorecard": []}),
+    json.dumps({"action": "ACTION1", "payload": {}, "response": FRAME}),
+])
+def test_files_that_are_no_session(text, tmp_path):
+    path = tmp_path / "session.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(BadInput, match="option session="):
+        make(session=str(path))
+
+
+# ---- The tools
+
+
+def evaluate(capsys, *flags):
+    code = run_arc_eval.main([*map(str, flags)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == (0 if result["ok"] else 1)
+    return result
+
+
+def check_outputs(folder, result, size):
+    """The GIF's frames, number and size; the recording, a line for each step; the conversation."""
+    with Image.open(folder / "frames.gif") as gif:
+        assert gif.n_frames == result["frames"] and gif.size == size and gif.info["loop"] == 0
+        colours = set()
+        for number in range(gif.n_frames):
+            gif.seek(number)
+            colours |= {colour for _, colour in gif.convert("RGB").getcolors()}
+    assert len(colours) > 4
+    lines = [json.loads(line) for line in (folder / "session.jsonl").read_text().splitlines()]
+    assert "reset" in lines[0] and "scorecard" in lines[-1] and len(lines) == result["actions_taken"] + 2
+    messages = [json.loads(line) for line in (folder / "episode.jsonl").read_text().splitlines()]
+    assert sum(message.get("reward", 0) for message in messages) == result["reward"]
+
+
+def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path, capsys):
+    server = serve()
+    for name, flags in (("here", []), ("live", ["--live", "--root-url", server.url])):
+        result = evaluate(capsys, "--game-id", "maze-17", "--scripted", "--out", tmp_path / name, *flags)
+        assert (result["state"], result["score"], result["reward"]) == ("WIN", 3, 3) and result["ok"]
+        assert result["scorecard"]["won"] == 1 and "/replay/maze-17/" in result["replay"]
+        check_outputs(tmp_path / name, result, (256, 276))
+        assert result["frames"] == 1 + result["actions_taken"] + 3  # each level ends with two frames
+    again = evaluate(capsys, "--mock-session", tmp_path / "live" / "session.jsonl", "--out",
+                     tmp_path / "again")
+    assert {name: again[name] for name in ("state", "score", "reward", "guid", "scorecard", "frames")} == {
+        name: result[name] for name in ("state", "score", "reward", "guid", "scorecard", "frames")}
+    mock = evaluate(capsys, "--mock-session", SESSION, "--out", tmp_path / "mock")
+    assert (mock["state"], mock["score"], mock["reward"], mock["frames"]) == ("WIN", 3, 3, 4)
+    check_outputs(tmp_path / "mock", mock, (250, 220))
+
+
+def test_run_arc_eval_stops_at_max_actions(capsys):
+    result = evaluate(capsys, "--game-id", "maze-17", "--scripted", "--max-actions", "5")
+    assert result["ok"] and result["state"] == "NOT_FINISHED" and result["actions_taken"] == 5
+
+
+@pytest.mark.parametrize("flags, says", [
+    ([], "nobody plays"), (["--scripted"], "expected one game"),
+                                         (["--scripted", "--game-id", "maze"], "expected one game"),
+    (["--scripted", "--game-id", "ls20-1"], "maze-17"),
+                                         (["--model", "tests", "--game-id", "maze-1"], "cannot be loaded"),
+    (["--scripted", "--random"], "not allowed"), (["--root-url", "http://h", "--scripted"], "--live"),
+    (["--mock-session", "none.json"], "no such file"), (["--max-actions", "0"], "1 or more"),
+    (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "ls20-1"], "no solver"),
+])
+def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
+    result = evaluate(capsys, *flags)
+    assert not result["ok"] and says in result["reason"], result
+
+
+def test_a_server_away_is_a_failed_evaluation(capsys):
+    result = evaluate(capsys, "--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id",
+                      "maze-1",
+                      "--env-kwargs", "retries=0", "max_errors=2")
+    assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
+
+
+def test_rows_to_learn_from(tmp_path, capsys):
+    flags = ["--game-id", "collect", "--sft-games", 3, "--env-kwargs", "style=short", "downsample=8"]
+    assert evaluate(capsys, "--sft-out", tmp_path / "a.jsonl", *flags)["rows"] == 3
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    env = offline(game_ids="collect", **SHORT)
+    for index, row in enumerate(rows):
+        assert [m["content"] for m in row if m["role"] == "assistant"] == env.replies(env.task("train",
+                                                                                               index))
+    noisy = evaluate(capsys, "--sft-out", tmp_path / "b.jsonl", "--sft-noise", "0.3", "--sft-turns", 2,
+                     *flags)
+    rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert len(rows) == noisy["rows"] > 20 and {len(row["prompt"]) for row in rows} == {1, 3, 5}
+    assert all(row["prompt"][-1]["role"] == "user" and row["response"].startswith("ACTION") for row in rows)
+
+
+def test_the_server_as_a_program():
+    server = subprocess.Popen([sys.executable, "tools/arc_server.py", "--port", "0", "--old-names", "--seeds",
+                               "2"],
+                              cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = json.loads(server.stdout.readline())["url"]
+        env = make(root_url=url, game_ids="lights-2", test_ids="none")
+        assert run(env, env.task("train", 0))[-1].info["correct"] == 1
+        assert make(root_url=url, test_ids="none").num_tasks("train") == 6
+    finally:
+        server.kill()
+        server.communicate()
+
+
+# ---- The training scripts
+
+
+@pytest.fixture
+def small_model(tmp_path):
+    """A function: words -> a folder with a model with random weights that knows them (None: bytes)."""
+    import sft
+
+    def build(words):
+        folder = tmp_path / "model"
+        tokenizer = sft.new_tokenizer(words)
+        args = sft.Args(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_length=1024)
+        sft.new_model(args, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+    return build
+
+
+def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, capsys):
+    import grpo_llm
+    from tests.run_folders import records, train
+
+    model = small_model(offline(**SHORT).vocabulary)
+    options = ("offline=true", "style=short", "downsample=8", "max_actions=3")
+    folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", env_kwargs=options, iterations=2,
+                   max_response_tokens=150, max_context_tokens=700, eval_tasks=3, prompts_per_iteration=3,
+                   group_size=2)
+    last = records(folder)[-1]
+    assert last["iteration"] == 2 and 0 < last["rollout/turns"] <= 3
+    assert {"val/arcagi3/maze/pass@1", "val/arcagi3/lights/progress",
+            "val/arcagi3/collect/invalid"} <= set(last)
+    capsys.readouterr()
+    result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3,
+                      "--max-response-tokens", 4,
+                      "--temperature", 1, "--max-context-tokens", 200, "--env-kwargs", "style=short",
+                      "downsample=8")
+    assert result["ok"] and result["actions_taken"] + result["invalid"] == 3
+
+
+@pytest.mark.slow
+def test_grpo_trains_on_screens_in_bytes(small_model, tmp_path):
+    import grpo_llm
+    from tests.run_folders import records, train
+
+    model = small_model(None)
+    folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", iterations=2,
+                   max_response_tokens=8,
+                   env_kwargs=("offline=true", "game_ids=maze", "downsample=8", "max_actions=2"),
+                   eval_tasks=2)
+    assert records(folder)[-1]["iteration"] == 2
