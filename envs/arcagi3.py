@@ -49,6 +49,7 @@ STATES = {"NOT_STARTED": "NOT_STARTED", "NOT_PLAYED": "NOT_STARTED",  # as older
           "NOT_FINISHED": "NOT_FINISHED", "WIN": "WIN", "GAME_OVER": "GAME_OVER"}
 ACTIONS = ("RESET", *(f"ACTION{number}" for number in range(1, 8)))
 OVER = ("WIN", "GAME_OVER")
+URL = re.compile(r"https?://[^/\s]+(/[^\s?#]*)?")
 
 SYSTEM = """You play a game on a screen of up to 64x64 cells. A cell has one of 16 colours, written as a hex \
 digit. Nobody tells you the rules: act, watch what changes, and find out how to raise the score.
@@ -121,8 +122,7 @@ class Config:
         check(not (self.offline and self.session), "session", "none together with offline")
         check(not (self.root_url and (self.session or self.offline)), "root_url",
               "none together with session or offline")
-        check(not self.root_url or re.fullmatch(r"https?://[^/\s]+(/[^\s?#]*)?", self.root_url), "root_url",
-              "the form http://host:port")
+        check(not self.root_url or URL.fullmatch(self.root_url), "root_url", "the form http://host:port")
         for name in split_ids(self.game_ids) if self.offline else ():
             check(name in arc_games.GAMES or arc_games.parse_id(name), "game_ids",
                   f"some of {', '.join(arc_games.GAMES)}, or ids such as maze-17")
@@ -167,6 +167,8 @@ class ArcAgi3(Env):
             ids = ids or [self._session["reset"]["game_id"]]
         self._ids = ids
         self.root_url = (config.root_url or os.environ.get("ARC_ROOT_URL") or DEFAULT_ROOT).rstrip("/")
+        if not URL.fullmatch(self.root_url):
+            raise BadInput(f"ARC_ROOT_URL={self.root_url}: expected the form http://host:port")
         self.make_transport = transport or self._transport
 
     def _transport(self):
@@ -366,7 +368,8 @@ class Play(Episode):
         frame = self.frame
         score, guid = (frame.score, frame.guid) if frame else (0, "")
         won = float(frame is not None and frame.state == "WIN")
-        url = f"{self.root_url}/replay/{quoted(self.game_id)}/{quoted(guid)}" if guid else ""
+        url = "" if self.config.offline or not guid else (
+            f"{self.root_url}/replay/{quoted(self.game_id)}/{quoted(guid)}")
         return {"correct": won, "score": float(score),
                 "progress": min(1.0, score / frame.win_score) if frame and frame.win_score else won,
                 "actions_taken": float(self.actions_taken), "invalid": float(self.invalid),
@@ -447,7 +450,7 @@ class View:
         """The majority of each block of cells; blocks at the right and bottom edge may be smaller."""
         if self.scale == 1:
             return grid
-        cells = np.asarray(grid)                                                         # (H, W)
+        cells = np.frombuffer(b"".join(map(bytes, grid)), np.uint8).reshape(len(grid), -1)  # (H, W)
         counts = (cells == np.arange(16)[:, None, None]).astype(np.int32)                # (16, H, W)
         for axis in (1, 2):
             counts = np.add.reduceat(counts, np.arange(0, counts.shape[axis], self.scale), axis)
@@ -513,7 +516,7 @@ def parse_reply(reply: str, limit: int = SIZE - 1) -> Action | str:
         name, x, y = found["action"], found.get("x"), found.get("y")
         name = name.strip().upper() if isinstance(name, str) else name
         reasoning = found.get("reasoning", "")
-        reasoning = reasoning if isinstance(reasoning, str) else json.dumps(reasoning)
+        reasoning = reasoning if isinstance(reasoning, str) else shown(reasoning, MAX_REASONING)
     else:
         for line in reversed(text.splitlines()):
             if match := LINE.fullmatch(line):
@@ -548,13 +551,13 @@ def last_object(text: str) -> dict | None:
     return found
 
 
-def shown(value) -> str:
-    """A value in an answer: short, and plain text whatever it holds."""
+def shown(value, most: int = 40) -> str:
+    """A value in an answer: in so many characters at most, and plain text whatever it holds."""
     try:
         text = ascii(value)
     except (ValueError, RecursionError):  # an integer too long to write, or lists within lists
         text = type(value).__name__
-    return text if len(text) <= 40 else text[:37] + "..."
+    return text if len(text) <= most else text[:most - 3] + "..."
 
 
 # The client

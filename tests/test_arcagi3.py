@@ -45,7 +45,7 @@ def serve():
 
 
 def connect(server, key="", **options):
-    options = dict(timeout=5, retries=3, deadline=10, sleep=lambda seconds: None) | options
+    options = dict(timeout=30, retries=3, deadline=60, sleep=lambda seconds: None) | options
     return HttpTransport(server.url, key, **options)
 
 
@@ -352,7 +352,9 @@ def test_short_clicks_count_what_is_shown():
     ('{"action": "ACTION2", "data": {"action": "ACTION3"}}', Action("ACTION2")),
     ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
     ('{"a": {{"action": "ACTION4"}', Action("ACTION4")), ('[{"action": "ACTION1"}]', Action("ACTION1")),
-    ('{"action": "ACTION1", "reasoning": ["a", 1]}', Action("ACTION1", reasoning='["a", 1]')),
+    ('{"action": "ACTION1", "reasoning": ["a", 1]}', Action("ACTION1", reasoning="['a', 1]")),
+    ('{"action": "ACTION1", "reasoning": ' + "[" * 600 + "]" * 600 + "}",
+     Action("ACTION1", reasoning="[" * 600 + "]" * 600)),
     ('ACTION1\n{"action": "ACTION2"}', Action("ACTION2")),
     ('{"action": "ACTION1", "reasoning": "\\ud800"}', Action("ACTION1", reasoning="\ud800")),
 ])
@@ -393,6 +395,7 @@ HOSTILE = [
     "ACTION6 x=1 y=1" + "`" * 900_000 + "x", '{"action": "ACTION6", "x": ' + "[" * 500_000,
            "\ud800" * 300_000,
     '{"action": "ACTION1", "reasoning": "' + "{" * 7_900 + '"}', "{}" * 400_000, '{"action": {}}' * 70_000,
+    '{"action": "ACTION6", "x": 1, "y": 1, "reasoning": ' + "[" * 3_900 + "]" * 3_900 + "}",
     "\x85\u2028" * 300_000, "ACTION1,," * 100_000,
 ]
 
@@ -627,6 +630,9 @@ def test_addresses_and_keys_come_from_the_environment(serve, monkeypatch):
                env.task("train", 0))[-1].info["correct"] == 1
     monkeypatch.delenv("ARC_ROOT_URL")
     assert make().root_url == "https://three.arcprize.org"
+    monkeypatch.setenv("ARC_ROOT_URL", "127.0.0.1:8001")
+    with pytest.raises(BadInput, match="ARC_ROOT_URL=127.0.0.1:8001: expected the form http"):
+        make()
 
 
 def test_429_waits_as_long_as_the_server_asks(serve):
@@ -640,7 +646,7 @@ def test_429_waits_as_long_as_the_server_asks(serve):
     transport = functools.partial(connect, server, deadline=300, sleep=sleep)
     env, task = over_http(server, "maze-2", transport=transport)
     assert run(env, task)[-1].info["correct"] == 1
-    assert len(waits) >= 3 and all(50 < wait <= 60 for wait in waits)
+    assert len(waits) >= 3 and all(30 < wait <= 60 for wait in waits)
 
 
 @pytest.mark.parametrize("options, tries",
@@ -798,23 +804,23 @@ class Strange(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
+        self.server.seen.append(self.path)
         body = {"/html": b"<html>", "/empty": b"", "/deep": b"[" * 100_000,
                 "/latin": b'"\xff"'}.get(self.path, b"{}")
         statuses = {"/redirect": 302, "/gateway": 502, "/teapot": 418, "/api/cmd/ACTION1": 502}
         status = statuses.get(self.path, 200)
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(status)
-        more = {"/short": 1, "/drip": 20}.get(self.path, 0)
+        more = {"/short": 1, "/drip": 100}.get(self.path, 0)
         self.send_header("Content-Length", str(len(body) + more))
         self.send_header("Location", "/elsewhere")
         self.send_header("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")
         self.end_headers()
-        for _ in range(20 * (self.path == "/drip")):  # a little, and again a little
+        for _ in range(100 * (self.path == "/drip")):  # a little, and again a little
             self.wfile.write(b" ")
             time.sleep(0.05)
         self.wfile.write(body)
         self.close_connection = self.path == "/short"
-        self.server.seen.append(self.path)
 
     do_POST = do_GET
 
@@ -826,6 +832,7 @@ class Strange(http.server.BaseHTTPRequestHandler):
 def strange():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange)
     server.daemon_threads, server.seen = True, []
+    server.handle_error = lambda *client: None  # one that gave up
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
     yield server
@@ -851,7 +858,7 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline(strange):
     began = time.monotonic()
     with pytest.raises(TransportError, match="too slow"):
         connect(strange, timeout=5, deadline=0.2)("GET", "/drip")
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 3
 
 
 def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
@@ -865,11 +872,11 @@ def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
 
 
 def test_slow_answers_are_given_up(serve):
-    server = serve(delay=0.5)
+    server = serve(delay=5)
     began = time.monotonic()
     with pytest.raises(TransportError, match="ReadTimeout|ConnectionError") as failure:
-        connect(server, timeout=0.05, retries=2, deadline=0.3)("GET", "/api/games")
-    assert failure.value.unknown and time.monotonic() - began < 0.45
+        connect(server, timeout=0.05, retries=2)("GET", "/api/games")
+    assert failure.value.unknown and time.monotonic() - began < 3
     env, task = over_http(server, "maze-1", transport=lambda: connect(server, timeout=0.05, retries=0),
                           max_errors=2)
     steps = run(env, task, ["RESET"] * 9)
@@ -1016,7 +1023,8 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
     for name, flags in (("here", []), ("live", ["--live", "--root-url", server.url])):
         result = evaluate(capsys, "--game-id", "maze-17", "--scripted", "--out", tmp_path / name, *flags)
         assert (result["state"], result["score"], result["reward"]) == ("WIN", 3, 3) and result["ok"]
-        assert result["scorecard"]["won"] == 1 and "/replay/maze-17/" in result["replay"]
+        assert result["scorecard"]["won"] == 1
+        assert result["replay"] == (f"{server.url}/replay/maze-17/{result['guid']}" if flags else "")
         check_outputs(tmp_path / name, result, (256, 276))
         assert result["frames"] == 1 + result["actions_taken"] + 3  # each level ends with two frames
     again = evaluate(capsys, "--mock-session", tmp_path / "live" / "session.jsonl", "--out",
