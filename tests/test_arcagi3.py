@@ -714,6 +714,31 @@ def test_a_new_play_is_asked_for_again_where_the_connection_was_lost(serve):
     assert failure.value.unknown and sum(path.endswith("RESET") for _, path in server.requests) == 4
 
 
+def test_scorecards_by_game(serve):
+    client = arcagi3.Client(connect(serve()))
+    card = client.open_scorecard(tags=("a",), source_url="http://s", opaque={"k": 1})
+    for game_id in ("maze-1", "lights-1", "maze-1"):
+        client.reset(game_id, card)
+    whole, maze = client.scorecard(card), client.scorecard(card, "maze-1")
+    assert whole["played"] == 3 and whole["opaque"] == {"k": 1}
+    assert set(whole["cards"]) == {"maze-1", "lights-1"} and set(maze["cards"]) == {"maze-1"}
+    assert maze["played"] == maze["cards"]["maze-1"]["total_plays"] == 2
+    assert client.close_scorecard(card)["played"] == 3
+    with pytest.raises(TransportError, match="SCORECARD_NOT_FOUND"):
+        client.reset("maze-1", card)
+
+
+def test_without_a_first_screen_any_reply_opens_the_game():
+    options = dict(game_ids="maze-17", test_ids="none", max_actions=2)
+    env = offline(first_screen=False, **options)
+    task = env.task("train", 0)
+    shown = offline(**options).task("train", 0).messages[-1]["content"]
+    assert "not begun" in task.messages[-1]["content"] and not task.data["begun"]
+    steps = run(env, task, ["", "", ""])
+    assert shown.endswith(steps[0].messages[0]["content"]) and steps[0].info["invalid"] == 0
+    assert len(steps) == 3 and steps[-1].truncated and steps[-1].info["invalid"] == 2
+
+
 @pytest.mark.parametrize("key", ["", "wrong"])
 def test_a_wrong_key_ends_the_episode_at_once(key, serve):
     server = serve(api_key="right")
@@ -1075,6 +1100,11 @@ def test_rows_to_learn_from(tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     assert len(rows) == noisy["rows"] > 20 and {len(row["prompt"]) for row in rows} == {1, 3, 5}
     assert all(row["prompt"][-1]["role"] == "user" and row["response"].startswith("ACTION") for row in rows)
+    flags += ["first_screen=false", "--sft-turns", 1]
+    assert evaluate(capsys, "--sft-out", tmp_path / "c.jsonl", *flags)["rows"] > 20
+    first, second = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()[:2]]
+    assert first == {"prompt": [{"role": "user", "content": "start"}], "response": "RESET"}
+    assert [message["content"] for message in second["prompt"][:2]] == ["start", "RESET"]
 
 
 def test_the_server_as_a_program():
