@@ -410,6 +410,15 @@ def test_tasks_are_the_same_in_every_process_and_order():
     assert found[:16] == "ef5df4a3ca0a8bfa"
 
 
+@pytest.mark.parametrize("options", [{}, WORDS], ids=["chat", "words"])
+def test_the_examples_on_the_page_are_current(options):
+    page = " ".join((ROOT / "docs" / "logic.md").read_text().split())
+    for number in (0, 1, 2, 3, 4, 6, 7, 8):
+        env, (task,) = tasks(1, number, **options)
+        for text in (task.messages[0]["content"], env.solution(task)):
+            assert " ".join(text.split()) in page, text
+
+
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
