@@ -42,6 +42,7 @@ PROBE, SMALL = 256, 128  # fewer than SMALL different states among PROBE: a case
 DRAWS = 2_000  # random openings that look for all states of such a case
 RESTARTS = 100  # games that may end, one after the other, before a player has had a choice
 SIDES = 10_000  # random openings in search of a state of the wanted split
+VOCABULARY_GAMES, VOCABULARY_QUIET = 20_000, 500  # random games for words; so many without a new one end it
 CACHED_TASKS = 2_048  # tasks whose moves' scores are kept
 MCTS_EXPLORATION = 2.0  # UCT's constant, for returns in -1..1
 MCTS_MEMORY = 64  # [MB]
@@ -83,8 +84,8 @@ class Config:
     """games played on from each move to score it"""
     baseline_moves: int = 0
     """`correct` compares with the mean of so many legal moves, drawn at random; 0: with that of all"""
-    style: Literal["full", "short"] = "full"
-    """`short`: the bare state, and the bare move as the reply, for small models"""
+    style: Literal["full", "short", "words"] = "full"
+    """`short`, `words`: the bare state, and the bare move as the reply, for small models of bytes or words"""
     seed: int = 0
     """other states and playouts, same splits"""
 
@@ -126,6 +127,26 @@ class OpenSpiel(Env):
         self._few = [self._few_states(case) for case in self.cases]
         self._scores, self._lock = collections.OrderedDict(), threading.Lock()
 
+    @property
+    def vocabulary(self) -> list[str] | None:
+        """Words for a word-level tokenizer (None unless style is words): all that random games bring up."""
+        if self.config.style != "words":
+            return None
+        found = {}
+        for case in self.cases:
+            rng, quiet = random.Random(f"{case.key} vocabulary").random, 0
+            for _ in range(VOCABULARY_GAMES):
+                size, state = len(found), case.game.new_initial_state()
+                while not state.is_terminal():
+                    for player in choosers(state):
+                        moves = [move_text(state, player, action) for action in state.legal_actions(player)]
+                        found |= dict.fromkeys(" ".join([self.prompt(case, state, player), *moves]).split())
+                    random_node(state, rng)
+                quiet = quiet + 1 if len(found) == size else 0
+                if quiet == VOCABULARY_QUIET:
+                    break
+        return sorted(found)
+
     def num_tasks(self, split: str) -> int:
         """Cases times num_tasks_per_case, less where a case has not so many different states."""
         return sum(self._sizes(split))
@@ -164,7 +185,7 @@ class OpenSpiel(Env):
             scores = self.scores(case, state, player, task_id)
             action = max(scores, key=scores.get)
         move = move_text(state, player, action)
-        return move if self.config.style == "short" else f"<answer>{move}</answer>"
+        return f"<answer>{move}</answer>" if self.config.style == "full" else move
 
     def load(self, task):
         """The task's case, its state and the player who moves. Raises BadInput for data of other options."""
@@ -231,9 +252,12 @@ class OpenSpiel(Env):
                                self.config.mcts_simulations, MCTS_MEMORY, True, seed, False)
 
     def prompt(self, case, state, player) -> str:
-        if self.config.style == "short":
-            words = " ".join([*shown_state(case, state, player).split(), f"p{player}"])
-            return f"{case.text} {words}" if len(self.cases) > 1 else words
+        if self.config.style != "full":
+            parts = shown_state(case, state, player).split()
+            if self.config.style == "words":
+                parts = "".join(parts)  # a word for each cell of a board
+            text = " ".join([*parts, f"p{player}"])
+            return f"{case.text} {text}" if len(self.cases) > 1 else text
         moves = [move_text(state, player, action) for action in state.legal_actions(player)]
         shown = f"Legal moves ({len(moves)}): {'; '.join(moves[:SHOWN_MOVES])}"
         if len(moves) > SHOWN_MOVES:
@@ -567,10 +591,9 @@ NUMBER = re.compile("0|[1-9][0-9]{0,17}", re.ASCII)
 def answer_of(reply) -> str:
     """After the last </think>: what the last <answer> </answer> holds, else the last line with text."""
     reply = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
-    end = reply.rfind("</answer>")
-    start = reply.rfind("<answer>", 0, max(end, 0))
+    start = reply.rfind("<answer>", 0, max(reply.rfind("</answer>"), 0))
     if start >= 0:
-        text = reply[start + len("<answer>"):end]
+        text = reply[start + len("<answer>"):reply.find("</answer>", start)]
     else:
         text = reply.rstrip()
         text = text[max(text.rfind("\n"), text.rfind("\r")) + 1:]

@@ -155,6 +155,22 @@ def test_short_prompts_are_short():
     assert two.task("train", 0).messages[0]["content"].startswith("hex(board_size=3) ")
 
 
+@pytest.mark.parametrize("cases", ["breakthrough(rows=4,columns=3)", "hex(board_size=3);tic_tac_toe"])
+def test_the_vocabulary_holds_all_words(cases):
+    env = make(cases, style="words", reward_mode="legal", num_tasks_per_case=200, max_random_steps=20)
+    known = set(env.vocabulary)
+    assert len(known) == len(env.vocabulary) < 130 and env.vocabulary == make(cases, style="words").vocabulary
+    for task in all_tasks(env):
+        state, player = position(task)
+        text = task.messages[0]["content"]
+        assert set(text.split()) <= known and set(moves(task).values()) <= known
+        board = "".join(state.observation_string(player).split())
+        assert text.replace(" ", "").endswith(f"{board}p{player}")
+        assert step(env, env.solution(task), task).info["legal"] == 1
+        assert step(env, text, task).info["legal"] == 0
+    assert make().vocabulary is None and make(style="short").vocabulary is None
+
+
 # ---- Splits and determinism
 
 def shown(task):
@@ -269,7 +285,7 @@ def test_a_reply_is_one_whole_move():
                   f"I think that\n{move}\n\n", f"<answer>{action}</answer>", str(action),
                   f"<think><answer>{other} zz</answer>{other}</think>{move}",
                   f"<answer>zz</answer></think>{move}", f"{'x' * 10**6}</think>\n{move}",
-                  f"<answer>zz</answer> no: <answer>{move}</answer>"):
+                  f"<answer>zz</answer> no: <answer>{move}</answer>", f"<answer>{move}</answer>zz</answer>"):
         assert legal(reply) == 1, reply[:80]
     essay = f"One could play {move}, which is strong, but {other} is another way to go."
     for reply in ("", "\n", "<answer></answer>", "<answer> </answer>", essay, f"<answer>{essay}</answer>",
@@ -713,7 +729,8 @@ def test_cases_come_from_the_options(options, expected):
     ({"max_random_steps": -1}, "0 to 10000"),
     ({"playouts": 0}, "playouts"), ({"playouts": "many"}, "expected int"), ({"mcts_simulations": 0}, "1 to"),
     ({"reward_mode": "win"}, "expected one of outcome, legal"),
-    ({"mode": "play"}, "expected one of move, game"), ({"style": "long"}, "expected one of full, short"),
+    ({"mode": "play"}, "expected one of move, game"),
+    ({"style": "long"}, "expected one of full, short, words"),
     ({"opponent": "me"}, "expected one of random, mcts"),
     ({"cases": ["hex"]}, "expected str"), ({"seed": "1.5"}, "expected int"),
 ])
