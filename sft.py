@@ -232,6 +232,11 @@ class Args:
         return bool(self.lora_rank or self.lora_adapter_path)
 
     @property
+    def env_options(self) -> tuple[str, ...]:
+        """--env-kwargs, whose default is for Countdown alone."""
+        return () if self.env != Args.env and self.env_kwargs == Args.env_kwargs else self.env_kwargs
+
+    @property
     def from_rows(self) -> bool:
         """Whether demonstrations are rows of data, not an environment's solutions."""
         return bool(self.train_files or self.dataset)
@@ -1245,7 +1250,7 @@ def export(model, tokenizer, run, args):
     (temporary / "README.md").write_text(MODEL_CARD.format(
         name=folder.name, kind=kind, loader=loader, steps=run.counters["iteration"], seed=args.seed,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        data=" ".join(args.train_files) or args.dataset or " ".join((args.env, *args.env_kwargs)),
+        data=" ".join(args.train_files) or args.dataset or " ".join((args.env, *args.env_options)),
         commit=(run.meta["git_sha"] or "unknown")[:12],
         command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), folder=folder,
         torch=torch.__version__, transformers=transformers.__version__,
@@ -1301,7 +1306,7 @@ def main(args):
     if not args.steps and not (args.from_rows and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
                        "environment has fresh rows at every step)")
-    env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_kwargs))
+    env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_options))
     tokenizer = load_tokenizer(args.model) if args.model else new_tokenizer(getattr(env, "vocabulary", None))
     set_template(tokenizer, args)
     data_hash = data_sha256(args)

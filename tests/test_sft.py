@@ -1011,3 +1011,9 @@ def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
     one, other = ((f / "data" / "train.arrow").read_bytes() for f in (whole, folder))
     assert one == other
     assert not list((folder / "data").glob(".*"))
+
+
+def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
+    assert sft.Args().env_options == ("skill=mixed",) == sft.Args(env_kwargs=("skill=mixed",)).env_options
+    assert sft.Args(env="logic").env_options == () == sft.Args(env_kwargs=()).env_options
+    assert sft.Args(env="logic", env_kwargs=("types=sudoku",)).env_options == ("types=sudoku",)
