@@ -373,6 +373,7 @@ def difference(one, other):
     return float((one - other).norm() / one.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["small", "patch", "nature"])
 def test_the_gradient_does_not_depend_on_chunks_nor_on_recomputing(network):
     whole, batch = update_gradient(network)

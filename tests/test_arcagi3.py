@@ -908,6 +908,7 @@ def test_slow_answers_are_given_up(serve):
     assert len(steps) == 2 and steps[-1].info["error"] == 1
 
 
+@pytest.mark.slow
 def test_64_episodes_at_a_time(serve):
     server = serve(require_cookie=True)
     ids = [f"maze-{seed}" for seed in range(64)]

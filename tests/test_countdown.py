@@ -141,6 +141,7 @@ def problem(task):
     return (*sorted(task.data["nums"]), task.data["target"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {}, {"min_operands": 2, "max_operands": 2, "max_number": 8, "max_target": 16}, {**CHAT,
     "max_operands": 4}],

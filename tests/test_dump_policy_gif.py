@@ -161,6 +161,7 @@ def test_the_values_and_greedy_actions_are_the_networks(dump, tmp_path):
         obs = env.step(torch.tensor([step["action"]]))[0]
 
 
+@pytest.mark.slow
 def test_the_goal_is_shown_beside_the_screen(dump, tmp_path):
     """The world's own goal, each of several, and a recorded one."""
     goal, left = tmp_path / "goal", 80 + dump_policy_gif.GAP

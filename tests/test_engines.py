@@ -132,6 +132,7 @@ def long_game():
     return env
 
 
+@pytest.mark.slow
 @RL
 @pytest.mark.parametrize("budget", [4096, 60])
 def test_the_order_of_replies_changes_nothing_that_a_rollout_keeps(

@@ -296,6 +296,7 @@ def test_small_models_read_words(number):
         assert set(f"{task.messages[0]['content']} {env.solution(task)}".split()) <= words
 
 
+@pytest.mark.slow
 def test_families_keep_their_sizes():
     """The numbers of the specification, at the defaults."""
     _, found = tasks(300, 0)
@@ -375,6 +376,7 @@ def test_split_and_index_are_checked():
         env.task("val", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, count", [(0, 700), (1, 150), (2, 300), (3, 10), (4, 700), (6, 700), (7, 10),
                                            (8, 700)])
 def test_no_prompt_is_in_both_splits(number, count):

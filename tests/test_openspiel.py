@@ -181,6 +181,7 @@ def shown(task):
     return task.data["case"], player, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"seed": 5, "max_random_steps": 2}, {"max_random_steps": 30}],
                          ids=str)
 def test_no_state_is_in_both_splits(options):
@@ -418,6 +419,7 @@ def playout(state, player, rng):
     return state.returns()[player]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, steps", [
     ("breakthrough(rows=5,columns=4)", 6), ("hex(board_size=4)", 4), ("kuhn_poker", 2),
     ("pig(winscore=15)", 4),

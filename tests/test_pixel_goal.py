@@ -674,6 +674,7 @@ def test_packed_observations_are_the_others_in_1440_bytes():
 # The margin: what makes the goal one place, and the shortest paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map_seed", range(16))
 def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
     env = PixelGoal(2048, "cpu", PixelGoalConfig(map_seed=map_seed, max_steps=100, menu_prob=0.5))

@@ -240,6 +240,7 @@ def test_no_evaluation_changes_what_is_trained(script, finished, tmp_path):
     assert trained[0] == trained[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", RL_SLOW)
 def test_the_seed_decides_everything_random(script, tmp_path):
     one, other, third = (train(script, tmp_path / f"{n}", seed=seed, lora_rank=2, iterations=1, eval_tasks=2)
@@ -360,6 +361,7 @@ def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, fin
     assert (folder / "train_log.jsonl").read_bytes() == log
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, finished):
     """After falling back, new checkpoints are older by name than the damaged one."""
     folder = copy_run(finished(grpo_llm), tmp_path / "run")
@@ -760,6 +762,7 @@ def test_a_dotenv_file_is_read_and_the_default_model_found_from_anywhere(tmp_pat
     assert validate(tmp_path / "run")["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [grpo_llm, sft])
 @pytest.mark.parametrize("missing", ["repository", "git"])
 def test_a_copy_without_git_runs_too(script, missing, tmp_path, monkeypatch):
@@ -782,6 +785,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     assert re.fullmatch(r"\d{8}_\d{6}__grpo__countdown__s1", folder.name)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_with_close_to_the_same_numbers(tmp_path):
     losses = []
     for dtype in ("float32", "bfloat16"):
