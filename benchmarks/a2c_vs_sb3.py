@@ -28,7 +28,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +36,8 @@ from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
+from sides import REPOSITORY, Worker, in_turn
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FIELDS = ("started_at", "mode", "case", "side", "seed", "block", "iterations", "env_steps", "cpu_s", "wall_s",
           "rss_gib", "peak_gib", "log_s", "greedy")
 HIDDEN = dict(small=128, nature=512, patch=128)
@@ -72,7 +71,7 @@ class Gate:
         line = sys.stdin.readline().split()
         if not line:
             raise SystemExit(0)
-        self.left = self.size = int(line[0])
+        self.left = self.size = int(line[-1])
         self.cpu, self.wall, self.log_s = time.process_time(), time.perf_counter(), 0.0
 
     def log_timed(self, function):
@@ -464,40 +463,12 @@ def greedy_return(choose, episodes=100):
 # The parent
 
 
-class Worker:
-    """One side's process."""
-
-    def __init__(self, options, job):
-        python = options.sb3_python if job["side"].split("-")[0] in ("sb3", "check") else sys.executable
-        pin = {}
-        if hasattr(os, "sched_setaffinity"):
-            pin = dict(preexec_fn=lambda: os.sched_setaffinity(0, {options.core}))
-        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY))
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([python, __file__, "worker"], stdin=subprocess.PIPE, text=True,
-                                        stdout=subprocess.PIPE, stderr=self.errors, env=environment, **pin)
-        self.side, self.job = job["side"], job
-        self.write(json.dumps(job))
-        self.first = self.answer()
-
-    def write(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            self.errors.seek(0)
-            sys.exit(f"error: the side {self.side} ended early:\n{self.errors.read()[-3000:]}")
-        return json.loads(line)
-
-    def go(self, iterations):
-        self.write(str(iterations))
-        return self.answer()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
+def start(options, job):
+    """The process of one side."""
+    python = options.sb3_python if job["side"].split("-")[0] in ("sb3", "check") else sys.executable
+    worker = Worker(__file__, python, job, options.core)
+    worker.job = job
+    return worker
 
 
 def compare(options, jobs, blocks):
@@ -508,11 +479,10 @@ def compare(options, jobs, blocks):
     started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
     with contextlib.ExitStack() as stack:
         for job in jobs:
-            workers.append(Worker(options, job | dict(iterations=job["block"] * blocks)))
+            workers.append(start(options, job | dict(iterations=job["block"] * blocks)))
             stack.callback(workers[-1].close)
         for block in range(blocks):
-            turn = block % len(workers)
-            for worker in workers[turn:] + workers[:turn]:
+            for worker in in_turn(workers, block):
                 job = worker.job
                 row = dict(started_at=started_at, block=block, **{name: job[name] for name in FIELDS[1:5]})
                 row |= worker.go(job["block"])
@@ -563,7 +533,7 @@ def job_of(mode, case, side, envs, steps, block, env="pixel-goal", seed=1, **fla
 def pixels(options):
     for network in options.networks.split(","):
         flags = dict(network=network, hidden_size=HIDDEN[network])
-        check = Worker(options, job_of("check", network, "check", 64, 8, 0, **flags) | dict(iterations=0))
+        check = start(options, job_of("check", network, "check", 64, 8, 0, **flags) | dict(iterations=0))
         print(check.first["text"], flush=True)
         check.close()
         if not check.first["error"] < 1e-4:

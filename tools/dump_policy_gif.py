@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from a2c_vecenv import Agent, Args, choose_actions, make_env, precision
 from envs import BadInput
 from envs.vec_env import VEC_ENVS
+from tools.command_line import Parser, at_least, one_line
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would stand before the JSON
 ROOT = Path(__file__).resolve().parent.parent
@@ -308,27 +309,6 @@ def git_sha() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:300]
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(message)
-
-
-def at_least(least: float, kind=int, most: float = math.inf):
-    def convert(text):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: expected {least} to {most}" if most < math.inf else
-                                             f"{text}: expected {least} or more")
-        return value
-    convert.__name__ = kind.__name__
-    return convert
 
 
 def main(argv: list[str] | None = None) -> int:

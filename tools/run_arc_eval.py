@@ -28,9 +28,7 @@ The last line printed is JSON, "ok": true; or false with a reason, and exit stat
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import random
 import sys
 from pathlib import Path
@@ -38,6 +36,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput, arc_games, arcagi3
+from tools.command_line import Parser, at_least, one_line
 
 # The colours of a cell's sixteen values, as close to those of three.arcprize.org as we know them.
 PALETTE = ("ffffff cccccc 999999 666666 333333 000000 e53aa3 ff7bcc "
@@ -307,27 +306,6 @@ def write_gif(path: Path, session: dict, args) -> int:
 
 
 # The command
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:300]
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(message)
-
-
-def at_least(least: float, kind=int, most: float = math.inf):
-    def convert(text):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: expected {least} to {most}" if most < math.inf else
-                                             f"{text}: expected {least} or more")
-        return value
-    convert.__name__ = kind.__name__
-    return convert
 
 
 def main(argv: list[str] | None = None) -> int:
