@@ -13,8 +13,11 @@ import argparse
 import csv
 import random
 import re
+import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import envs
 from envs.openspiel import CASES
