@@ -79,7 +79,7 @@ from envs import BadInput
 class Args:
     # Data
     env: str = "countdown"
-    """environment whose reference solutions are the demonstrations, and whose test tasks measure accuracy"""
+    """environment whose reference solutions or games are the demonstrations; its test tasks measure accuracy"""
     env_kwargs: tuple[str, ...] = ("skill=mixed",)
     """its options, as key=value; of several environments (--env a=3,b), as name.key=value"""
     train_files: tuple[str, ...] = ()
@@ -107,7 +107,8 @@ class Args:
     on_bad_row: Literal["error", "skip"] = "error"
     """a row of a wrong form ends the run before it starts, by name, or is left out (five are named)"""
     max_length: int = 2048
-    """longest prompt and response together [tokens]"""
+    """longest row, prompt and response together [tokens]; of an environment's longer games each turn that does
+    not fit begins a row of its own without the oldest turns"""
     truncation: Literal["error", "left", "right"] = "error"
     """a longer row is a bad row, or loses its beginning (left) or its end (right)"""
     packing: bool = False
@@ -147,7 +148,7 @@ class Args:
     """the finished model or adapter; what was there is kept as <name>.previous; empty: in the run's folder"""
     # Sizes
     batch_size: int = 128
-    """rows per optimiser step"""
+    """rows, or demonstrations of an environment, per optimiser step"""
     microbatch_tokens: int = 4096
     """tokens per forward/backward pass, padding included [tokens]; never changes the gradient"""
     # Optimisation
@@ -349,8 +350,8 @@ def new_model(args, tokenizer):
 
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }} {{ eos_token }}"
-    "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} :{% endif %}")
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }}{{ eos_token }}"
+    "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} : {% endif %}")
 
 
 def new_tokenizer(words):
@@ -871,7 +872,7 @@ def encode_rows(rows, path, tokenizer, args, eos, continued):
 
 
 def examples_of_rows(args, tokenizer, eos, run):
-    """Rows of data.  -> a function: index -> (ids, mask), how many, the held-out ones, counts."""
+    """Rows of data.  -> a function: index -> [(ids, mask)], how many, the held-out ones, counts."""
     counts = collections.Counter()
 
     def read(side, files, split, limit=None):
@@ -891,30 +892,59 @@ def examples_of_rows(args, tokenizer, eos, run):
                        f"{num_rows} and {dict(counts)}")
     if given:
         val_row, num_val = read("val", args.val_files, args.val_split)
-        return row, num_rows, [val_row(i) for i in range(min(num_val, args.eval_tasks))], counts
+        return lambda index: [row(index)], num_rows, [val_row(i) for i in range(min(num_val, args.eval_tasks))], counts
     order = permutation(args.seed, num_rows)
     num_val = min(max(1, round(args.val_ratio * num_rows)), num_rows - 1) if args.val_ratio else 0
     kept, held_out = order[num_val:], [row(index) for index in order[:num_val][:args.eval_tasks]]
-    return lambda index: row(kept[index]), len(kept), held_out, counts
+    return lambda index: [row(kept[index])], len(kept), held_out, counts
+
+
+def encode_demonstration(messages, num_prompt, tokenizer, args):
+    """A conversation after `num_prompt` messages -> [(ids, mask)], each reply learned once.
+
+    One row, if it fits --max-length. Else a turn that does not fit begins a row without the oldest turns, as a
+    rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
+    """
+    turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
+    rows, ids, mask, start = [], [], [], 0
+    for number, turn in enumerate(turns):
+        def encoded(start, turn=turn):
+            history = messages[:num_prompt] + messages[turns[start]:turn]
+            return encode(history, messages[turn]["content"], tokenizer)
+
+        longer, learned = encoded(start)
+        if number and len(longer) <= args.max_length and longer[:len(ids)] == ids:
+            ids, mask = longer, mask + learned[len(ids):]
+            rows[-1] = ids, mask
+            continue
+        while len(longer) > args.max_length and start + 1 < number:
+            start += 1
+            longer, learned = encoded(start)
+        ids, mask = longer, learned
+        rows.append((ids, mask))
+    return rows
 
 
 def examples_of_env(env, args, tokenizer):
-    """Reference solutions.  -> a function: index -> (ids, mask), how many, the held-out ones, counts."""
+    """Demonstrations.  -> a function: index -> rows (ids, mask), how many, the held-out ones, counts."""
     def example(index, split="train"):
         task = env.task(split, index)
-        response = env.solution(task)
-        if response is None:
+        messages = env.demonstration(task)
+        if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        try:
-            ids, mask = cut(*encode(task.messages, response, tokenizer), args)
-        except BadRow as error:
-            raise BadInput(f"{error}: {response[:60]!r}") from error
-        if not any(mask):
-            raise BadInput(f"--max-length {args.max_length}: nothing is left of {response[:60]!r}")
-        return ids, mask
+        rows = []
+        for ids, mask in encode_demonstration(messages, len(task.messages), tokenizer, args):
+            try:
+                rows.append(cut(ids, mask, args))
+            except BadRow as error:
+                raise BadInput(f"{error}: {messages[-1]['content'][:60]!r}") from error
+            if not any(rows[-1][1]):
+                raise BadInput(f"--max-length {args.max_length}: nothing is left of "
+                               f"{messages[-1]['content'][:60]!r}")
+        return rows
 
     num_held_out = min(args.eval_tasks, env.num_tasks("test"))
-    held_out = [example(index, "test") for index in range(num_held_out)]
+    held_out = [row for index in range(num_held_out) for row in example(index, "test")]
     return example, env.num_tasks("train"), held_out, dict(truncated=0, dropped=0, bad=0)
 
 
@@ -1364,7 +1394,7 @@ def main(args):
             with run.timed("update"):
                 # 1. Batch: the next rows of this epoch's permutation.
                 first, end = (step - 1) * args.batch_size, step * args.batch_size
-                rows = [example(task_index(i, args.seed, num_rows)) for i in range(first, end)]
+                rows = [row for i in range(first, end) for row in example(task_index(i, args.seed, num_rows))]
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the whole batch.
                 loss, num_targets, num_computed = 0.0, count_targets(rows), 0

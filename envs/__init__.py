@@ -93,6 +93,24 @@ class Env:
         """A reference reply that scores full marks (None: there is none at hand)."""
         return None
 
+    def demonstration(self, task: Task) -> list[Message] | None:
+        """A whole reference conversation to learn from, the task's messages first (None: none is at hand)."""
+        reply = self.solution(task)
+        return None if reply is None else [*task.messages, {"role": "assistant", "content": reply}]
+
+
+def play(episode: Episode, task: Task, reply: typing.Callable[[], str]) -> list[Message]:
+    """The conversation of an episode in which reply() is each time the model's next reply."""
+    messages, step = list(task.messages), None
+    try:
+        while step is None or not (step.terminated or step.truncated):
+            messages.append({"role": "assistant", "content": reply()})
+            step = episode.step(messages[-1]["content"])
+            messages += step.messages
+    finally:
+        episode.close()
+    return messages
+
 
 def make(name: str, **options) -> Env:
     """Build an environment. Option values may be strings, as flags give them; the field's type decides.

@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from envs import BadInput, Env, Episode, Step, Task, arc_games
+from envs import BadInput, Env, Episode, Message, Step, Task, arc_games, play
 
 DEFAULT_ROOT = "https://three.arcprize.org"
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,6 +230,14 @@ class ArcAgi3(Env):
             return None
         view = View(self.config)
         return [view.reply(*step) for step in arc_games.new_game(task.data["game_id"]).solution()]
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        """Our own games played by their solver."""
+        replies = self.replies(task)
+        if replies is None:
+            return None
+        ahead = iter(([] if task.data["begun"] else ["RESET"]) + replies)
+        return play(self.start(task, 0), task, lambda: next(ahead))
 
     def _draw(self, split, index) -> str:
         """A game with levels of its own whose first screen belongs to the split."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from envs import BadInput, Env, Episode, Task
+from envs import BadInput, Env, Episode, Message, Task
 
 
 class Mixture(Env):
@@ -66,6 +66,10 @@ class Mixture(Env):
     def solution(self, task: Task) -> str | None:
         env, task = self._own(task)
         return env.solution(task)
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        env, task = self._own(task)
+        return env.demonstration(task)
 
     def _by_weight(self, index: int) -> tuple[str, int]:
         """The pattern again and again: an environment's k-th place in it is its k-th task."""

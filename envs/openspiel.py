@@ -27,7 +27,7 @@ import warnings
 import zlib
 from typing import Literal, NamedTuple
 
-from envs import BadInput, Env, Episode, Step, Task
+from envs import BadInput, Env, Episode, Message, Step, Task, play
 
 CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" for n in (9, 13)),
          *(f"breakthrough(rows={n},columns={n})" for n in (6, 8)),
@@ -145,7 +145,7 @@ class OpenSpiel(Env):
                 quiet = quiet + 1 if len(found) == size else 0
                 if quiet == VOCABULARY_QUIET:
                     break
-        return sorted(found)
+        return [*sorted(found), ":"]  # the colon: before a reply
 
     def num_tasks(self, split: str) -> int:
         """Cases times num_tasks_per_case, less where a case has not so many different states."""
@@ -175,6 +175,13 @@ class OpenSpiel(Env):
         """legal: a legal move, at random; outcome and mode=game: the move that scores best."""
         case, state, player = self.load(task)
         return self.reference(case, state, player, task.id)
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        """The solution; with mode=game a whole game, in which each move is the one that scores best."""
+        if self.config.mode == "move":
+            return super().demonstration(task)
+        game = Game(self, task, seed=0)
+        return play(game, task, game.reference)
 
     def reference(self, case, state, player, task_id) -> str:
         """A good reply in a state, as the options have it."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import envs
 import grpo_llm
 import ppo_llm
+import sft
 from envs import BadInput, Step
 from grpo_llm import Args, Rollout, Segment
 
@@ -696,3 +697,59 @@ def test_segments_survive_json(trainer):
     """Episodes are written as JSON."""
     segment = trainer.Segment([1, 2], [3], [1], [-0.5])
     assert trainer.Segment(**json.loads(json.dumps(dataclasses.asdict(segment)))) == segment
+
+
+# Demonstrations: what sft.py learns is what a rollout will read and write
+
+
+class Prompter:
+    """An engine whose model says what a conversation has its assistant say."""
+
+    continuous = busy = False
+
+    def __init__(self, messages, tokenizer):
+        self.eos, self.said = {tokenizer.eos_token_id}, iter(
+            [*tokenizer(message["content"]).input_ids, tokenizer.eos_token_id]
+            for message in messages if message["role"] == "assistant")
+
+    def submit(self, key, ids, temperature):
+        self.busy, self.key = True, key
+
+    def collect(self):
+        self.busy, ids = False, next(self.said)
+        return [(self.key, ids, [0.0] * len(ids))]
+
+
+GAMES = {
+    "collect": ("arcagi3", dict(offline=True, game_ids="collect", style="short", downsample=8)),
+    "unseen": ("arcagi3", dict(offline=True, game_ids="lights", style="short", downsample=8, first_screen=False)),
+    "hex": ("openspiel", dict(cases="hex(board_size=4)", mode="game", style="words", playouts=1)),
+    "mixture": ("openspiel,arcagi3", {
+        "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
+        "arcagi3.offline": True, "arcagi3.game_ids": "maze", "arcagi3.style": "short", "arcagi3.downsample": 8}),
+    "countdown": ("countdown", {}),
+}
+
+
+@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("limit", [90, 130, 180, 400, 4000])
+def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game, limit):
+    env = envs.make(GAMES[game][0], **GAMES[game][1])
+    tokenizer = sft.new_tokenizer(env.vocabulary)
+    for index in range(3):
+        task = env.task("train", index)
+        messages = env.demonstration(task)
+        # The rollout leaves room for its longest reply: both cut at the same turns if no reply is shorter.
+        longest = max(len(ids) for ids in Prompter(messages, tokenizer).said)
+        args = Args(seed=0, max_response_tokens=longest, max_context_tokens=limit)
+        with ThreadPoolExecutor(1) as pool:
+            r, = grpo_llm.rollout(Prompter(messages, tokenizer), tokenizer, env, [task], 1, 1.0, args, pool,
+                                  grpo_llm.episode_reward)
+        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
+        if r.termination == "context":
+            assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it
+            continue
+        assert r.termination == "done" and r.messages == messages
+        assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
+        learned = [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m]
+        assert learned == [i for ids in Prompter(messages, tokenizer).said for i in ids]

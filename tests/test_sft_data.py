@@ -250,7 +250,7 @@ def good_rows(tokenizer):
     """The ids and masks of GOOD under the template of sft.new_tokenizer."""
     rows = []
     for _, texts, response in GOOD:
-        prompt = bytes_to_ids("<bos>" + "".join(" " + text for text in texts) + " :", tokenizer)
+        prompt = bytes_to_ids("<bos>" + "".join(" " + text for text in texts) + " : ", tokenizer)
         ids = [*bytes_to_ids(response, tokenizer), tokenizer.eos_token_id]
         rows.append((prompt + ids, [0] * len(prompt) + [1] * len(ids)))
     return rows
@@ -292,7 +292,7 @@ def test_a_bad_row_of_the_held_out_file_is_named_as_one_and_counted(tmp_path, ca
     assert re.match(rf"error: --val-files {re.escape(files[1])}, row 3, column response: missing", line), line
     counts, _ = train(tmp_path / "skip", train_files=files[:1], val_files=files[1:], on_bad_row="skip")
     assert counts == (4, 2, 0, 1, 1)
-    assert [len(ids) for ids, _ in taken(tmp_path / "skip", "val")] == [11, 11]
+    assert [len(ids) for ids, _ in taken(tmp_path / "skip", "val")] == [12, 12]
 
 
 @pytest.mark.parametrize(("flag", "key"), [
@@ -314,14 +314,14 @@ def test_other_columns_may_have_any_name(tmp_path):
         _, same = train(tmp_path / Path(name).suffix, **flags)
         assert same == plain_rows(range(3))
     _, same = train(tmp_path / "one", train_files=(name,), prompt_key="c d", response_key="c d")
-    assert same[1][0] == [1, *bytes_to_ids(" r1 :r1", sft.new_tokenizer(None)), 2]
+    assert same[1][0] == [1, *bytes_to_ids(" r1 : r1", sft.new_tokenizer(None)), 2]
 
 
 def plain_rows(numbers, name=""):
     """The ids and masks of pairs()."""
     tokenizer, rows = sft.new_tokenizer(None), []
     for i in numbers:
-        prompt = [1, *bytes_to_ids(f" {name}p{i} :", tokenizer)]
+        prompt = [1, *bytes_to_ids(f" {name}p{i} : ", tokenizer)]
         response = [*bytes_to_ids(f"{name}r{i}", tokenizer), 2]
         rows.append((prompt + response, [0] * len(prompt) + [1] * len(response)))
     return rows
@@ -374,21 +374,21 @@ def test_a_long_row_is_refused_or_loses_the_right_end_and_its_first_token_is_nev
     name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
     whole = []
     for p, r in sizes:
-        ids = bytes_to_ids("<bos> " + "p" * p + " :" + "r" * r + "<eos>", tokenizer)
-        whole.append((ids, [0] * (p + 4) + [int(r > 0)] * (r + 1)))
+        ids = bytes_to_ids("<bos> " + "p" * p + " : " + "r" * r + "<eos>", tokenizer)
+        whole.append((ids, [0] * (p + 5) + [int(r > 0)] * (r + 1)))
         assert len(ids) == len(whole[-1][1])
-    long = sum(len(ids) > 17 for ids, _ in whole)
-    assert len(whole[0][0]) == 17 and long == 7
-    flags = dict(train_files=(name,), max_length=17, val_ratio=0.0)
-    for side, kept in (("left", slice(-17, None)), ("right", slice(0, 17))):
+    long = sum(len(ids) > 18 for ids, _ in whole)
+    assert len(whole[0][0]) == 18 and long == 7
+    flags = dict(train_files=(name,), max_length=18, val_ratio=0.0)
+    for side, kept in (("left", slice(-18, None)), ("right", slice(0, 18))):
         expected = [(ids[kept], [0, *mask[kept][1:]]) for ids, mask in whole]
         expected = [row for row in expected if any(row[1])]
         counts, rows = train(tmp_path / side, truncation=side, **flags)
         assert rows == expected
         assert counts == (len(expected), 0, long, len(whole) - len(expected), 0)
         assert all(mask[0] == 0 for _, mask in rows)
-    line = refused(capsys, tmp_path / "run", "--train-files", name, "--max-length", "17")
-    assert re.match(rf"error: --train-files {re.escape(name)}, row 2, --max-length 17: .* 18 tokens", line)
+    line = refused(capsys, tmp_path / "run", "--train-files", name, "--max-length", "18")
+    assert re.match(rf"error: --train-files {re.escape(name)}, row 2, --max-length 18: .* 19 tokens", line)
     assert train(tmp_path / "skip", on_bad_row="skip", **flags) == ((1, 0, 0, 1, long), whole[:1])
 
 
@@ -492,7 +492,7 @@ def test_a_torn_page_costs_no_row_of_another_group(compression, checksums, tmp_p
     assert counts == (kept, 0, 0, 0, 60 - kept) and 20 <= first_bad <= 36
     tokenizer = sft.new_tokenizer(None)
     assert [ids for ids, _ in taken_rows] == [
-        bytes_to_ids(f"<bos> {row['prompt']} :{row['response']}<eos>", tokenizer)
+        bytes_to_ids(f"<bos> {row['prompt']} : {row['response']}<eos>", tokenizer)
         for row in rows[:first_bad] + rows[40:]]
     where = f"--train-files {path}, row {first_bad + 1} to 40, "
     assert f"left out: {where}" in capsys.readouterr().out
@@ -1155,7 +1155,7 @@ def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
     assert counts == (2, 0, 0, 0, 0) and rows == plain_rows(range(2), "t")
     _, rows = train(owner / "chat", dataset="owner/name", messages_key="chat")
     tokenizer = sft.new_tokenizer(None)
-    assert [ids for ids, _ in rows] == [bytes_to_ids(f"<bos> p{i} : r{i} <eos>", tokenizer) for i in range(5)]
+    assert [ids for ids, _ in rows] == [bytes_to_ids(f"<bos> p{i} : r{i}<eos>", tokenizer) for i in range(5)]
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
