@@ -79,7 +79,7 @@ from envs import BadInput
 class Args:
     # Data
     env: str = "countdown"
-    """environment whose reference solutions or games are the demonstrations; its test tasks measure accuracy"""
+    """environment whose solutions or whole games are the demonstrations, and whose test tasks measure accuracy"""
     env_kwargs: tuple[str, ...] = ("skill=mixed",)
     """its options, as key=value; of several environments (--env a=3,b), as name.key=value"""
     train_files: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ class Args:
     on_bad_row: Literal["error", "skip"] = "error"
     """a row of a wrong form ends the run before it starts, by name, or is left out (five are named)"""
     max_length: int = 2048
-    """longest row, prompt and response together [tokens]; of an environment's longer games each turn that does
-    not fit begins a row of its own without the oldest turns"""
+    """longest row, prompt and response together [tokens]; a turn of a game that does not fit begins a row of its
+    own without the oldest turns"""
     truncation: Literal["error", "left", "right"] = "error"
     """a longer row is a bad row, or loses its beginning (left) or its end (right)"""
     packing: bool = False
@@ -892,7 +892,8 @@ def examples_of_rows(args, tokenizer, eos, run):
                        f"{num_rows} and {dict(counts)}")
     if given:
         val_row, num_val = read("val", args.val_files, args.val_split)
-        return lambda index: [row(index)], num_rows, [val_row(i) for i in range(min(num_val, args.eval_tasks))], counts
+        held_out = [val_row(i) for i in range(min(num_val, args.eval_tasks))]
+        return lambda index: [row(index)], num_rows, held_out, counts
     order = permutation(args.seed, num_rows)
     num_val = min(max(1, round(args.val_ratio * num_rows)), num_rows - 1) if args.val_ratio else 0
     kept, held_out = order[num_val:], [row(index) for index in order[:num_val][:args.eval_tasks]]
@@ -902,8 +903,8 @@ def examples_of_rows(args, tokenizer, eos, run):
 def encode_demonstration(messages, num_prompt, tokenizer, args):
     """A conversation after `num_prompt` messages -> [(ids, mask)], each reply learned once.
 
-    One row, if it fits --max-length. Else a turn that does not fit begins a row without the oldest turns, as a
-    rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
+    One row, if it fits --max-length. Else a turn that does not fit begins a row without the oldest turns, as
+    a rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
     rows, ids, mask, start = [], [], [], 0

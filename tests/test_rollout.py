@@ -722,11 +722,13 @@ class Prompter:
 
 GAMES = {
     "collect": ("arcagi3", dict(offline=True, game_ids="collect", style="short", downsample=8)),
-    "unseen": ("arcagi3", dict(offline=True, game_ids="lights", style="short", downsample=8, first_screen=False)),
+    "unseen": ("arcagi3", dict(offline=True, game_ids="lights", style="short", downsample=8,
+                               first_screen=False)),
     "hex": ("openspiel", dict(cases="hex(board_size=4)", mode="game", style="words", playouts=1)),
     "mixture": ("openspiel,arcagi3", {
         "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
-        "arcagi3.offline": True, "arcagi3.game_ids": "maze", "arcagi3.style": "short", "arcagi3.downsample": 8}),
+        "arcagi3.offline": True, "arcagi3.game_ids": "maze", "arcagi3.style": "short",
+        "arcagi3.downsample": 8}),
     "countdown": ("countdown", {}),
 }
 
