@@ -79,7 +79,7 @@ from envs import BadInput
 class Args:
     # Data
     env: str = "countdown"
-    """environment whose solutions or whole games are the demonstrations, and whose test tasks measure accuracy"""
+    """environment whose solutions or games are the demonstrations, and whose test tasks measure accuracy"""
     env_kwargs: tuple[str, ...] = ("skill=mixed",)
     """its options, as key=value; of several environments (--env a=3,b), as name.key=value"""
     train_files: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ class Args:
     on_bad_row: Literal["error", "skip"] = "error"
     """a row of a wrong form ends the run before it starts, by name, or is left out (five are named)"""
     max_length: int = 2048
-    """longest row, prompt and response together [tokens]; a turn of a game that does not fit begins a row of its
-    own without the oldest turns"""
+    """longest row, prompt and response together [tokens]; a turn of a game that does not fit begins a row
+    of its own without the oldest turns"""
     truncation: Literal["error", "left", "right"] = "error"
     """a longer row is a bad row, or loses its beginning (left) or its end (right)"""
     packing: bool = False
