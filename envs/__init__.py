@@ -31,6 +31,8 @@ ENVS = {
     "openspiel": "envs.openspiel:OpenSpiel",
 }
 
+MAX_REPLY = 20_000  # characters that `final_part` keeps: bounds the time of a verifier
+
 
 class BadInput(ValueError):
     """A flag, file, row or option that cannot be used. Its message is the one line that a person reads."""
@@ -110,6 +112,12 @@ def play(episode: Episode, task: Task, reply: typing.Callable[[], str]) -> list[
     finally:
         episode.close()
     return messages
+
+
+def final_part(reply: str) -> str:
+    """What follows the last </think>, at most MAX_REPLY characters from its end; nothing while one thinks."""
+    text = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
+    return "" if "<think>" in text else text[-MAX_REPLY:]
 
 
 def make(name: str, **options) -> Env:

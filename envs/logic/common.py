@@ -6,19 +6,14 @@ import operator
 import re
 from fractions import Fraction
 
-MAX_REPLY = 20_000  # characters that are read, from the end: bounds the time of every verifier
+from envs import final_part as final_part
+
 MAX_ANSWER = 1_000  # characters of an expression, a number or a list
 MAX_DEPTH = 60  # nesting of an expression
 
 
 class Unreadable(Exception):
     """Not an answer in the task's grammar, or an expression without a value."""
-
-
-def final_part(reply: str) -> str:
-    """What follows the last </think>, at most MAX_REPLY characters from its end; nothing while one thinks."""
-    text = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
-    return "" if "<think>" in text else text[-MAX_REPLY:]
 
 
 def answer_of(text: str, style: str) -> str:
