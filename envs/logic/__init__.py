@@ -40,7 +40,8 @@ TYPES = (Dyck(), Game24(), Operation(), Cryptarithm(), DYCK2, DYCK2, Boolean(), 
 SEEDS = 100_000_000  # of a type; a task's number is type * SEEDS + seed
 TEST_SEEDS = 90_000_000  # from here on a seed is a test task
 TEST_SHARE = 10  # one problem in so many belongs to the test split
-DRAWS = 20_000  # in search of a problem that fits the options and the split
+DRAWS = 10_000_000  # in search of a problem that fits the options and the split
+CHECKED, CHECK_DRAWS = 4, 40_000  # tasks of a split that `make` tries, and the draws that each may take
 
 # (option, option, lowest, highest): the first is at most the second, and both lie between the others.
 BOUNDS = (
@@ -161,7 +162,7 @@ class Config:
         if self.types == "all":
             return everything
         found = []
-        for word in self.types.split(","):
+        for word in map(str.strip, self.types.split(",")):
             chosen = [n for n in everything if word in (str(n), TYPES[n].name)]
             if not chosen or set(chosen) & set(found):
                 known = ", ".join(f"{n} {family.name}" for n, family in enumerate(TYPES))
@@ -178,7 +179,8 @@ class Logic(Env):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        check_options(config)
+        for number in config.numbers:
+            check_type(number, config)
 
     @property
     def vocabulary(self) -> list[str] | None:
@@ -203,6 +205,7 @@ class Logic(Env):
     def by_id(self, task_id: int) -> Task:
         """The task of a number, of any type, with the options of this environment."""
         number, seed = decode(task_id)
+        check_type(number, self.config)
         data, prompt = make_problem(number, seed, self.config)
         message = {"role": "user", "content": prompt}
         return Task(str(task_id), f"logic/{TYPES[number].name}", [message], {"type": number, **data})
@@ -254,19 +257,23 @@ def is_test(family: str, key) -> bool:
     return zlib.crc32(repr((family, key)).encode()) % TEST_SHARE == 0
 
 
-@functools.lru_cache(maxsize=64)  # a second for all types
-def check_options(config):
-    """Options that admit no problem fail here."""
-    for number in config.numbers:
-        make_problem(number, 0, config)
+@functools.lru_cache(maxsize=1024)  # half a second for all types
+def check_type(number, config):
+    """Options that admit no problem, or hardly any, fail here and not amid training.
+
+    Tasks later may take many more draws than these few may, so that none of a million finds nothing.
+    """
+    for first in (0, TEST_SEEDS):
+        for seed in range(first, first + CHECKED):
+            make_problem(number, seed, config, CHECK_DRAWS)
 
 
-def make_problem(number: int, seed: int, config: Config) -> tuple[dict, str]:
+def make_problem(number: int, seed: int, config: Config, draws: int = DRAWS) -> tuple[dict, str]:
     """(data, prompt) of a task: the first draw that is of the seed's split and can be completed."""
     family, rng = TYPES[number], random.Random(seed)
     if number == 5:
         rng.random()  # else the tasks of types 4 and 5, which are one family, would be the same
-    for _ in range(DRAWS):
+    for _ in range(draws):
         data = family.draw(rng, config)
         if data is not None and is_test(family.name, family.key(data)) == (seed >= TEST_SEEDS):
             data = family.complete(data, rng, config)
@@ -276,4 +283,4 @@ def make_problem(number: int, seed: int, config: Config) -> tuple[dict, str]:
                 return data, rng.choice(family.wordings).format(**family.fields(data))
     split = "test" if seed >= TEST_SEEDS else "train"
     raise BadInput(f"environment logic: the options of {family.name}: expected a {split} problem among "
-                   f"{DRAWS} draws, found none")
+                   f"{draws} draws, found none; they leave too few")

@@ -77,8 +77,7 @@ class Boolean(Family):
         return boxed(data["answer"]) if style == "chat" else data["answer"].replace(",", "")
 
     def judge(self, text, data, style):
-        answer = answer_of(text, style)
-        letters = set(answer.replace("\\text", "").translate(dict.fromkeys(map(ord, " ,;.(){}\t\r\n"))))
+        letters = set(answer_of(text, style).translate(dict.fromkeys(map(ord, " ,;.(){}\t\r\n"))))
         return letters == set(data["answer"]) - set(", ")
 
 

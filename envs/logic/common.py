@@ -16,8 +16,13 @@ class Unreadable(Exception):
     """Not an answer in the task's grammar, or an expression without a value."""
 
 
+PLAIN = (("-", ("−", "–")), ("*", ("×", "\\times", "\\cdot")), (",", ("{,}",)), (" ", ("\\ ", "\\;", "~")),
+         ("", ("$", "\\,", "\\!", "\\left", "\\right", "\\{", "\\}")))
+TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+
+
 def answer_of(text: str, style: str) -> str:
-    """The content of the last \\boxed{} whose braces balance; in style=words all of the text."""
+    """The content of the last \\boxed{} whose braces balance, in plain text; in style=words all there is."""
     if style == "words":
         found = text.strip()
     else:
@@ -29,10 +34,10 @@ def answer_of(text: str, style: str) -> str:
                 found, latest = text[start:match.start()], start
     if found is None or len(found) > MAX_ANSWER:
         raise Unreadable
-    for plain, forms in (("-", ("−", "–")), ("*", ("×", "\\times", "\\cdot")), ("", ("$", "\\,", "\\!"))):
+    for plain, forms in PLAIN:
         for form in forms:
             found = found.replace(form, plain)
-    return found.strip()
+    return TEXT.sub(r"\1", found).strip()
 
 
 def boxed(text: str) -> str:
@@ -41,14 +46,16 @@ def boxed(text: str) -> str:
 
 INTEGER = re.compile(r"[0-9]{1,12}|[0-9]{1,3}(?:,[0-9]{3}){1,4}")
 DECIMAL = re.compile(r"[0-9]{0,12}\.[0-9]{1,30}|[0-9]{1,3}(?:,[0-9]{3}){1,4}\.[0-9]{1,30}")
-FRACTION = re.compile(r"([0-9]{1,12}) ?/ ?([0-9]{1,12})|\\[dt]?frac\{(-?[0-9]{1,12})\}\{([0-9]{1,12})\}")
+FRACTION = re.compile(r"([0-9]{1,12}) ?/ ?([0-9]{1,12})|"
+                      r"\\[dt]?frac ?\{ ?(-?[0-9]{1,12}) ?\} ?\{ ?(-?[0-9]{1,12}) ?\}")
 
 
 def number_of(text: str) -> Fraction:
     """The value of an integer, a decimal or a fraction, with or without a sign and thousands commas."""
     if len(text) > 60:
         raise Unreadable
-    sign, digits = (-1, text[1:].lstrip(" ")) if text.startswith("-") else (1, text)
+    sign = -1 if text.startswith("-") else 1
+    digits = text[1:].lstrip(" ") if text.startswith(("-", "+")) else text
     if INTEGER.fullmatch(digits) or DECIMAL.fullmatch(digits):
         return sign * Fraction(digits.replace(",", ""))
     match = FRACTION.fullmatch(digits)

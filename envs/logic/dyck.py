@@ -36,11 +36,12 @@ def bracket_line(text: str) -> str:
 
 class Dyck(Family):
     name = "dyck_language"
+    # The sequence is the last line with brackets: an echoed list of pairs could be the answer.
     wordings = (
-        "This bracket sequence was cut off before its end:\n\n{sequence}\n\nComplete it: every bracket that "
-        "is still open has to be closed, in the right order, and nothing else may be added. The pairs are "
-        "{pairs}. Write the complete sequence, from its first bracket to its last, on a line of its own at "
-        "the end.",
+        "This bracket sequence, with the pairs {pairs}, was cut off before its end:\n\n{sequence}\n\n"
+        "Complete it: every bracket that is still open has to be closed, in the right order, and nothing "
+        "else may be added. Write the complete sequence, from its first bracket to its last, on a line of "
+        "its own at the end.",
         "Add the missing closing brackets, as few as possible, so that the sequence below is balanced.\n\n"
         "Pairs: {pairs}\nSequence: {sequence}\n\nYour last line must be the whole sequence, what is given "
         "followed by what you add.",
@@ -89,9 +90,9 @@ class Dyck2(Dyck):
 
     name = "dyck_language2"
     wordings = (
-        "Of a balanced bracket sequence only the end is left:\n\n{sequence}\n\nSome closing brackets have no "
-        "partner, because the openers before them were lost. Put exactly the needed openers in front. The "
-        "pairs are {pairs}. Write the complete sequence on a line of its own at the end.",
+        "Of a balanced bracket sequence, with the pairs {pairs}, only the end is left:\n\n{sequence}\n\nSome "
+        "closing brackets have no partner, because the openers before them were lost. Put exactly the needed "
+        "openers in front. Write the complete sequence on a line of its own at the end.",
         "Balance this sequence by adding opening brackets at its beginning, as few as possible and none "
         "elsewhere.\n\nPairs: {pairs}\nSequence: {sequence}\n\nYour last line must be the whole sequence, "
         "what you add followed by what is given.",

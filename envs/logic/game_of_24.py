@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 
+from envs import MAX_REPLY
 from envs.countdown import Rules, expression, results, solve, steps_of, tree
 from envs.logic.common import ARITHMETIC, Family, Unreadable, compute
 
@@ -70,14 +71,37 @@ class Game24(Family):
                 and value == data["target"])
 
 
+INLINE = re.compile(r"(?<!`)(`{3,})([^`]+)\1")
+
+
 def last_code_block(text: str) -> str:
-    """The content of the last closed block of three backticks, less a language's name on its first line."""
-    inside = text.split("```")[1:-1:2]  # the last part is outside, or in a block that never closes
-    if not inside:
+    """The content of the last closed block of three or more backticks, less a language's name at its top."""
+    block, still_open = closed_block(text.splitlines())
+    if still_open and len(text) >= MAX_REPLY:  # cut off at its beginning, which may have been in a block
+        block, _ = closed_block(["```", *text.splitlines()])
+    if block is None:
         raise Unreadable
-    first, newline, rest = inside[-1].partition("\n")
-    named = newline and rest.strip() and re.fullmatch(r"[A-Za-z]{1,20}\s*", first)
-    return (rest if named else inside[-1]).strip()
+    named = any(block[1:]) and re.fullmatch(r"\s*[A-Za-z][\w+#.-]{0,19}\s*", block[0])
+    return "\n".join(block[1:] if named else block).strip()
+
+
+def closed_block(lines: list[str]) -> tuple[list[str] | None, bool]:
+    """(lines of the last closed block, its first one what follows the fence; whether another is still open)
+
+    A fence opens a block at the beginning or the end of a line, and as many backticks there close it.
+    """
+    found, block, fence = None, [], 0  # fence: backticks of the one that is open
+    for line in map(str.strip, lines):
+        before, after = len(line) - len(line.lstrip("`")), len(line) - len(line.rstrip("`"))
+        if fence and max(before, after) >= fence:
+            found, fence = (block if before >= fence else [*block, line.rstrip("`")]), 0
+        elif fence:
+            block.append(line)
+        elif inline := INLINE.findall(line):
+            found = [inline[-1][1]]
+        elif max(before, after) >= 3:
+            fence, block = max(before, after), [line.strip("`") if before >= 3 else ""]
+    return found, fence > 0
 
 
 def signed_sum(numbers, target) -> str | None:
