@@ -952,6 +952,7 @@ class Rollout:
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
     termination: str = ""  # done, truncated (the environment's limit), length, context, error
     reward: float = 0.0
+    start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
 
     @property
     def info(self) -> dict:
@@ -1067,10 +1068,10 @@ def observe(r, tokenizer, args):
         answer = answer[1:]  # the mark that closes a turn was sampled, as one more kind of eos
     if fits(r, args, answer):
         r.segments[-1].append(answer, 0, [0.0] * len(answer))
-    start = len(r.task.messages)
+    start = max(r.start, len(r.task.messages))  # what did not fit before will not now
     while r.termination and (start := start + 1) < len(r.messages) - len(r.steps[-1].messages):
         if r.messages[start]["role"] == "assistant":
-            r.termination = ""
+            r.termination, r.start = "", start
             r.segments.append(Segment(encode_prompt(r.task.messages + r.messages[start:], tokenizer, args)))
             if not fits(r, args):
                 r.segments.pop()
