@@ -1,11 +1,12 @@
 """Board and card games of open_spiel (https://github.com/google-deepmind/open_spiel): one move, or a game.
 
     env = envs.make("openspiel", cases="breakthrough(rows=5,columns=4);hex(board_size=5)")
-    step = env.start(env.task("train", 0), seed=1).step("<answer>b4b3</answer>")
+    step = env.start(env.task("train", 0), seed=1).step("<answer>c5d4</answer>")
 
 A case is a game with its parameters; a task of it is a state after a few random moves, in which a player has
 a choice. What a move is worth is the mean result of games played on from it at random (or by MCTS), scaled to
-0..1. With mode=game the reply is the first of a whole game against an opponent.
+0..1. Other processes play these games, from the start of an episode on. With mode=game the reply is the first
+of a whole game against an opponent.
 
 Whether a state belongs to train or test is a hash of the state. A reply is compared with the texts of the
 legal moves and nothing else. docs/openspiel.md has the options, the rules and figures.
@@ -20,14 +21,17 @@ import difflib
 import functools
 import itertools
 import math
+import os
 import random
 import re
 import threading
 import warnings
 import zlib
-from typing import Literal, NamedTuple
+from concurrent.futures import Future
+from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, play
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, play
+from envs.openspiel_worker import shared_pool
 
 CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" for n in (9, 13)),
          *(f"breakthrough(rows={n},columns={n})" for n in (6, 8)),
@@ -40,10 +44,14 @@ MAX_LENGTH = 20_000  # moves of a game: bounds a playout
 MAX_TURNS = 200  # replies of a whole game; a game that is not over by then is lost
 PROBE, SMALL = 256, 128  # fewer than SMALL different states among PROBE: a case with few states
 DRAWS = 2_000  # random openings that look for all states of such a case
+SPLIT_STEPS = 8  # random moves of the openings that tell which few states a case has
 RESTARTS = 100  # games that may end, one after the other, before a player has had a choice
 SIDES = 10_000  # random openings in search of a state of the wanted split
 VOCABULARY_GAMES, VOCABULARY_QUIET = 20_000, 500  # random games for words; so many without a new one end it
 CACHED_TASKS = 2_048  # tasks whose moves' scores are kept
+REQUEST_MOVES = 16  # moves that a worker scores at a time
+MOST_WORKERS = 16  # by default
+CHECK_SECONDS = 60.0  # limit for loading a case [s]
 MCTS_EXPLORATION = 2.0  # UCT's constant, for returns in -1..1
 MCTS_MEMORY = 64  # [MB]
 
@@ -88,11 +96,13 @@ class Config:
     """`short`, `words`: the bare state, and the bare move as the reply, for small models of bytes or words"""
     seed: int = 0
     """other states and playouts, same splits"""
+    workers: int = -1
+    """processes that play to score moves, beside this one; -1: one for each core but one, 1 to 16; 0: none"""
 
     def __post_init__(self):
         for option, low, high in (("num_tasks_per_case", 1, 10**9), ("max_random_steps", 0, 10_000),
                                   ("mcts_simulations", 1, 10**6), ("playouts", 1, 10_000),
-                                  ("baseline_moves", 0, 10**6)):
+                                  ("baseline_moves", 0, 10**6), ("workers", -1, 1_000)):
             if not low <= getattr(self, option) <= high:
                 raise bad(option, f"{low} to {high}", getattr(self, option))
         if self.game_configs and (self.cases or not self.game_list):
@@ -103,7 +113,8 @@ def bad(option, expected, got) -> BadInput:
     return BadInput(f"environment openspiel: option {option}: expected {expected}, got {got!r}")
 
 
-class Case(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
     text: str  # the game string as given
     name: str  # open_spiel's short name
     title: str
@@ -123,7 +134,9 @@ class OpenSpiel(Env):
     def __init__(self, config: Config):
         super().__init__(config)
         self.multi_turn = config.mode == "game"
-        self.cases = load_cases(config)
+        workers = min(max(len(os.sched_getaffinity(0)) - 1, 1), MOST_WORKERS)
+        self.pool = shared_pool(config.workers if config.workers > 0 else workers)  # nothing starts here
+        self.cases = load_cases(config, self.pool)
         self._few = [self._few_states(case) for case in self.cases]
         self._scores, self._lock = collections.OrderedDict(), threading.Lock()
 
@@ -203,26 +216,28 @@ class OpenSpiel(Env):
         return case, case.game.deserialize_state(task.data["state"]), task.data["player"]
 
     def scores(self, case, state, player, task_id, actions=None) -> dict[int, float]:
-        """The legal moves' mean scaled returns over the playouts, or those of `actions` and others known.
+        """What the legal moves are worth, or those of `actions`: see `score_moves`."""
+        actions = state.legal_actions(player) if actions is None else actions
+        return self.scores_of(case, state, player, task_id).wait(actions)
 
-        They are kept: a group of replies asks for the same ones.
+    def scores_of(self, case, state, player, task_id) -> Scores:
+        """They are kept: a group of replies asks for the same ones."""
+        key = (case.text, state.serialize(), player, task_id)
 
-        The k-th playout of all moves has the same seed, from (seed, task id, k): what one move has of luck
-        the others have of the same kind, and a reply scores the same at any time and in any process.
-        """
-        key = (case.text, task_id, player, state.serialize())
+        def submit(actions):
+            function = functools.partial(score_moves, *key[:3], actions, task_id, self.config)
+            if self.config.workers:
+                return self.pool.submit(function)
+            future = Future()
+            future.set_result(function())
+            return future
+
         with self._lock:
-            lock, known = self._scores.setdefault(key, (threading.Lock(), {}))
+            scores = self._scores.setdefault(key, Scores(submit))
             self._scores.move_to_end(key)
             if len(self._scores) > CACHED_TASKS:
                 self._scores.popitem(last=False)
-        with lock:  # the other replies of a group wait here rather than play the same games
-            seeds = [zlib.crc32(f"{self.config.seed} {task_id} {k}".encode())
-                     for k in range(self.config.playouts)]
-            for action in state.legal_actions(player) if actions is None else actions:
-                if action not in known:
-                    known[action] = self._worth(case, state, player, action, seeds)
-            return dict(known)
+        return scores
 
     def baseline(self, state, player, task_id) -> list[int]:
         """The legal moves whose mean score a correct move has to beat."""
@@ -231,32 +246,6 @@ class OpenSpiel(Env):
             rng = random.Random(f"{self.config.seed} baseline {task_id}").random
             legal = [legal.pop(int(rng() * len(legal))) for _ in range(most)]
         return legal
-
-    def _worth(self, case, state, player, action, seeds) -> float:
-        """Mean scaled return of a move over games played on from it, one per seed."""
-        import pyspiel
-        total, players = 0.0, range(case.game.num_players())
-        for seed in seeds:
-            after = state.clone()
-            if state.is_simultaneous_node():
-                rng = random.Random(seed).random
-                moves = [pick(state.legal_actions(p) or [0], rng) for p in players]
-                moves[player] = action
-                after.apply_actions(moves)
-            else:
-                after.apply_action(action)
-                if after.is_terminal():
-                    return scaled(case, after.returns()[player])
-            bots = [self.bot(case, p, (seed + p + 1) % 2**31) for p in players]
-            total += scaled(case, pyspiel.evaluate_bots(after, bots, seed % 2**31)[player])
-        return total / len(seeds)
-
-    def bot(self, case, player, seed):
-        import pyspiel
-        if self.config.opponent == "random":
-            return pyspiel.make_uniform_random_bot(player, seed)
-        return pyspiel.MCTSBot(case.game, pyspiel.RandomRolloutEvaluator(1, seed), MCTS_EXPLORATION,
-                               self.config.mcts_simulations, MCTS_MEMORY, True, seed, False)
 
     def prompt(self, case, state, player) -> str:
         if self.config.style != "full":
@@ -296,46 +285,102 @@ class OpenSpiel(Env):
 
     def _few_states(self, case) -> dict | None:
         """The different states of a case that has only a few, by split, as they are drawn (None: many)."""
-        rng = random.Random(f"{case.key} states").random
-        found, most = {}, self.config.num_tasks_per_case
-        for k in range(DRAWS):
-            if k == PROBE and len(found) >= SMALL:
-                return None
-            if k == PROBE and len(found) == 1:
-                break
-            state, player = opening(case, self.config.max_random_steps, rng)
-            found.setdefault(state_key(case, state, player), (state, player))
-        ranked = sorted(found, key=lambda key: zlib.crc32(key.encode()))
-        test = [key for key in ranked if is_test(case, *found[key])] or (ranked[:1] if ranked[1:] else [])
-        few = {"train": [found[key] for key in found if key not in test],
-               "test": [found[key] for key in test]}
-        if len(ranked) == 1 and self.config.mode == "game":
-            few["test"] = few["train"]  # the tasks still differ, by the opponent's moves
-        elif min(map(len, few.values())) < most and self.config.mode == "move":
-            warnings.warn(f"environment openspiel: case {case.text}: {len(few['train'])} different train "
-                          f"states and {len(few['test'])} test states for num_tasks_per_case={most}; each is "
-                          f"one task (max_random_steps={self.config.max_random_steps})", stacklevel=4)
+        found = few_states(case, self.config.max_random_steps)
+        if found is None:
+            return None
+        few, most = {"train": [], "test": []}, self.config.num_tasks_per_case
+        for state, player in found.values():
+            few["test" if is_test(case, state, player) else "train"].append((state, player))
+        counts, note = {split: len(states) for split, states in few.items()}, "each is one task"
+        if self.config.mode == "game" and len(found) == 1:
+            few = {split: list(found.values()) for split in few}
+            note = "tasks of both splits begin there, and differ by the opponent's moves alone"
+        elif min(counts.values()) >= (most if self.config.mode == "move" else 1):
+            return few
+        warnings.warn(f"environment openspiel: case {case.text}: {counts['train']} different train "
+                      f"states and {counts['test']} test states for num_tasks_per_case={most}; {note} "
+                      f"(max_random_steps={self.config.max_random_steps})", stacklevel=4)
         return few
 
 
+class Scores:
+    """What the moves of one state are worth, played for once each: known, or asked of a worker.
+
+    submit(actions) -> Future of {action: score}.
+    """
+
+    def __init__(self, submit):
+        self.submit, self.lock, self.holders = submit, threading.Lock(), 0
+        self.known, self.asked = {}, {}  # action -> score, action -> Future
+
+    def ask(self, actions) -> None:
+        """Have the games played of those moves that nobody has asked for yet."""
+        with self.lock:  # without workers, the other replies of a group wait here
+            new = [a for a in dict.fromkeys(actions) if a not in self.known and a not in self.asked]
+            for first in range(0, len(new), REQUEST_MOVES):
+                part = new[first:first + REQUEST_MOVES]
+                self.asked |= dict.fromkeys(part, self.submit(part))
+
+    def wait(self, actions) -> dict[int, float]:
+        """The moves' scores. RuntimeError: the workers failed; the next call asks others."""
+        self.hold()
+        try:
+            self.ask(actions)
+            with self.lock:
+                futures = {self.asked[action] for action in actions if action in self.asked}
+            for future in futures:
+                error = future.exception()
+                with self.lock:
+                    self.asked = {a: other for a, other in self.asked.items() if other is not future}
+                    self.known |= {} if error else future.result()
+                if error:
+                    raise error
+            return {action: self.known[action] for action in actions}
+        finally:
+            self.release()
+
+    def hold(self) -> None:
+        with self.lock:
+            self.holders += 1
+
+    def release(self) -> None:
+        """Once nobody holds them, what no worker has begun is given up."""
+        with self.lock:
+            self.holders -= 1
+            if not self.holders:
+                self.asked = {a: future for a, future in self.asked.items() if not future.cancel()}
+
+
 class Move(Episode):
-    """One reply: a move."""
+    """One reply: a move. The games that score the task's moves are played from the episode's start on."""
 
     def __init__(self, env, task):
-        self.env, self.task = env, task
+        self.env, self.task, self.scores = env, task, None
+        if env.config.reward_mode == "outcome":
+            case, state, player = env.load(task)
+            self.others = env.baseline(state, player, task.id)
+            self.scores = env.scores_of(case, state, player, task.id)
+            self.scores.hold()
+            if env.config.workers:
+                self.scores.ask(self.others)
+        self.held = self.scores is not None
 
     def step(self, reply: str) -> Step:
-        case, state, player = self.env.load(self.task)
+        _, state, player = self.env.load(self.task)
         action = read_move(reply, state, player)
-        if action is None:
-            return Step([], 0.0, True, False, {"correct": 0.0, "legal": 0.0, "outcome": 0.0})
-        reward = correct = 1.0
-        if self.env.config.reward_mode == "outcome":
-            others = self.env.baseline(state, player, self.task.id)
-            scores = self.env.scores(case, state, player, self.task.id, [action, *others])
+        legal = float(action is not None)
+        reward = correct = legal
+        if legal and self.scores:
+            scores = self.scores.wait([action, *self.others])
             reward = scores[action]
-            correct = float(is_good(reward, [scores[other] for other in others]))
-        return Step([], reward, True, False, {"correct": correct, "legal": 1.0, "outcome": reward})
+            correct = float(is_good(reward, [scores[other] for other in self.others]))
+        self.close()
+        return Step([], reward, True, False, {"correct": correct, "legal": legal, "outcome": reward})
+
+    def close(self) -> None:
+        if self.held:
+            self.held = False
+            self.scores.release()
 
 
 class Game(Episode):
@@ -346,7 +391,7 @@ class Game(Episode):
         self.case, self.state, self.player = env.load(task)
         self.rng = random.Random(f"{seed} opponent {task.id}").random
         bot_seed = zlib.crc32(f"{seed} {task.id}".encode()) % 2**31
-        self.bot = env.bot(self.case, 0, bot_seed) if env.config.opponent == "mcts" else None
+        self.bot = make_bot(self.case, 0, bot_seed, env.config) if env.config.opponent == "mcts" else None
         self.turns, self.over = 0, None
 
     def step(self, reply: str) -> Step:
@@ -428,10 +473,10 @@ def case_texts(config) -> list[str]:
     return texts
 
 
-def load_cases(config) -> list[Case]:
+def load_cases(config, pool) -> list[Case]:
     """Raises BadInput for a game that is unknown, cannot be loaded, does not fit or is given twice."""
-    option = "cases" if config.cases or not config.game_list else "game_list"
-    cases = [load_case(text, option) for text in case_texts(config)]
+    option = option_of(config)
+    cases = [checked_case(text, option, pool) for text in case_texts(config)]
     for number, case in enumerate(cases):
         if case.key in (earlier.key for earlier in cases[:number]):
             raise bad(option, "different games", case.text)
@@ -440,6 +485,26 @@ def load_cases(config) -> list[Case]:
             if why:
                 raise bad("opponent", f"random, since MCTS cannot play {case.text} ({why})", "mcts")
     return cases
+
+
+def option_of(config) -> str:
+    """The option that names the cases."""
+    return "cases" if config.cases or not config.game_list else "game_list"
+
+
+@functools.lru_cache(maxsize=256)
+def checked_case(text, option, pool) -> Case:
+    """The case, which a worker has loaded before: a game's parameters may ask for any time and memory."""
+    if text not in CASES:
+        try:
+            pool.submit(check_case, text, option, seconds=CHECK_SECONDS).result()
+        except RuntimeError as error:
+            raise bad(option, f"a game that loads ({error})", text) from error
+    return load_case(text, option)
+
+
+def check_case(text, option) -> None:
+    load_case(text, option)
 
 
 @functools.lru_cache(maxsize=256)
@@ -476,6 +541,8 @@ def load_case(text, option) -> Case:
 
 
 def one_line(error) -> str:
+    if isinstance(error, MemoryError):
+        return "it takes too much memory"
     return (words(str(error)) or type(error).__name__)[:300]
 
 
@@ -578,8 +645,31 @@ def state_key(case, state, player) -> str:
 
 
 def is_test(case, state, player) -> bool:
-    """Whether a state belongs to the test split: a property of what the player sees."""
-    return zlib.crc32(state_key(case, state, player).encode()) % TEST_SHARE == 0
+    """Whether a state belongs to the test split: a property of the case and of what the player sees."""
+    key = state_key(case, state, player)
+    return zlib.crc32(key.encode()) % TEST_SHARE == 0 or key == spare_test(case)
+
+
+@functools.lru_cache(maxsize=256)
+def few_states(case, max_random_steps) -> dict | None:
+    """state_key -> (state, player) of a case that has only a few, as they are drawn (None: many)."""
+    rng, found = random.Random(f"{case.key} states").random, {}
+    for k in range(DRAWS):
+        if k == PROBE and len(found) >= SMALL:
+            return None
+        if k == PROBE and len(found) == 1:
+            break
+        state, player = opening(case, max_random_steps, rng)
+        found.setdefault(state_key(case, state, player), (state, player))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def spare_test(case) -> str:
+    """The state_key that is the test split where a case's states are few and no hash is; else empty."""
+    hashes = {key: zlib.crc32(key.encode()) for key in few_states(case, SPLIT_STEPS) or ()}
+    spare = len(hashes) > 1 and all(value % TEST_SHARE for value in hashes.values())
+    return min(hashes, key=hashes.get) if spare else ""
 
 
 # ---- Moves and scores
@@ -596,8 +686,8 @@ NUMBER = re.compile("0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 def answer_of(reply) -> str:
-    """After the last </think>: what the last <answer> </answer> holds, else the last line with text."""
-    reply = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
+    """What the last <answer> </answer> of the final part holds, else its last line with text."""
+    reply = final_part(reply)
     start = reply.rfind("<answer>", 0, max(reply.rfind("</answer>"), 0))
     if start >= 0:
         text = reply[start + len("<answer>"):reply.find("</answer>", start)]
@@ -628,6 +718,47 @@ def read_move(reply, state, player) -> int | None:
             return alike[0] if len(alike) == 1 else None
     number = int(answer) if NUMBER.fullmatch(answer) else -1
     return number if number in legal else None
+
+
+def score_moves(text, state, player, actions, task_id, config) -> dict[int, float]:
+    """What moves are worth in a serialised state of the case `text`: {action: score}. Workers call it, too.
+
+    The k-th playout of all moves has the same seed, from (seed, task id, k): what one move has of luck the
+    others have of the same kind, and a reply scores the same at any time and in any process.
+    """
+    case = load_case(text, option_of(config))
+    state = case.game.deserialize_state(state)
+    seeds = [zlib.crc32(f"{config.seed} {task_id} {k}".encode()) for k in range(config.playouts)]
+    return {action: worth(case, state, player, action, seeds, config) for action in actions}
+
+
+def worth(case, state, player, action, seeds, config) -> float:
+    """Mean scaled return of a move over games played on from it, one per seed."""
+    import pyspiel
+    total, players = 0.0, range(case.game.num_players())
+    for seed in seeds:
+        after = state.clone()
+        if state.is_simultaneous_node():
+            rng = random.Random(seed).random
+            moves = [pick(state.legal_actions(p) or [0], rng) for p in players]
+            moves[player] = action
+            after.apply_actions(moves)
+        else:
+            after.apply_action(action)
+            if after.is_terminal():
+                return scaled(case, after.returns()[player])
+        bots = [make_bot(case, p, (seed + p + 1) % 2**31, config) for p in players]
+        total += scaled(case, pyspiel.evaluate_bots(after, bots, seed % 2**31)[player])
+    return total / len(seeds)
+
+
+def make_bot(case, player, seed, config):
+    """Who plays on: at random or by MCTS."""
+    import pyspiel
+    if config.opponent == "random":
+        return pyspiel.make_uniform_random_bot(player, seed)
+    return pyspiel.MCTSBot(case.game, pyspiel.RandomRolloutEvaluator(1, seed), MCTS_EXPLORATION,
+                           config.mcts_simulations, MCTS_MEMORY, True, seed, False)
 
 
 def scaled(case, value) -> float:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pyspiel
 import pytest
 
 import envs
-from envs import openspiel
+from envs import openspiel, openspiel_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "breakthrough(rows=5,columns=4);hex(board_size=4);tic_tac_toe;connect_four(rows=4,columns=5)"
@@ -241,12 +242,49 @@ def test_a_game_of_one_state_is_one_task_and_says_so():
     first, second = (str(warning.message) for warning in caught)
     assert ("case hex(board_size=5): 1 different train states and 0 test states for num_tasks_per_case=100; "
             in first) and "\n" not in first
-    assert "case kuhn_poker: 2 different train states and 1 test states" in second
-    assert env.num_tasks("train") == 3 and env.num_tasks("test") == 1  # kuhn_poker: three cards
+    assert "case kuhn_poker: 3 different train states and 0 test states" in second  # three cards
+    assert env.num_tasks("train") == 4 and env.num_tasks("test") == 0
     with pytest.raises(IndexError):
-        env.task("train", 3)
+        env.task("train", 4)
     tasks = all_tasks(env)
     assert len({shown(task) for task in tasks}) == len(tasks)
+    with pytest.warns(UserWarning, match="tasks of both splits begin there, and differ by"):
+        env = envs.make("openspiel", cases="hex(board_size=5)", max_random_steps=0, mode="game")
+    assert env.task("train", 0).data == env.task("test", 0).data
+
+
+@pytest.mark.parametrize("case", ["connect_four", "kuhn_poker", "tiny_hanabi", "matching_pennies_3p"])
+def test_the_split_of_a_state_does_not_depend_on_the_options(case):
+    """Not even where the states are so few that no hash sends one to test, and one is taken."""
+    sides = {}
+    for steps in (0, 1, 2, 8, 30):
+        env = make(case, max_random_steps=steps, reward_mode="legal", num_tasks_per_case=50, seed=steps)
+        for task in all_tasks(env):
+            sides.setdefault(shown(task), set()).add(task.id.split("-")[1])
+    assert all(len(found) == 1 for found in sides.values())
+    assert {split for found in sides.values() for split in found} == {"train", "test"}
+
+
+def test_tasks_are_ordered_by_case_even_where_a_case_has_fewer_of_them():
+    env = make("kuhn_poker;hex(board_size=4)", num_tasks_per_case=20)
+    assert env.num_tasks("train") == 11 + 20 and env.num_tasks("test") == 1 + 20
+    for split, few in (("train", 11), ("test", 1)):
+        sources = [env.task(split, k).source for k in range(env.num_tasks(split))]
+        assert sources == ["openspiel/kuhn_poker"] * few + ["openspiel/hex"] * 20
+
+
+@pytest.mark.parametrize("page", ["docs/openspiel.md", "envs/openspiel.py"])
+def test_the_example_of_the_docs_runs(page):
+    text = (ROOT / page).read_text()
+    lines = re.search(r"^    (?:import envs\n    )?env = .*?\n\n", text, re.DOTALL | re.MULTILINE)[0]
+    *lines, last = [line.strip() for line in lines.strip().splitlines() if not line.strip().startswith("#")]
+    found = {"envs": envs}
+    exec("\n".join(lines), found)
+    exec(f"last = {last.removeprefix('step = ')}", found)
+    info = getattr(found["last"], "info", found["last"])
+    assert info == {"correct": 1.0, "legal": 1.0, "outcome": 0.625}
+    if page.endswith(".md"):
+        assert repr(info) in text and found["task"].messages[0]["content"].splitlines()[3].strip() in text
 
 
 def test_random_steps_are_bounded_and_finished_games_start_again():
@@ -286,6 +324,7 @@ def test_a_reply_is_one_whole_move():
                   f"I think that\n{move}\n\n", f"<answer>{action}</answer>", str(action),
                   f"<think><answer>{other} zz</answer>{other}</think>{move}",
                   f"<answer>zz</answer></think>{move}", f"{'x' * 10**6}</think>\n{move}",
+                  f"<think></think><think>{other}</think>{move}", f"no\r{move}\r",
                   f"<answer>zz</answer> no: <answer>{move}</answer>", f"<answer>{move}</answer>zz</answer>"):
         assert legal(reply) == 1, reply[:80]
     essay = f"One could play {move}, which is strong, but {other} is another way to go."
@@ -295,6 +334,8 @@ def test_a_reply_is_one_whole_move():
                   f"+{action}", f"{action} {action}", f"{move}\nis my move", f"<answer>{move}",
                   f"{move}</answer>", f"{move}</think>", f"<think>{move}</think>",
                   f"</think></think>{move}</think>x", f"{move}\n<answer>zz</answer>",
+                  f"<think> maybe <answer>{move}</answer>", f"<think>\n{move}", f"{move}<think>",
+                  f"<think></think><think><answer>{move}</answer>", f"{move}\rno",
                   f"<answer>{move}</answer><answer>zz</answer>", move[:-1], move[1:], f"{move}0", f"1{move}",
                   f"{action}0", "99999", "9" * 5000, "²", "①", "1_0", " " * 10**6, f"{move}{' ' * 300}."):
         assert legal(reply) == 0, reply[:80]
@@ -337,9 +378,9 @@ def test_a_number_is_an_action_only_where_no_move_is_called_so():
 def hostile(rng, task):
     """A mutated, hostile or random reply."""
     texts = list(moves(task).values())
-    parts = ["<answer>", "</answer>", "</think>", "<think>", "\n", " ", "\0", "\ud800", "é", "\u202e", "٣",
-             ";", "9" * rng.randrange(1, 60), "(" * rng.randrange(100), rng.choice(texts), rng.choice(texts),
-             "a" * rng.choice((1, 300, 10_000)), task.messages[0]["content"],
+    parts = ["<answer>", "</answer>", "</think>", "<think>", "\n", "\r", " ", "\0", "\ud800", "é", "\u202e",
+             "٣", ";", "9" * rng.randrange(1, 60), "(" * rng.randrange(100), rng.choice(texts),
+             rng.choice(texts), "a" * rng.choice((1, 300, 10_000)), task.messages[0]["content"],
              str(rng.choice(list(moves(task))))]
     reply = "".join(rng.choice(parts) for _ in range(rng.randrange(9)))
     if rng.random() < 0.3:
@@ -353,6 +394,7 @@ def hostile(rng, task):
 def reads_as(reply, task):
     """The action of a reply, worked out apart (None: none)."""
     tail = reply.split("</think>")[-1]
+    tail = "" if "<think>" in tail else tail[-20_000:]
     found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", tail, re.DOTALL)
     lines = [line for line in re.split("[\r\n]", tail.rstrip()) if line]
     raw = found[-1] if found else lines[-1] if lines else ""
@@ -367,34 +409,44 @@ def reads_as(reply, task):
     return next((a for a in texts if str(a) == words), None)
 
 
-def check_hostile(count):
-    cases = f"{SMALL};chess;leduc_poker;goofspiel(num_cards=4)"
-    env = make(cases, reward_mode="legal", num_tasks_per_case=10)
+def check_hostile(count, **options):
+    """Hostile replies: legal or not as worked out apart, each within half a second."""
+    env = make(num_tasks_per_case=10, **options)
     rng = random.Random(4)
-    tasks = all_tasks(env)
-    found = 0
+    tasks, found = all_tasks(env), 0
     for k in range(count):
         task = tasks[k % len(tasks)]
         reply = hostile(rng, task)
         began = time.process_time()
-        result = step(env, reply, task)
+        result = env.start(task, k).step(reply)
         assert time.process_time() - began < 0.5
-        assert result.info["legal"] == (reads_as(reply, task) is not None), reply
-        found += result.info["legal"]
+        legal = reads_as(reply, task) is not None
+        assert result.info["legal"] == legal, reply
+        assert 0 <= result.reward <= 1 and (legal or result.reward == result.info["correct"] == 0)
+        assert result.terminated or legal and options["mode"] == "game" and result.messages
+        found += legal
     assert 0.01 * count < found < 0.5 * count
 
 
-def test_hostile_replies():
-    check_hostile(1000)
+MANY = f"{SMALL};chess;leduc_poker;goofspiel(num_cards=4)"
+HOSTILE = [{"cases": MANY, "reward_mode": "legal"}, {"cases": "tic_tac_toe;kuhn_poker;pig(winscore=9)"},
+           {"cases": SMALL, "mode": "game"}]
+
+
+@pytest.mark.parametrize("options", HOSTILE, ids=("legal", "outcome", "game"))
+def test_hostile_replies(options):
+    check_hostile(1000, **options)
 
 
 @pytest.mark.slow
-def test_hostile_replies_at_length():
-    check_hostile(100_000)
+@pytest.mark.parametrize("options", HOSTILE, ids=("legal", "outcome", "game"))
+def test_hostile_replies_at_length(options):
+    check_hostile(100_000, **options)
 
 
 @pytest.mark.parametrize("reply", ["x" * 10**7, "<answer>" * 10**6, "</answer>" * 10**6, "\n" * 10**7,
-                                   "<answer>" + " " * 10**7 + "</answer>", "9" * 10**7], ids=lambda r: r[:9])
+                                   "<answer>" + " " * 10**7 + "</answer>", "9" * 10**7,
+                                   "<think>" * 10**6, "</think>" * 10**6], ids=lambda r: r[:9])
 def test_long_replies_are_read_at_once(reply):
     env = make("tic_tac_toe")
     task = env.task("train", 0)
@@ -499,9 +551,9 @@ def test_correct_is_above_the_mean_of_the_legal_moves():
 
 
 def test_the_mean_may_be_that_of_a_few_moves(monkeypatch):
-    env, calls = make("hex(board_size=9)", baseline_moves=10, playouts=2), []
-    worth = openspiel.OpenSpiel._worth
-    monkeypatch.setattr(openspiel.OpenSpiel, "_worth", lambda *args: calls.append(args[4]) or worth(*args))
+    env, calls = make("hex(board_size=9)", baseline_moves=10, playouts=2, workers=0), []
+    worth = openspiel.worth
+    monkeypatch.setattr(openspiel, "worth", lambda *args: calls.append(args[3]) or worth(*args))
     correct = []
     for k in range(5):
         task = env.task("train", k)
@@ -542,9 +594,9 @@ def test_the_same_reply_scores_the_same():
 
 
 def test_a_group_of_replies_plays_its_games_once(monkeypatch):
-    env, calls = make("hex(board_size=4)"), []
-    worth = openspiel.OpenSpiel._worth
-    monkeypatch.setattr(openspiel.OpenSpiel, "_worth", lambda *args: calls.append(1) or worth(*args))
+    env, calls = make("hex(board_size=4)", workers=0), []
+    worth = openspiel.worth
+    monkeypatch.setattr(openspiel, "worth", lambda *args: calls.append(1) or worth(*args))
     task = env.task("train", 0)
     for text in moves(task).values():
         step(env, text, task)
@@ -564,6 +616,130 @@ def test_mcts_plays_on_better_than_at_random():
     assert step(random_env, misses, task).reward > 0.4 and step(mcts, misses, task).reward < 0.2
     assert step(mcts, blocks, task).reward >= 0.5
     assert step(mcts, blocks, task).reward == step(make("tic_tac_toe", opponent="mcts"), blocks, task).reward
+
+
+# ---- Worker processes
+
+@pytest.mark.parametrize("options", [
+    {"cases": f"{SMALL};go(board_size=9)"}, {"cases": "hex(board_size=7)", "baseline_moves": 4},
+    {"cases": "goofspiel(num_cards=4);kuhn_poker;pig;2048", "seed": 3},
+    {"cases": "tic_tac_toe;connect_four(rows=4,columns=5)", "opponent": "mcts"}], ids=str)
+def test_workers_score_as_this_process_does(options):
+    here, *others = [make(**options, playouts=2, num_tasks_per_case=3, workers=count) for count in (0, 1, 3)]
+    for task in all_tasks(here):
+        texts = list(moves(task).values())[::5]
+        results = [step(here, text, task) for text in texts]
+        for env in others:
+            episodes = [env.start(task, 0) for _ in texts]
+            assert [e.step(text) for e, text in zip(episodes, texts, strict=True)] == results
+            assert env.solution(task) == here.solution(task)
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_workers_play_from_the_start_of_an_episode(monkeypatch):
+    env = make("hex(board_size=7)", workers=1)
+    asked, submit = [], env.pool.submit
+    monkeypatch.setattr(env.pool, "submit", lambda function: asked.append(submit(function)) or asked[-1])
+    task = env.task("train", 0)
+    legal = list(moves(task))
+    episodes = [env.start(task, k) for k in range(3)]
+    assert len(asked) == -(-len(legal) // openspiel.REQUEST_MOVES)  # once for the group
+    wait_for(lambda: all(future.done() for future in asked))
+    monkeypatch.setattr(env.pool, "submit", None)
+    assert {episode.step(moves(task)[legal[0]]).reward for episode in episodes} == {
+        make("hex(board_size=7)", workers=0).scores(*env.load(task), task.id)[legal[0]]}
+    env.start(task, 9)  # and not again
+    make("hex(board_size=7)", workers=1, reward_mode="legal").start(task, 0)
+    make("hex(board_size=7)", workers=1, mode="game").start(task, 0)
+
+
+def test_what_nobody_waits_for_is_not_played():
+    env = make("hex(board_size=4)", workers=1, playouts=1)
+    busy = env.pool.submit(time.sleep, 0.3)
+    tasks = [env.task("train", k) for k in range(2)]
+    first, second, third = [env.start(task, 0) for task in (tasks[0], tasks[0], tasks[1])]
+    futures = set(first.scores.asked.values()) | set(third.scores.asked.values())
+    first.close()
+    first.close()
+    assert not any(future.cancelled() for future in futures)  # the second waits
+    third.close()
+    assert second.step("nonsense").reward == 0
+    assert all(future.cancelled() for future in futures)
+    assert env.start(tasks[0], 0).step(env.solution(tasks[0])).info["correct"] == 1
+    busy.result()
+
+
+def test_a_score_outlives_the_cache(monkeypatch):
+    monkeypatch.setattr(openspiel, "CACHED_TASKS", 2)
+    env = make("tic_tac_toe", workers=1)
+    tasks = [env.task("train", k) for k in range(6)]
+    episodes = [env.start(task, 0) for task in tasks]
+    assert len(env._scores) == 2
+    for task, episode in zip(tasks, episodes, strict=True):
+        text = list(moves(task).values())[0]
+        assert episode.step(text) == step(make("tic_tac_toe", workers=0), text, task)
+
+
+def test_a_worker_that_dies_is_replaced():
+    env, here = [make("chess", workers=workers, playouts=4, baseline_moves=15) for workers in (1, 0)]
+    task = env.task("train", 0)
+    pid = env.pool.submit(os.getpid).result()
+    os.kill(pid, signal.SIGINT)  # Ctrl-C is the parent's to handle
+    assert env.pool.submit(os.getpid).result() == pid
+    episode = env.start(task, 0)  # 100 ms of games
+    os.kill(pid, signal.SIGKILL)
+    assert episode.step(here.solution(task)) == step(here, here.solution(task), task)
+    assert env.pool.submit(os.getpid).result() != pid
+    with pytest.raises(RuntimeError, match="^a worker process died, exit status 3, twice$"):
+        env.pool.submit(os._exit, 3).result()
+    assert env.pool.submit(os.getpid).result() != pid
+
+
+def test_workers_import_no_trainer_and_send_their_errors():
+    pool = openspiel_worker.shared_pool(1)
+    assert pool.submit(eval, "'torch' in __import__('sys').modules").result() is False
+    assert pool.submit(eval, "__import__('sys').modules['__main__'].__file__").result().endswith("_worker.py")
+    with pytest.raises(RuntimeError, match="SpielError: .*Unknown game 'nope'"):
+        pool.submit(pyspiel.load_game, "nope").result()
+    with pytest.raises(RuntimeError, match="^MemoryError"):
+        pool.submit(bytearray, openspiel_worker.MEMORY).result()
+    with pytest.raises(RuntimeError, match="^a worker process took over 0.1 s$"):
+        pool.submit(time.sleep, 60, seconds=0.1).result()
+
+
+ENDS = """
+import os, sys, time, envs
+env = envs.make("openspiel", cases="go(board_size=13)", workers=2)
+pids = [env.pool.submit(eval, "(__import__('time').sleep(0.3), __import__('os').getpid())[1]") for _ in "12"]
+print(*[pid.result() for pid in pids], flush=True)
+episodes = [env.start(env.task("train", k), 0) for k in range(50)]
+if sys.argv[1] == "wait": time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(how):
+    parent = subprocess.Popen([sys.executable, "-c", ENDS, "wait" if how else "end"], cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    pids = parent.stdout.readline().split()
+    assert len(set(pids)) == 2
+    if how:
+        parent.send_signal(how)
+    parent.wait(10)  # though a minute of games is asked for
+    parent.stdout.close()
+
+    def gone(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+    wait_for(lambda: all(map(gone, pids)), 10)
 
 
 # ---- Whole games
@@ -740,6 +916,25 @@ def test_bad_options_are_named(options, expected):
     with pytest.raises(envs.BadInput, match=expected) as error:
         envs.make("openspiel", **options)
     assert "\n" not in str(error.value) and str(error.value).startswith("environment openspiel")
+
+
+@pytest.mark.parametrize("case", ["pig(players=1000000000)", "hex(board_size=65536)", "misere",
+                                  "hex(board_size=100000)"])
+def test_games_that_take_all_memory_are_refused(case, capfd):
+    before = Path("/proc/self/statm").read_text().split()[0]
+    with pytest.raises(envs.BadInput, match="option cases: expected a game that") as error:
+        envs.make("openspiel", cases=case)
+    assert "\n" not in str(error.value) and "".join(capfd.readouterr()) == ""  # no line of open_spiel's
+    assert int(Path("/proc/self/statm").read_text().split()[0]) - int(before) < 10**5
+
+
+def test_games_that_take_all_time_are_refused(monkeypatch):
+    submit = openspiel_worker.Pool.submit
+    monkeypatch.setattr(openspiel, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(openspiel_worker.Pool, "submit",
+                        lambda pool, function, *_, seconds: submit(pool, time.sleep, 60, seconds=seconds))
+    with pytest.raises(envs.BadInput, match="cases: expected a game that loads .a worker process took over"):
+        envs.make("openspiel", cases="hex(board_size=140)")
 
 
 def test_games_made_of_other_games_load():
