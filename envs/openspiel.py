@@ -313,22 +313,20 @@ class Scores:
         self.submit, self.lock, self.holders = submit, threading.Lock(), 0
         self.known, self.asked = {}, {}  # action -> score, action -> Future
 
-    def ask(self, actions) -> None:
-        """Have the games played of those moves that nobody has asked for yet."""
+    def ask(self, actions) -> set[Future]:
+        """Have the games played of those moves that nobody has asked for yet.  -> what is not known yet"""
         with self.lock:  # without workers, the other replies of a group wait here
             new = [a for a in dict.fromkeys(actions) if a not in self.known and a not in self.asked]
             for first in range(0, len(new), REQUEST_MOVES):
                 part = new[first:first + REQUEST_MOVES]
                 self.asked |= dict.fromkeys(part, self.submit(part))
+            return {self.asked[action] for action in actions if action in self.asked}
 
     def wait(self, actions) -> dict[int, float]:
         """The moves' scores. RuntimeError: the workers failed; the next call asks others."""
         self.hold()
         try:
-            self.ask(actions)
-            with self.lock:
-                futures = {self.asked[action] for action in actions if action in self.asked}
-            for future in futures:
+            for future in self.ask(actions):
                 error = future.exception()
                 with self.lock:
                     self.asked = {a: other for a, other in self.asked.items() if other is not future}
