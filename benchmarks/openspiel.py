@@ -2,20 +2,30 @@
 
     python benchmarks/openspiel.py speed --out benchmarks/results/openspiel.csv
     python benchmarks/openspiel.py games --out benchmarks/results/openspiel_games.csv     # who wins how often
-    python benchmarks/openspiel.py games --model DIR --cases "breakthrough(rows=5,columns=4)"    # and a model
+    python benchmarks/openspiel.py games --model DIR DIR --cases "hex(board_size=4)" --out games.csv    # they
+    python benchmarks/openspiel.py iteration --out benchmarks/results/openspiel_iteration.csv    # who waits?
 
-One process, one thread (open_spiel holds Python's lock while it plays, so threads would not help). Times are
+speed: one process, one thread (open_spiel holds Python's lock while it plays, so threads would not help), and
 processor time. An iteration is 64 tasks with 8 replies each, random legal moves: the first reply of a task
 plays the games on from every legal move, the others look their score up. "With 16": baseline_moves=16.
+
+iteration: the same by the clock, through grpo_llm.rollout, with a sampler that sleeps for a stated time and
+then has all replies (`together`, as --engine hf), or hands them out evenly during the second half of it
+(`spread`, as vLLM). workers=0 and the default take turns on new tasks, after a first use that is not
+counted. The wait is the time from the last reply to the last score: medians, and the longest.
 """
 
 import argparse
 import csv
+import os
 import random
 import re
+import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,6 +35,12 @@ from envs.openspiel import CASES
 SMALL = ("tic_tac_toe", "breakthrough(rows=5,columns=4)", "hex(board_size=4)")
 TASKS, GROUP = 64, 8
 GAMES = 400
+TURNS = 5  # of an iteration, each way
+ITERATIONS = (  # name, options, whether replies come spread, time that sampling takes [s]
+    ("16 default cases", {}, False, 10), ("16 default cases", {}, True, 10),
+    ("the same, baseline_moves=16", {"baseline_moves": 16}, False, 10),
+    ("go 13, baseline_moves=16", {"cases": "go(board_size=13)", "baseline_moves": 16}, False, 10),
+    ("chess", {"cases": "chess"}, False, 30))
 
 
 def seconds(work, least=0.5):
@@ -74,30 +90,124 @@ def speed(case, least):
             "all moves alike": round(ties / TASKS, 3)}
 
 
+class Sampler:
+    """Stands in for an engine of grpo_llm.py on another device: sleeps, and then replies with a key each."""
+
+    eos = (1,)
+
+    def __init__(self, spread, seconds):
+        self.continuous, self.seconds, self.due = spread, seconds, {}
+        self.keys = []
+
+    @property
+    def busy(self):
+        return bool(self.keys or self.due)
+
+    def submit(self, key, prompt, temperature):
+        self.keys.append(key)
+
+    def collect(self):
+        """-> [(key, response_ids, logprobs)]"""
+        now = time.perf_counter()
+        for number, key in enumerate(self.keys, 1):
+            share = (1 + number / len(self.keys)) / 2 if self.continuous else 1
+            self.due[key] = now + share * self.seconds
+        self.keys = []
+        time.sleep(max(min(self.due.values()) - now, 0))
+        ended = [key for key, due in self.due.items() if due <= time.perf_counter()]
+        for key in ended:
+            del self.due[key]
+        self.ended = time.perf_counter()
+        return [(key, [key, 1], [0.0, 0.0]) for key in ended]
+
+
+def one_iteration(env, tasks, replies, spread, seconds):
+    """-> seconds of it, seconds from the last reply to the last score, rewards"""
+    import grpo_llm
+
+    args = SimpleNamespace(chat_template="plain", seed=1, max_response_tokens=2, max_context_tokens=9,
+                           max_concurrent=8)
+
+    class Tokenizer:
+        def __call__(self, text):
+            return SimpleNamespace(input_ids=[0])
+
+        def decode(self, ids, skip_special_tokens):
+            return replies[ids[0]]
+
+    sampler, began = Sampler(spread, seconds), time.perf_counter()
+    with ThreadPoolExecutor(args.max_concurrent) as pool:
+        rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, pool,
+                                    grpo_llm.episode_reward)
+    end = time.perf_counter()
+    return end - began, end - sampler.ended, [r.reward for r in rollouts]
+
+
+def iteration(name, options, spread, seconds):
+    """What scoring adds to an iteration, in this process and with workers."""
+    both = {workers: envs.make("openspiel", workers=workers, num_tasks_per_case=10_000, **options)
+            for workers in (0, -1)}
+    env, found = both[0], {0: [], -1: []}
+    for turn in range(-1, TURNS):
+        # As many tasks of each case; the first turn warms up.
+        count = TASKS // len(env.cases)
+        tasks = [env.task("train", case * 10_000 + (turn + 1) * count + k)
+                 for k in range(count if turn >= 0 else 1) for case in range(len(env.cases))]
+        rng, replies = random.Random(turn), []
+        for task in tasks:
+            _, state, player = env.load(task)
+            replies += [state.action_to_string(player, rng.choice(state.legal_actions(player)))
+                        for _ in range(GROUP)]
+        rewards = {}
+        for workers in (0, -1) if turn % 2 else (-1, 0):
+            *times, rewards[workers] = one_iteration(both[workers], tasks, replies, spread,
+                                                     seconds if turn >= 0 else 0)
+            found[workers] += [times] * (turn >= 0)
+        assert rewards[0] == rewards[-1]
+    row = {"cases": name, "replies": "spread" if spread else "together", "sampling [s]": seconds}
+    for workers, times in found.items():
+        label = "workers=0" if workers == 0 else f"workers={env.pool.count}"
+        whole, waits = zip(*times, strict=True)
+        row |= {f"{label}: iteration [s]": round(statistics.median(whole), 2),
+                f"{label}: wait [s]": round(statistics.median(waits), 2),
+                f"{label}: longest wait [s]": round(max(waits), 2)}
+    return row | {"load": round(os.getloadavg()[0], 1)}
+
+
 def games(case, least):
     """Share of whole games won against random play and MCTS, from openings of 0 to 2 random moves."""
     result = {"case": case}
     for opponent, count in (("random", GAMES), ("mcts", GAMES // 4)):
-        for name in ("random", "reference"):
-            wins, turns = won(case, count, opponent, random_player if name == "random" else reference_player)
+        for name, player in (("random", random_player), ("reference", reference_player)):
+            wins, turns = won(case, count, opponent, player)
             result |= {f"{name} against {opponent}": wins, f"turns of {name} against {opponent}": turns}
     return result
 
 
-def random_player(episodes, prompts):
+def games_of_models(case, folders, style):
+    """A row for each player: the share of whole games that it wins against each opponent."""
+    players = {"random legal moves": random_player, "reference": reference_player}
+    players |= {f"{folder}{how}": model_player(folder, temperature) for folder in folders
+                for how, temperature in (("", 1.0), (", greedy", 0.0))}
+    return [{"player": name} | {f"against {opponent}": won(case, GAMES, opponent, player, style)[0]
+                                for opponent in ("random", "mcts", "reference")}
+            for name, player in players.items()]
+
+
+def random_player(episodes, conversations):
     """Uniformly random legal moves, the same ones whenever asked for."""
     return [e.state.action_to_string(e.player, random.Random(f"{e.task.id} {e.turns}").choice(
         e.state.legal_actions(e.player))) for e in episodes]
 
 
-def reference_player(episodes, prompts):
+def reference_player(episodes, conversations):
     """The best moves by playouts of the opponent's kind."""
     return [episode.env.reference(episode.case, episode.state, episode.player, episode.task.id)
             for episode in episodes]
 
 
-def model_player(folder):
-    """A model that reads each state as a prompt of its own, at temperature 1."""
+def model_player(folder, temperature):
+    """A model that reads the conversation so far, as in training with mode=game."""
     import torch
 
     import sft
@@ -106,34 +216,49 @@ def model_player(folder):
     torch.manual_seed(1)
     model, tokenizer = sft.load_weights(folder), sft.load_tokenizer(folder)
 
-    def player(episodes, prompts):
-        ids = [sft.prompt_tokens([prompt], tokenizer) for prompt in prompts]
+    def player(episodes, conversations):
+        ids = [sft.prompt_tokens(messages, tokenizer) for messages in conversations]
         with torch.no_grad():
-            replies = sft.generate(model, ids, 8, 1.0, tokenizer)
+            replies = sft.generate(model, ids, 8, temperature, tokenizer)
         return tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
     return player
 
 
+class Reference:
+    """The reference player as an opponent: it takes the move that scores best by 8 playouts."""
+
+    def __init__(self, episode):
+        self.episode = episode
+
+    def step(self, state):
+        e = self.episode
+        scores = e.env.scores(e.case, state, state.current_player(), e.task.id)
+        return max(scores, key=scores.get)
+
+
 def won(case, count, opponent, player, style="full"):
-    """Play so many games side by side.  -> share of wins, mean turns"""
-    env = envs.make("openspiel", cases=case, mode="game", opponent=opponent, max_random_steps=2, style=style,
-                    num_tasks_per_case=count)
+    """Play so many games side by side, all held out.  -> share of wins, mean turns"""
+    env = envs.make("openspiel", cases=case, mode="game", max_random_steps=2, style=style,
+                    opponent="mcts" if opponent == "mcts" else "random", num_tasks_per_case=count)
     tasks = [env.task("test", k) for k in range(count)]
-    playing = [(env.start(task, 0), task.messages[0]) for task in tasks]
+    playing = [(env.start(task, 0), task.messages) for task in tasks]
+    for episode, _ in playing:
+        episode.bot = Reference(episode) if opponent == "reference" else episode.bot
     ends = []
     while playing:
         replies = player(*zip(*playing, strict=True))
         steps = [episode.step(reply) for (episode, _), reply in zip(playing, replies, strict=True)]
         ends += [step.info for step in steps if step.terminated or step.truncated]
-        playing = [(episode, step.messages[0]) for (episode, _), step in zip(playing, steps, strict=True)
+        playing = [(episode, [*messages, {"role": "assistant", "content": reply}, *step.messages])
+                   for (episode, messages), reply, step in zip(playing, replies, steps, strict=True)
                    if step.messages]
     return tuple(round(sum(info[part] for info in ends) / count, 3) for part in ("correct", "turns"))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("speed", "games"), nargs="?", default="speed")
-    parser.add_argument("--model", default="", help="only games of this model against random play")
+    parser.add_argument("what", choices=("speed", "games", "iteration"), nargs="?", default="speed")
+    parser.add_argument("--model", nargs="*", default=[], help="games of these models, in the first case")
     parser.add_argument("--style", default="words", help="of its prompts")
     parser.add_argument("--out", type=Path, default=Path("openspiel.csv"), help="the CSV to write")
     parser.add_argument("--cases", default="", help="game strings with ; between them")
@@ -141,12 +266,10 @@ def main():
     args = parser.parse_args()
     default = (*SMALL, *CASES) if args.what == "speed" else SMALL
     cases = re.split(" *; *", args.cases) if args.cases else default
-    if args.model:
-        print(won(cases[0], GAMES, "random", model_player(args.model), args.style))
-        return
-    rows = []
-    for case in cases:
-        rows.append((speed if args.what == "speed" else games)(case, args.seconds))
+    rows = games_of_models(cases[0], args.model, args.style) if args.model else []
+    for case in () if args.model else ITERATIONS if args.what == "iteration" else cases:
+        rows.append(iteration(*case) if args.what == "iteration" else
+                    (speed if args.what == "speed" else games)(case, args.seconds))
         print("| " + " | ".join(map(str, rows[-1].values())) + " |", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", newline="") as file:
