@@ -15,12 +15,14 @@ ClientError. Nothing is sent before an episode's first reply. docs/arcagi3.md ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import random
 import re
+import socket
 import threading
 import time
 import urllib.parse
@@ -31,7 +33,7 @@ from typing import Literal
 
 import numpy as np
 
-from envs import BadInput, Env, Episode, Message, Step, Task, arc_games, play
+from envs import BadInput, Env, Episode, Message, Step, Task, arc_games, final_part, play
 
 DEFAULT_ROOT = "https://three.arcprize.org"
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +58,7 @@ digit. Nobody tells you the rules: act, watch what changes, and find out how to 
 
 By custom ACTION1 is up, ACTION2 down, ACTION3 left, ACTION4 right, ACTION5 interacts, ACTION6 clicks on a \
 cell and ACTION7 undoes; a game knows some of them, and may give them another meaning. RESET begins the \
-level again.
+level again, or the whole game if nothing was done in the level yet.
 
 Answer each screen with one action, in one of these two forms:
 {"action": NAME, "reasoning": TEXT}, and for a click {"action": "ACTION6", "x": COLUMN, "y": ROW}
@@ -88,7 +90,8 @@ class Config:
     style: Literal["chat", "short"] = "chat"
     """chat explains and names things; short is a line and the bare grid, for small word-level models"""
     downsample: int = 1
-    """so many by so many cells are shown as one, by majority (of equals the lower colour) [cells]"""
+    """so many by so many cells are shown as one, by majority (of equals the lower colour); our own games take
+    1, 2, 3, 4 or 8 [cells]"""
     changes: bool = False
     """chat only: each screen also lists the cells that changed"""
     first_screen: bool = True
@@ -131,6 +134,9 @@ class Config:
         generated = self.offline and names != {False}
         check(not (generated and self.test_ids), "test_ids", "none where levels are ever new")
         check(1 <= self.downsample <= 32, "downsample", "1 to 32")
+        # Blocks across the tiles' edges, or larger than a tile, make test games look like train games.
+        check(not self.offline or arc_games.TILE % self.downsample == 0 or self.downsample == 3, "downsample",
+              "1, 2, 3, 4 or 8 with our own games, which others blur")
         check(not (self.changes and self.style == "short"), "changes", "false with style=short")
         check(0 <= self.history <= MAX_COUNT, "history", f"0 to {MAX_COUNT}")
         check(1 <= self.max_actions <= 100_000, "max_actions", "1 to 100000")
@@ -164,7 +170,11 @@ class ArcAgi3(Env):
         if config.offline and all(name in arc_games.GAMES for name in ids):
             self._generated = ids or list(arc_games.GAMES)
         elif self._session:
-            ids = ids or [self._session["reset"]["game_id"]]
+            recorded = self._session["reset"]["game_id"]
+            if ids not in ([], [recorded]):
+                raise BadInput(f"environment arcagi3: option game_ids: expected {recorded}, the recorded "
+                               f"game, or none, got {config.game_ids!r}")
+            ids = [recorded]
         self._ids = ids
         self.root_url = (config.root_url or os.environ.get("ARC_ROOT_URL") or DEFAULT_ROOT).rstrip("/")
         if not URL.fullmatch(self.root_url):
@@ -189,6 +199,9 @@ class ArcAgi3(Env):
                 *"start score actions after bad error :".split()]  # the colon: before a reply
 
     def num_tasks(self, split: str) -> int:
+        if split not in self.splits:
+            raise BadInput(f"environment arcagi3: split: expected one of {', '.join(self.splits)}, "
+                           f"got {split!r}")
         if self._generated:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
         games = self._games()[split]
@@ -439,7 +452,7 @@ class View:
         if len(frame.grids) > 1:
             lines.append(f"animation: {len(frame.grids)} screens, of which this is the last")
         if self.config.changes:
-            lines.append(self.changed(self.shrink(shown.grids[-1]), grid))
+            lines.append(self.changed(shown.grids[-1], frame.grids[-1]))
         size = f"{len(grid[0])}x{len(grid)}"
         if self.scale > 1:
             size += f", a digit stands for {self.scale}x{self.scale} cells"
@@ -447,10 +460,17 @@ class View:
         return "\n".join(lines)
 
     def changed(self, before, now) -> str:
+        """What is shown and has changed, by the cell in its middle: the one to click on."""
         if np.shape(before) != np.shape(now):
             return "changed: the size"
-        cells = [f"({x}, {y}) {before[y][x]:x} to {now[y][x]:x}" for y, row in enumerate(now)
-                 for x, cell in enumerate(row) if cell != before[y][x]]
+        width, height = len(now[0]), len(now)
+        before, now = self.shrink(before), self.shrink(now)
+
+        def middle(k, size):
+            return min(k * self.scale + self.scale // 2, size - 1)
+
+        cells = [f"({middle(x, width)}, {middle(y, height)}) {before[y][x]:x} to {cell:x}"
+                 for y, row in enumerate(now) for x, cell in enumerate(row) if cell != before[y][x]]
         more = f"; and {len(cells) - MAX_CHANGES} more" if len(cells) > MAX_CHANGES else ""
         return f"changed (x, y): {'; '.join(cells[:MAX_CHANGES]) or 'nothing'}{more}"
 
@@ -508,21 +528,21 @@ class Action:
 LINE = re.compile(r"""
     [ \t`*]* (RESET|ACTION[0-9]{1,3})
     (?: [ \t,]+ (?:x[ \t]*=?[ \t]*)? (-?[0-9]{1,6}) [ \t,]+ (?:y[ \t]*=?[ \t]*)? (-?[0-9]{1,6}) )?
-    [ \t`*.]*""", re.IGNORECASE | re.VERBOSE)
+    [ \t`*.]*""", re.ASCII | re.IGNORECASE | re.VERBOSE)
 
 
 def parse_reply(reply: str, limit: int = SIZE - 1) -> Action | str:
     """The action that a reply names, or in words why it names none. Total: any text, in bounded time.
 
-    What stands after the last </think> counts, and of that the last 8,000 characters: the last JSON object
-    with the key "action", or else the last line that is nothing but an action. Coordinates are integers from
-    0 to limit: not true, 1.0 or "1".
+    What stands after the last </think> counts (nothing while a <think> is open), and of that the last 8,000
+    characters: the last JSON object with the key "action", or else the last line that is nothing but an
+    action. Coordinates are integers from 0 to limit: not true, 1.0 or "1".
     """
-    text = reply[max(reply.rfind("</think>"), 0):][-MAX_REPLY:]
+    text = final_part(reply)[-MAX_REPLY:]
     found = last_object(text)
     if found is not None:
         name, x, y = found["action"], found.get("x"), found.get("y")
-        name = name.strip().upper() if isinstance(name, str) else name
+        name = name.strip().upper() if isinstance(name, str) and name.isascii() else name
         reasoning = found.get("reasoning", "")
         reasoning = reasoning if isinstance(reasoning, str) else shown(reasoning, MAX_REASONING)
     else:
@@ -763,6 +783,9 @@ class HttpTransport:
         self.session.headers.update({"X-API-Key": api_key, "Accept": "application/json"})
         self.root_url, self.sleep = root_url.rstrip("/"), sleep
         self.timeout, self.retries, self.deadline = timeout, retries, deadline
+        self.socket, self.late = None, False  # of the request now; whether it was cut off
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, watched(self))
 
     def __call__(self, method, path, payload=None):
         end = time.monotonic() + self.deadline
@@ -784,22 +807,32 @@ class HttpTransport:
     def _once(self, method, path, payload, end):
         errors, where = self.requests.exceptions, f"{method} {path}"
         broken = self.requests.packages.urllib3.exceptions.HTTPError  # of reading from raw
-        left = max(min(self.timeout, end - time.monotonic()), 0.001)
+        left = max(end - time.monotonic(), 0.001)
+        self.socket, self.late = None, False
+        watchdog = threading.Timer(left, self._cut_off)  # `timeout` is for each byte, and a head may drip
+        watchdog.daemon = True
+        watchdog.start()
         try:
             # A redirect would carry the key to another host, and turn a POST into a GET.
-            with self.session.request(method, self.root_url + path, json=payload, timeout=left, stream=True,
-                                      allow_redirects=False) as response:
+            with self.session.request(method, self.root_url + path, json=payload, stream=True,
+                                      timeout=min(self.timeout, left), allow_redirects=False) as response:
                 status, headers = response.status_code, response.headers
                 body = bytearray()
                 # Not iter_content: it would wait for a whole block, however slowly that comes.
                 while part := response.raw.read1(2**16, decode_content=True):
                     body += part
-                    if len(body) > MAX_BODY or time.monotonic() > end:
-                        raise TransportError(f"{where}: the answer is too long or too slow", status, True)
+                    if len(body) > MAX_BODY:
+                        raise TransportError(f"{where}: the answer is too long", status, True)
         except (errors.RequestException, broken, OSError) as error:  # its text holds addresses of objects
-            unsent = isinstance(error, (errors.ConnectTimeout, errors.SSLError, errors.ProxyError)) or (
-                "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error))
-            raise TransportError(f"{where}: {type(error).__name__}", unknown=not unsent) from error
+            unsent = self.socket is None and (
+                isinstance(error, (errors.ConnectTimeout, errors.SSLError, errors.ProxyError))
+                or "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error))
+            what = "the answer is too slow" if self.late and not unsent else type(error).__name__
+            raise TransportError(f"{where}: {what}", unknown=not unsent) from error
+        finally:
+            watchdog.cancel()
+        if self.late:
+            raise TransportError(f"{where}: the answer is too slow", unknown=True)
         try:
             reply = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -815,11 +848,35 @@ class HttpTransport:
                                  seconds(headers.get("Retry-After")))
         return reply
 
+    def _cut_off(self):
+        self.late = True
+        if self.socket:
+            with contextlib.suppress(OSError):  # not the method of a TLS socket, which another thread reads
+                socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
     def hurry(self):
         self.retries, self.deadline, self.timeout = 0, min(self.deadline, 10), min(self.timeout, 5)
 
     def close(self):
         self.session.close()
+
+
+def watched(transport: HttpTransport):
+    """An adapter of requests that tells the transport on which socket an answer is awaited."""
+    from requests.adapters import HTTPAdapter
+
+    class Adapter(HTTPAdapter):
+        def get_connection_with_tls_context(self, *args, **options):
+            pool = super().get_connection_with_tls_context(*args, **options)
+            if "ConnectionCls" not in vars(pool):
+                class Connection(pool.ConnectionCls):
+                    def getresponse(self):
+                        transport.socket = self.sock
+                        return super().getresponse()
+
+                pool.ConnectionCls = Connection
+            return pool
+    return Adapter()
 
 
 def seconds(text: str | None) -> float | None:
@@ -835,10 +892,14 @@ class StaticTransport:
     action, a path that is not the API's. RESET rewinds it (unless the next step recorded is a RESET of the
     play). A payload is the same if it says what the recorded one says and nothing else, game_id, guid,
     card_id and reasoning aside, which are compared only where they are recorded.
+
+    A request that failed fails again: a step has "error", "unknown" and "status" in place of the response,
+    and "failures" are such of the scorecard and of RESET before the play began.
     """
 
     def __init__(self, session: dict):
         self.session, self.place = session, 0
+        self.failures = list(session.get("failures", ()))
 
     def __call__(self, method, path, payload=None):
         session, payload = self.session, payload or {}
@@ -858,13 +919,25 @@ class StaticTransport:
         step = steps[self.place] if self.place < len(steps) else None
         again = command == "RESET" and payload.get("guid") and step and step["action"] == "RESET"
         if command == "RESET" and not again:
+            if self.failures:
+                raise failed_again(self.failures.pop(0))
             self.place = 0
             return session["reset"]
         if step is None or step["action"] != command or not same_payload(payload, step["payload"]):
             expected = f"{step['action']} {json.dumps(step['payload'])}" if step else "nothing more"
             raise ClientError(f"{command} is not what the recording holds here: {expected[:100]}")
         self.place += 1
+        if "error" in step:
+            raise failed_again(step)
         return step["response"]
+
+
+def failed_again(failure: dict) -> TransportError:
+    return TransportError(failure["error"], failure.get("status"), bool(failure.get("unknown")))
+
+
+def is_failure(value) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("error"), str)
 
 
 def same_payload(sent: dict, recorded: dict) -> bool:
@@ -874,28 +947,33 @@ def same_payload(sent: dict, recorded: dict) -> bool:
 
 
 def load_session(name: str) -> dict:
-    """A session from its file: one JSON object, or lines {"reset": ...}, steps, {"scorecard": ...}."""
+    """A session from its file: one JSON object, or lines {"reset": ...}, steps, {"scorecard": ...}.
+
+    Lines may be {"failures": ...} too. A byte order mark before it all is skipped.
+    """
     where = f"environment arcagi3: option session={name}"
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise BadInput(f"{where}: no such file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         try:
             session = json.loads(text)
         except ValueError:
             session = None
         if not isinstance(session, dict) or "action" in session:
-            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+            lines = [json.loads(line) for line in text.split("\n") if line.strip()]
             session = {"steps": [line for line in lines if "action" in line]}
             for line in lines:
-                session |= {key: line[key] for key in ("reset", "scorecard") if key in line}
-        session = {"steps": [], "scorecard": {}} | session
+                session |= {key: line[key] for key in ("reset", "scorecard", "failures") if key in line}
+        session = {"steps": [], "scorecard": {}, "failures": []} | session
         read_frame(session["reset"])
         for number, step in enumerate(session["steps"], 1):
-            whole = step["action"] in ACTIONS and isinstance(step["payload"], dict) and "response" in step
-            if not whole:
-                raise BadInput(f"{where}: step {number}: expected action, payload and response")
+            whole = step["action"] in ACTIONS and isinstance(step["payload"], dict)
+            if not whole or not ("response" in step or is_failure(step)):
+                raise BadInput(f"{where}: step {number}: expected action, payload and response or error")
+        if not isinstance(session["failures"], list) or not all(map(is_failure, session["failures"])):
+            raise BadInput(f"{where}: failures: expected a list of such with an error")
         card_id = session["scorecard"].get("card_id", "recorded")
         if not isinstance(card_id, str):
             raise BadInput(f"{where}: field card_id of the scorecard: expected a text, got {shown(card_id)}")
@@ -913,27 +991,38 @@ class Recorder:
 
     def __init__(self, transport):
         self.transport = transport
-        self.session = {"reset": None, "steps": [], "scorecard": {}}
+        self.session = {"reset": None, "steps": [], "scorecard": {}, "failures": []}
 
     def __call__(self, method, path, payload=None):
-        reply = self.transport(method, path, payload)
         command = path.removeprefix("/api/cmd/")
-        if command == "RESET" and not (payload or {}).get("guid"):
+        opens = command == "RESET" and not (payload or {}).get("guid")
+        try:
+            reply = self.transport(method, path, payload)
+        except ClientError as error:
+            failure = {"error": str(error), "unknown": error.unknown, "status": error.status}
+            if opens or path == "/api/scorecard/open":
+                self.session["failures"].append(failure)
+            elif command != path:
+                self._step(command, payload, failure)
+            raise
+        if opens:
             self.session |= {"reset": reply, "steps": []}
         elif command != path:
-            step = {"action": command, "payload": {axis: payload[axis] for axis in "xy" if axis in payload},
-                    "response": reply}
-            if payload.get("reasoning"):
-                step["reasoning"] = payload["reasoning"]
-            self.session["steps"].append(step)
+            self._step(command, payload, {"response": reply})
         elif path.startswith("/api/scorecard/") and isinstance(reply, dict):
             self.session["scorecard"] |= reply
         return reply
+
+    def _step(self, command, payload, outcome):
+        step = {"action": command, "payload": {axis: payload[axis] for axis in "xy" if axis in payload}}
+        reasoning = {"reasoning": payload["reasoning"]} if payload.get("reasoning") else {}
+        self.session["steps"].append(step | outcome | reasoning)
 
     def lines(self) -> list[str]:
         """The recording as the lines of a JSONL file."""
         session = self.session
         parts = [{"reset": session["reset"]}, *session["steps"], {"scorecard": session["scorecard"]}]
+        parts += [{"failures": session["failures"]}] if session["failures"] else []
         return [json.dumps(part) + "\n" for part in parts]
 
     def hurry(self):

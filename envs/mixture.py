@@ -23,7 +23,7 @@ class Mixture(Env):
         """`make`: name, options -> the environment of one of the names."""
         weights = {}
         for part in name.split(","):
-            place, sign, number = part.strip().partition("=")
+            place, sign, number = map(str.strip, part.partition("="))
             short = place.rpartition(":")[2]
             if sign and not (number.isascii() and number.isdigit() and 1 <= int(number[:5]) <= 1000):
                 raise BadInput(f"environment {name}: weight of {short}: expected a whole number from 1 to "

@@ -6,6 +6,7 @@ import functools
 import http.server
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -212,6 +213,16 @@ def test_tasks_are_the_same_in_another_process():
     assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
 
 
+def test_no_test_game_looks_like_a_train_game_from_afar():
+    ids = [f"{name}-{seed}" for name in KINDS for seed in range(120)]
+    frames = [(arcagi3.split_of_game(game_id), arc_games.new_game(game_id).frame()) for game_id in ids]
+    for scale in (2, 3, 4, 8):
+        view = arcagi3.View(arcagi3.Config(offline=True, downsample=scale))
+        screens = {split: {str(view.shrink(frame)) for of, frame in frames if of == split}
+                   for split in ("train", "test")}
+        assert not screens["train"] & screens["test"] and len(screens["test"]) > 20
+
+
 def test_no_test_game_begins_like_a_train_game():
     env = offline(**SHORT)
     screens = {split: {env.task(split, index).messages[0]["content"] for index in range(count)}
@@ -259,11 +270,21 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
     (dict(changes=True, style="short"), "changes"), (dict(timeout="0"), "timeout"),
     (dict(retries=-1), "retries"), (dict(max_errors=0), "max_errors"), (dict(train_tasks=0), "train_tasks"),
     (dict(reward_scale="inf"), "reward_scale"), (dict(session="no such file"), "no such file"),
+    *((dict(offline=True, downsample=scale), f"1, 2, 3, 4 or 8 .* got {scale}") for scale in (5, 7, 9, 32)),
+    (dict(session=SESSION, game_ids="maze-1"), "game_ids: expected demo-0001, .* got 'maze-1'"),
+    (dict(session=SESSION, game_ids="demo-0001,maze-1"), "game_ids: expected demo-0001"),
     (dict(games="maze"), "unknown option"), (dict(offline=True, game_ids="maze-99999999999"), "game_ids"),
 ])
 def test_options_that_cannot_be_are_named(options, says):
     with pytest.raises(BadInput, match=says):
         make(**options)
+
+
+def test_splits_are_named():
+    for env in (offline(), offline(game_ids="maze-1,maze-2"), make(session=SESSION, game_ids="demo-0001")):
+        for ask in (env.num_tasks, lambda split, env=env: env.task(split, 0)):
+            with pytest.raises(BadInput, match="expected one of train, test, got 'val'"):
+                ask("val")
 
 
 # ---- Screens
@@ -309,6 +330,23 @@ def test_options_of_the_screen():
     assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
 
 
+@pytest.mark.parametrize("scale", [1, 3, 4, 8])
+def test_changes_are_told_by_the_cell_that_a_click_takes(scale):
+    env = offline(game_ids="lights-17", test_ids="none", downsample=scale, changes=True)
+    task = env.task("train", 0)
+    game = arc_games.new_game("lights-17")
+    (_, x, y), before = game.solution()[0], np.array(game.frame())
+    episode = env.start(task, 1)
+    line = next(line for line in episode.step(env.replies(task)[0]).messages[0]["content"].splitlines()
+                if line.startswith("changed"))
+    after, cells = np.array(episode.frame.grids[-1]), re.findall(r"\((\d+), (\d+)\) (.) to (.)", line)
+    assert len(cells) > 3 and f"({x}, {y}) " in line or scale < 8
+    for x, y, old, new in cells:
+        assert (before[int(y), int(x)], after[int(y), int(x)]) == (int(old, 16), int(new, 16)), line
+    view, black = arcagi3.View(arcagi3.Config(downsample=4)), [[0] * 10] * 10  # the last block is smaller
+    assert view.changed(black, black[:8] + [[0] * 8 + [1] * 2] * 2) == "changed (x, y): (9, 9) 0 to 1"
+
+
 def test_the_short_style_is_within_its_vocabulary():
     env = offline(history=3, **SHORT)
     words = set(env.vocabulary)
@@ -348,6 +386,8 @@ def test_short_clicks_count_what_is_shown():
     ('```json\n{"action": "ACTION3"}\n```', Action("ACTION3")),
     ('<think>{"action": "ACTION1"}</think>{"action": "ACTION2"}', Action("ACTION2")),
     ("<think>ACTION1</think>\nACTION5", Action("ACTION5")),
+    ("<think>x</think>ACTION1", Action("ACTION1")), ("</think> ACTION6 x=1 y=2", Action("ACTION6", 1, 2)),
+    ("so\r\nACTION1\r\n", Action("ACTION1")), ('{\r\n"action": "RESET"\r\n}\r\n', Action("RESET")),
     ('{"action": "ACTION1", "x": 99, "y": true}', Action("ACTION1")),
     ('{"action": "ACTION2", "data": {"action": "ACTION3"}}', Action("ACTION2")),
     ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
@@ -363,6 +403,10 @@ def test_replies_that_name_an_action(reply, expected):
 
 
 @pytest.mark.parametrize("reply, says", [
+    ("<think>\nACTION1", "no action"), ('<think>{"action": "ACTION1"}', "no action"),
+    ("<think>a</think>\nACTION1\n<think>\nACTION2", "no action"),
+    ("actıon1", "no action"), ("REſET", "no action"),
+    ('{"action": "actıon1"}', "not the name"), ('{"action": "REſET"}', "not the name"),
     ("", "no action"), ("up", "no action"), ("I choose ACTION1", "no action"),
     ("ACTION1 ACTION2", "no action"),
     ("ACTION8", "'ACTION8' is not"), ("ACTION0", "not the name"), ('{"action": "ACTION8"}', "not the name"),
@@ -835,6 +879,10 @@ class Strange(http.server.BaseHTTPRequestHandler):
         statuses = {"/redirect": 302, "/gateway": 502, "/teapot": 418, "/api/cmd/ACTION1": 502}
         status = statuses.get(self.path, 200)
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path in ("/head", "/api/cmd/ACTION2"):  # the head comes by a letter
+            for letter in b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX: " + b"x" * 60:
+                self.wfile.write(bytes([letter]))
+                time.sleep(0.05)
         self.send_response(status)
         more = {"/short": 1, "/drip": 100}.get(self.path, 0)
         self.send_header("Content-Length", str(len(body) + more))
@@ -879,11 +927,13 @@ def test_answers_that_are_no_json(path, kind, says, strange):
     assert len(strange.seen) == (2 if path in ("/gateway", "/short") else 1)
 
 
-def test_an_answer_that_drips_is_given_up_at_the_deadline(strange):
-    began = time.monotonic()
-    with pytest.raises(TransportError, match="too slow"):
-        connect(strange, timeout=5, deadline=0.2)("GET", "/drip")
-    assert time.monotonic() - began < 3
+@pytest.mark.parametrize("method, path", [("GET", "/drip"), ("GET", "/head"), ("POST", "/api/cmd/ACTION2")])
+def test_an_answer_that_drips_is_given_up_at_the_deadline(method, path, strange):
+    transport, began = connect(strange, timeout=1, deadline=0.3), time.monotonic()
+    with pytest.raises(TransportError, match="too slow") as failure:
+        transport(method, path, {"guid": "u"} if method == "POST" else None)
+    assert 0.25 < time.monotonic() - began < 1.5 and failure.value.unknown and len(strange.seen) == 1
+    assert transport("GET", "/quick") == {}  # the next one has time of its own
 
 
 def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
@@ -967,6 +1017,38 @@ def test_a_recording_replays_to_the_same_rewards(tmp_path):
             "steps": recorder.session["steps"]}
 
 
+@pytest.mark.parametrize("name, faults, retries", [
+    ("collect-8", dict(drop_every=4), 3), ("maze-2", dict(drop_every=5), 0),
+    ("maze-2", dict(fail_every=3), 0), ("maze-2", dict(fail_every=1), 0),
+    ("lights-4", dict(fail_every=2, drop_every=3), 0)])
+def test_a_recording_of_failures_replays_to_the_same_rewards(name, faults, retries, serve, tmp_path, capsys):
+    server = serve(**faults)
+    recorder = arcagi3.Recorder(connect(server, retries=retries))
+    env, task = over_http(server, name, transport=lambda: recorder, max_errors=50)
+    episode, steps = env.start(task, 1), []
+    replies = ["RESET"] * 2 + env.replies(task) + ["RESET"]
+    for reply in replies:
+        steps.append(episode.step(reply))
+        if faults.get("fail_every") == 1:  # it fails to begin, and then no more
+            server.faults.fail_every = 0
+        if steps[-1].terminated:
+            break
+    episode.close()
+    session = recorder.session
+    failed = len(session["failures"]) + sum("error" in step for step in session["steps"])
+    assert failed == steps[-1].info["errors"] > 0
+    path = tmp_path / "session.jsonl"
+    path.write_text("".join(recorder.lines()))
+    again = make(session=str(path), max_errors=50, first_screen=False, test_ids="none")
+    replayed = run(again, again.task("train", 0), replies)
+    assert [step.reward for step in replayed] == [step.reward for step in steps]
+    assert [step.messages for step in replayed] == [step.messages for step in steps]
+    for option in ("first_screen=true", "first_screen=false"):  # the second replays the first one's recording
+        result = evaluate(capsys, "--mock-session", path, "--out", tmp_path, "--env-kwargs", "max_errors=50",
+                          option)
+        assert (result["reward"], result["errors"]) == (sum(step.reward for step in steps), failed)
+
+
 def test_the_static_transport_refuses_what_was_not_recorded():
     static = arcagi3.StaticTransport(arcagi3.load_session(SESSION))
     client = arcagi3.Client(static)
@@ -1004,7 +1086,22 @@ def test_deviating_from_a_recording_ends_the_episode():
     assert len(steps) == 3 and steps[-1].info["error"] == 1 and steps[-1].truncated
 
 
+def test_session_files_of_other_editors(tmp_path):
+    """A byte order mark, Windows' line ends, and what only Python takes for a line's end inside a text."""
+    session = json.loads(Path(SESSION).read_text())
+    steps = [step | {"reasoning": "a\u2028b\x85c"} for step in session["steps"]]
+    lines = [{"reset": session["reset"]}, *steps, {"scorecard": session["scorecard"]}]
+    for name, text in (("a.json", json.dumps(session)), ("b.jsonl", "\r\n".join(
+            json.dumps(line, ensure_ascii=False) for line in lines))):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        env = make(session=str(tmp_path / name), test_ids="none")
+        steps = run(env, env.task("train", 0), ["ACTION4", "ACTION6 x=7 y=3"])
+        assert [step.reward for step in steps] == [1, 2]
+
+
 @pytest.mark.parametrize("text", [
+    json.dumps({"reset": FRAME, "failures": [{}]}), json.dumps({"reset": FRAME, "failures": 1}),
+    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION1", "payload": {}, "error": 1}]}),
     "", "[]", "{}", "{", "\xff", '{"reset": 1}', '{"steps": []}', '{"reset": {"error": "X"}}',
     json.dumps({"reset": FRAME, "steps": [{"action": "ACTION9", "payload": {}, "response": {}}]}),
     json.dumps({"reset": FRAME, "steps": [{"action": "ACTION1", "payload": []}]}),
@@ -1079,6 +1176,33 @@ def test_run_arc_eval_stops_at_max_actions(capsys):
 def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
     result = evaluate(capsys, *flags)
     assert not result["ok"] and says in result["reason"], result
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "test split has no game"),
+    (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
+    (["--sft-out", "F", "--out", "D"], "--out D: expected one game"),
+    (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
+    (["--scripted", "--game-id", "maze-17", "--env-kwargs", "offline=false"], "offline=false: expected"),
+    (["--scripted", "--game-id", "maze-17", "--live", "--env-kwargs", "offline=true"], "offline=true"),
+])
+def test_run_arc_eval_plays_nothing_that_was_not_asked_for(flags, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = evaluate(capsys, *flags)
+    assert not result["ok"] and says in result["reason"] and not list(tmp_path.iterdir()), result
+
+
+def test_run_arc_eval_knows_the_recorded_game(capsys):
+    assert evaluate(capsys, "--mock-session", SESSION, "--game-id", "demo-0001")["state"] == "WIN"
+
+
+@pytest.mark.parametrize("flags", [
+    ("--delay", "-1"), ("--delay", "nan"), ("--rate-limit", "-2"), ("--seeds", "-3"), ("--seeds", "0"),
+    ("--fail-every", "-1"), ("--drop-every", "x"), ("--port", "70000")])
+def test_the_server_refuses_numbers_that_cannot_be(flags, capsys):
+    with pytest.raises(SystemExit) as end:
+        arc_server.main(list(flags))
+    assert end.value.code == 2 and f"argument {flags[0]}: " in capsys.readouterr().err
 
 
 def test_a_server_away_is_a_failed_evaluation(capsys):

@@ -115,7 +115,7 @@ def test_countdown_solutions_score_full_marks_and_tasks_are_the_same_at_any_time
 
 
 @pytest.mark.parametrize(("name", "options", "says"), [
-    ("countdown,nothing", {}, "unknown environment 'nothing'"),
+    ("countdown = 2 , nothing", {}, "unknown environment 'nothing'"),
     ("countdown,", {}, "different names"),
     ("countdown,countdown", {}, "different names"),
     ("countdown=0,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '0'"),

@@ -31,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs.arc_games import GAMES, Arcade
+from tools.command_line import at_least
 
 MAX_BODY = 2**20  # bytes of a request
 COOKIE = "arc_session=1"
@@ -145,12 +146,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Serve small games by the ARC-AGI-3 API on this machine.")
-    parser.add_argument("--port", type=int, default=8001, help="0: a free one (8001)")
-    parser.add_argument("--seeds", type=int, default=8, help="games of each kind that are listed (8)")
-    parser.add_argument("--rate-limit", type=int, default=0, help="requests a minute before 429 (no limit)")
-    parser.add_argument("--fail-every", type=int, default=0, metavar="N", help="500 to each N-th command")
-    parser.add_argument("--drop-every", type=int, default=0, metavar="N", help="none to each N-th command")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds that each answer is late (0)")
+    count = at_least(0)
+    parser.add_argument("--port", type=at_least(0, most=65535), default=8001, help="0: a free one (8001)")
+    parser.add_argument("--seeds", type=at_least(1, most=10**6), default=8,
+                        help="games of each kind that are listed (8)")
+    parser.add_argument("--rate-limit", type=count, default=0, help="requests a minute before 429 (no limit)")
+    parser.add_argument("--fail-every", type=count, default=0, metavar="N", help="500 to each N-th command")
+    parser.add_argument("--drop-every", type=count, default=0, metavar="N", help="none to each N-th command")
+    parser.add_argument("--delay", type=at_least(0, float, 3600), default=0.0,
+                        help="seconds that each answer is late (0)")
     parser.add_argument("--api-key", default="", help="401 to requests without it")
     parser.add_argument("--require-cookie", action="store_true", help="400 to commands without the cookie")
     parser.add_argument("--old-names", action="store_true", help="field names of older servers")
@@ -160,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     ids = [f"{name}-{seed}" for name in GAMES for seed in range(args.seeds)]
     try:
         server = ArcServer(Arcade(ids, args.old_names), faults, args.port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         print(f"--port {args.port}: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"url": server.url}), flush=True)

@@ -58,9 +58,11 @@ def scripted(env, task):
 
 
 def recorded(env, task):
-    """The actions of a recording."""
-    steps = arcagi3.load_session(env.config.session)["steps"]
-    ahead = iter([json.dumps({"action": step["action"]} | step["payload"]) for step in steps])
+    """The actions of a recording, after so many to begin with as it failed to begin."""
+    session = arcagi3.load_session(env.config.session)
+    actions = [{"action": step["action"]} | step["payload"] for step in session["steps"]]
+    opening = [{"action": "RESET"}] * (len(session["failures"]) + (not task.data["begun"]))
+    ahead = iter(map(json.dumps, opening + actions))
     return lambda messages, frame: next(ahead, "")
 
 
@@ -135,14 +137,16 @@ def play(env, task, player):
 
 def make_env(args):
     """The environment, and the recorders of the episodes that it starts."""
-    options = envs.parse_options(args.env_kwargs) | {"max_actions": str(args.max_actions)}
+    options, here = envs.parse_options(args.env_kwargs), not args.mock_session and not args.live
+    if (options.get("offline", str(here)).lower() in ("true", "1")) != here:
+        raise BadInput(f"--env-kwargs offline={options['offline']}: expected --live or --mock-session beside "
+                       "false, and neither beside true")
+    options |= {"max_actions": str(args.max_actions), "offline": str(here)}
     if args.mock_session:
         options["session"] = str(args.mock_session)
-    elif args.live:
-        options |= {"root_url": args.root_url} if args.root_url else {}
-    else:
-        options["offline"] = "true"
-    if args.game_id and not args.mock_session:
+    elif args.live and args.root_url:
+        options["root_url"] = args.root_url
+    if args.game_id:
         options["game_ids"] = args.game_id
     env = envs.make("arcagi3", **options)
     recorders, inner = [], env.make_transport
@@ -203,8 +207,11 @@ def evaluate(args) -> dict:
 
 def means(args, env, player) -> dict:
     """--tasks: what a player scores on the first tasks of a split, by game."""
-    sums = {}
-    for index in range(min(args.tasks, env.num_tasks(args.split))):
+    sums, count = {}, min(args.tasks, env.num_tasks(args.split))
+    if count == 0:
+        raise BadInput(f"--tasks {args.tasks}: the {args.split} split has no game; expected --split train, a "
+                       "name such as maze, or --env-kwargs test_ids=...")
+    for index in range(count):
         task = env.task(args.split, index)
         step, total, _, _ = play(env, task, player(env, task))
         row = {"tasks": 1, "reward": total} | {name: step.info[name] for name in (
@@ -276,6 +283,8 @@ def write_gif(path: Path, session: dict, args) -> int:
     palette = [int(colour[k:k + 2], 16) for colour in PALETTE for k in (0, 2, 4)]
     shots = [("start", session["reset"])]
     for number, step in enumerate(session["steps"], 1):
+        if "error" in step:  # no frame came
+            continue
         place = "".join(f" {axis}={step['payload'][axis]}" for axis in "xy" if axis in step["payload"])
         shots.append((f"{number}  {step['action']}{place}", step["response"]))
     pictures, milliseconds = [], []
@@ -344,6 +353,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if args.root_url and not args.live:
             raise BadInput(f"--root-url {args.root_url}: expected --live beside it")
+        if args.out and (args.tasks or args.sft_out):
+            raise BadInput(f"--out {args.out}: expected one game, without --tasks or --sft-out")
         result = write_rows(args) if args.sft_out else evaluate(args)
     except Exception as error:
         result = {"ok": False, "reason": one_line(error)}
