@@ -54,8 +54,8 @@ def seconds(work, least=0.5):
 
 def speed(case, least):
     """What tasks and replies cost, and what random legal moves and the reference moves score."""
-    env = envs.make("openspiel", cases=case, num_tasks_per_case=1_000_000)
-    legal = envs.make("openspiel", cases=case, num_tasks_per_case=1_000_000, reward_mode="legal")
+    options = dict(cases=case, num_tasks_per_case=1_000_000, workers=0)
+    env, legal = envs.make("openspiel", **options), envs.make("openspiel", **options, reward_mode="legal")
     task_s = {split: seconds(lambda k, split=split: env.task(split, k), least) for split in env.splits}
     tasks = [env.task("train", k) for k in range(TASKS)]
     rng, replies = random.Random(0), {}
@@ -73,7 +73,7 @@ def speed(case, least):
     for task in tasks:
         infos += score(env, task)
     iteration = time.process_time() - began
-    few = envs.make("openspiel", cases=case, num_tasks_per_case=1_000_000, baseline_moves=16)
+    few = envs.make("openspiel", **options, baseline_moves=16)
     began = time.process_time()
     for task in tasks:
         score(few, task)
