@@ -1,6 +1,7 @@
 """envs/mixture.py: the proportions, the turns, whose task it is, and training on it."""
 
 import collections
+import concurrent.futures
 import itertools
 
 import pytest
@@ -112,6 +113,42 @@ def test_countdown_solutions_score_full_marks_and_tasks_are_the_same_at_any_time
             assert env.start(task, 1).step(env.solution(task)).info["correct"] == 1
             seen += 1
     assert seen >= 3
+
+
+ALL = {"logic.types": "0, 6", "logic.dyck_max_length": 44, "openspiel.cases": "tic_tac_toe;hex(board_size=3)",
+       "openspiel.workers": 0, "openspiel.playouts": 2, "arcagi3.offline": True, "arcagi3.downsample": 8}
+
+
+def test_real_environments_mix_and_their_splits_are_apart():
+    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
+    tasks = {split: [env.task(split, k) for k in range(200)] for split in env.splits}
+    names = collections.Counter(task.id.partition(":")[0] for task in tasks["train"])
+    assert names == dict(countdown=80, logic=40, openspiel=40, arcagi3=40)
+    assert not {task.id for task in tasks["train"]} & {task.id for task in tasks["test"]}
+    prompts = {split: {str(task.messages) for task in found} for split, found in tasks.items()}
+    assert not prompts["train"] & prompts["test"]
+    for task in tasks["test"][:8]:
+        spoken = [m["content"] for m in env.demonstration(task) if m["role"] == "assistant"]
+        episode = env.start(task, 1)
+        steps = [episode.step(reply) for reply in spoken]
+        episode.close()
+        assert steps[-1].info["correct"] == 1 and steps[-1].terminated, task.id
+
+
+def test_many_threads_get_the_tasks_and_scores_of_one():
+    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
+
+    def score(index):
+        task = env.task("train", index)
+        episode = env.start(task, 3)
+        step = episode.step(env.solution(task) or "ACTION1")
+        episode.close()
+        return task, step.reward
+
+    alone = [score(index) for index in range(40)]
+    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(score, range(40))) == alone
 
 
 @pytest.mark.parametrize(("name", "options", "says"), [
