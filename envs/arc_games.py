@@ -21,6 +21,7 @@ import threading
 
 SIZE, TILE = 64, 8  # cells of a frame's side, of a tile's side
 TILES = SIZE // TILE
+MAX_LEVELS = 3  # of a game
 MAX_SEED = 2**31 - 1
 MAX_PLAYS = 20_000  # games that an arcade remembers; the oldest are forgotten
 UP, DOWN, LEFT, RIGHT, TAKE, CLICK, UNDO = range(1, 8)
@@ -35,9 +36,10 @@ class Game:
     name: str
     title: str
     actions: tuple[int, ...]
-    num_levels = 3
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, num_levels: int = MAX_LEVELS):
+        """A game of fewer levels begins with the same ones."""
+        self.num_levels = num_levels
         rng = random.Random(f"{self.name}-{seed}")  # a text as seed is hashed the same way everywhere
         self.levels = [self.make_level(rng, number) for number in range(self.num_levels)]
         self.begin()
@@ -362,9 +364,9 @@ def parse_id(game_id: str) -> tuple[str, int] | None:
     return match[1], int(match[2])
 
 
-def new_game(game_id: str) -> Game:
+def new_game(game_id: str, num_levels: int = MAX_LEVELS) -> Game:
     name, seed = parse_id(game_id)
-    return GAMES[name](seed)
+    return GAMES[name](seed, num_levels)
 
 
 class Refused(Exception):
@@ -374,12 +376,12 @@ class Refused(Exception):
 class Arcade:
     """The API's answers, (status, JSON value), without any network. Many threads may ask at once.
 
-    old_names: the fields, states and actions are called as by older servers.
+    old_names: the fields, states and actions are called as by older servers. num_levels: of each game.
     """
 
-    def __init__(self, game_ids=(), old_names: bool = False):
+    def __init__(self, game_ids=(), old_names: bool = False, num_levels: int = MAX_LEVELS):
         self.game_ids = tuple(game_ids) or tuple(f"{name}-{seed}" for name in GAMES for seed in range(8))
-        self.old_names = old_names
+        self.old_names, self.num_levels = old_names, num_levels
         self.plays, self.cards = {}, {}  # guid -> Play, card_id -> scorecard
         self.numbers = itertools.count(1)
         self.lock = threading.Lock()
@@ -475,7 +477,7 @@ class Arcade:
         card = self.cards.get(card_id) if isinstance(card_id, str) else None
         if card is None or not card["open"]:
             raise Refused(404, "SCORECARD_NOT_FOUND", "no such open scorecard")
-        guid, game = f"play-{next(self.numbers):08d}", new_game(game_id)
+        guid, game = f"play-{next(self.numbers):08d}", new_game(game_id, self.num_levels)
         row = {"guid": guid, "game_id": game_id, "score": 0, "state": game.state, "actions": 0, "resets": 0}
         card["plays"].append(row)
         self._keep(self.plays, guid, (row, game))

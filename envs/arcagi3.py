@@ -86,6 +86,8 @@ class Config:
     """train tasks of our own games with ever new levels"""
     test_tasks: int = 256
     """their test tasks"""
+    levels: int = arc_games.MAX_LEVELS
+    """levels of our own games, with `offline`"""
     # What the model reads
     style: Literal["chat", "short"] = "chat"
     """chat explains and names things; short is a line and the bare grid, for small word-level models"""
@@ -133,6 +135,8 @@ class Config:
         check(not self.offline or len(names) < 2, "game_ids", "either names or ids with a number, not both")
         generated = self.offline and names != {False}
         check(not (generated and self.test_ids), "test_ids", "none where levels are ever new")
+        check(1 <= self.levels <= arc_games.MAX_LEVELS, "levels", f"1 to {arc_games.MAX_LEVELS}")
+        check(self.offline or self.levels == arc_games.MAX_LEVELS, "levels", "offline=true beside it")
         check(1 <= self.downsample <= 32, "downsample", "1 to 32")
         # Blocks across the tiles' edges, or larger than a tile, make test games look like train games.
         check(not self.offline or arc_games.TILE % self.downsample == 0 or self.downsample == 3, "downsample",
@@ -184,7 +188,7 @@ class ArcAgi3(Env):
     def _transport(self):
         config = self.config
         if config.offline:
-            return LocalTransport()
+            return LocalTransport(arc_games.Arcade(num_levels=config.levels))
         if self._session:
             return StaticTransport(self._session)
         return HttpTransport(self.root_url, os.environ.get("ARC_API_KEY", ""), config.timeout, config.retries,
@@ -222,7 +226,7 @@ class ArcAgi3(Env):
         if not self.config.first_screen:
             frame = None
         elif self.config.offline:
-            game = arc_games.new_game(game_id)
+            game = arc_games.new_game(game_id, self.config.levels)
             frame = Frame(game_id, "", (game.frame(),), game.state, 0, game.num_levels, game.actions)
         elif self._session:
             frame = read_frame(self._session["reset"])
@@ -241,8 +245,8 @@ class ArcAgi3(Env):
         """
         if arc_games.parse_id(task.data["game_id"]) is None:
             return None
-        view = View(self.config)
-        return [view.reply(*step) for step in arc_games.new_game(task.data["game_id"]).solution()]
+        view, game = View(self.config), arc_games.new_game(task.data["game_id"], self.config.levels)
+        return [view.reply(*step) for step in game.solution()]
 
     def demonstration(self, task: Task) -> list[Message] | None:
         """Our own games played by their solver."""

@@ -1181,7 +1181,6 @@ def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "test split has no game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
-    (["--sft-out", "F", "--out", "D"], "--out D: expected one game"),
     (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
     (["--scripted", "--game-id", "maze-17", "--env-kwargs", "offline=false"], "offline=false: expected"),
     (["--scripted", "--game-id", "maze-17", "--live", "--env-kwargs", "offline=true"], "offline=true"),
@@ -1212,34 +1211,40 @@ def test_a_server_away_is_a_failed_evaluation(capsys):
     assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
 
 
-def test_rows_to_learn_from(tmp_path, capsys):
-    flags = ["--game-id", "collect", "--sft-games", 3, "--env-kwargs", "style=short", "downsample=8"]
-    assert evaluate(capsys, "--sft-out", tmp_path / "a.jsonl", *flags)["rows"] == 3
-    rows = [json.loads(line)["messages"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    env = offline(game_ids="collect", **SHORT)
-    for index, row in enumerate(rows):
-        assert [m["content"] for m in row if m["role"] == "assistant"] == env.replies(env.task("train",
-                                                                                               index))
-    noisy = evaluate(capsys, "--sft-out", tmp_path / "b.jsonl", "--sft-noise", "0.3", "--sft-turns", 2,
-                     *flags)
-    rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
-    assert len(rows) == noisy["rows"] > 20 and {len(row["prompt"]) for row in rows} == {1, 3, 5}
-    assert all(row["prompt"][-1]["role"] == "user" and row["response"].startswith("ACTION") for row in rows)
-    flags += ["first_screen=false", "--sft-turns", 1]
-    assert evaluate(capsys, "--sft-out", tmp_path / "c.jsonl", *flags)["rows"] > 20
-    first, second = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()[:2]]
-    assert first == {"prompt": [{"role": "user", "content": "start"}], "response": "RESET"}
-    assert [message["content"] for message in second["prompt"][:2]] == ["start", "RESET"]
+@pytest.mark.parametrize("game", arc_games.GAMES)
+def test_games_of_fewer_levels_begin_with_the_same_ones(game):
+    env, whole = (offline(game_ids=game, levels=n, **SHORT) for n in (1, 3))
+    for index in range(5):
+        task = env.task("test", index)
+        assert task.data == whole.task("test", index).data
+        replies = env.replies(task)
+        assert replies == whole.replies(task)[:len(replies)]
+        step = run(env, task)[-1]
+        assert step.terminated and step.info["state"] == "WIN"
+        assert step.info["correct"] == step.info["score"] == step.info["progress"] == 1
+
+
+def test_a_demonstration_is_the_solvers_game():
+    for options in ({}, {"first_screen": False}):
+        env = offline(game_ids="collect", **SHORT | options)
+        task = env.task("train", 1)
+        messages = env.demonstration(task)
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert said == ["RESET"] * (not task.data["begun"]) + env.replies(task)
+        assert messages[:len(task.messages)] == task.messages and messages[-1]["role"] == "assistant"
+    other = make(session=SESSION)
+    assert other.demonstration(other.task_of("demo-0001")) is None
 
 
 def test_the_server_as_a_program():
     server = subprocess.Popen([sys.executable, "tools/arc_server.py", "--port", "0", "--old-names", "--seeds",
-                               "2"],
+                               "2", "--levels", "2"],
                               cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = json.loads(server.stdout.readline())["url"]
         env = make(root_url=url, game_ids="lights-2", test_ids="none")
-        assert run(env, env.task("train", 0))[-1].info["correct"] == 1
+        played = run(env, env.task("train", 0))[-1]
+        assert played.info["correct"] == 1 and played.info["score"] == 2
         assert make(root_url=url, test_ids="none").num_tasks("train") == 6
     finally:
         server.kill()

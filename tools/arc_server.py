@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs.arc_games import GAMES, Arcade
+from envs.arc_games import GAMES, MAX_LEVELS, Arcade
 from tools.command_line import at_least
 
 MAX_BODY = 2**20  # bytes of a request
@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=at_least(0, most=65535), default=8001, help="0: a free one (8001)")
     parser.add_argument("--seeds", type=at_least(1, most=10**6), default=8,
                         help="games of each kind that are listed (8)")
+    parser.add_argument("--levels", type=at_least(1, most=MAX_LEVELS), default=MAX_LEVELS,
+                        help=f"of each game ({MAX_LEVELS})")
     parser.add_argument("--rate-limit", type=count, default=0, help="requests a minute before 429 (no limit)")
     parser.add_argument("--fail-every", type=count, default=0, metavar="N", help="500 to each N-th command")
     parser.add_argument("--drop-every", type=count, default=0, metavar="N", help="none to each N-th command")
@@ -163,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     faults = Faults(**{name: value for name, value in vars(args).items() if name in names})
     ids = [f"{name}-{seed}" for name in GAMES for seed in range(args.seeds)]
     try:
-        server = ArcServer(Arcade(ids, args.old_names), faults, args.port)
+        server = ArcServer(Arcade(ids, args.old_names, args.levels), faults, args.port)
     except OSError as error:
         print(f"--port {args.port}: {error}", file=sys.stderr)
         return 1

@@ -14,13 +14,6 @@ random (--random), or by the recorded actions (--mock-session alone). Under --ou
     frames.gif      all frames, animations included, with the action that led to each
     episode.jsonl   the conversation: a line for each message, with the reward that a reply brought
 
---sft-out FILE writes rows to learn from instead: shortest solutions of --sft-games train tasks, where
---env-kwargs says of which games and how they are shown. A row is a whole conversation, for `sft.py
---train-files FILE --messages-key messages`; with --sft-turns K it is one reply (`prompt` and `response`), and
-its prompt the first screen and the K last turns: what a model reads where --max-context-tokens holds no more.
-With --sft-noise P a share P of the replies is random, and the solver goes on from there, so that a model
-learns to find back. Random replies are no rows of --sft-turns.
-
 --tasks N plays N tasks of --split in place of one game, and prints means: the score of a player.
 
 The last line printed is JSON, "ok": true; or false with a reason, and exit status 1.
@@ -223,55 +216,6 @@ def means(args, env, player) -> dict:
                                            if name != "tasks"} for source, row in sums.items()}}
 
 
-# Conversations to learn from
-
-
-def write_rows(args) -> dict:
-    env, _ = make_env(args)
-    view, rows = arcagi3.View(env.config), 0
-    args.sft_out.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.sft_out, "w", encoding="utf-8") as file:
-        for index in range(min(args.sft_games, env.num_tasks("train"))):
-            task = env.task("train", index)
-            if env.replies(task) is None:
-                raise BadInput(f"--sft-out: {task.data['game_id']} has no solver in this process")
-            slips = []  # for each reply, whether it was random
-            messages = play(env, task, novice(view, task, args, slips))[2]
-            messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-            for row in cut_rows(messages, len(task.messages), slips, args.sft_turns):
-                file.write(json.dumps(row) + "\n")
-                rows += 1
-    return {"ok": True, "rows": rows, "file": str(args.sft_out)}
-
-
-def cut_rows(messages, prompt, slips, turns) -> list[dict]:
-    """A conversation whose first `prompt` messages are the task's, as rows of sft.py."""
-    if not turns:
-        return [{"messages": messages}]
-    places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    return [{"prompt": messages[:prompt] + messages[max(prompt, k - 2 * turns):k],
-             "response": messages[k]["content"]}
-            for k, slip in zip(places, slips, strict=True) if not slip]
-
-
-def novice(view, task, args, slips):
-    """Plays a game of ours beside the episode, so that the solver can go on from wherever a slip has led."""
-    rng, game = random.Random(f"{args.seed} {task.id}"), arc_games.new_game(task.data["game_id"])
-
-    def reply(messages, frame):
-        if not task.data["begun"] and len(messages) == len(task.messages):
-            slips.append(False)
-            return "RESET"
-        slips.append(rng.random() < args.sft_noise)
-        if slips[-1]:
-            action = rng.choice(game.actions), rng.randrange(64), rng.randrange(64)
-        else:
-            action = game.next_action()
-        game.act(*action, draw=False)
-        return view.reply(*action)
-    return reply
-
-
 # Pictures
 
 
@@ -334,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for recording, conversation and GIF")
     parser.add_argument("--tasks", type=at_least(1), default=0, help="play so many tasks, print means")
     parser.add_argument("--split", choices=("train", "test"), default="test", help="of --tasks (test)")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of --random, sampling, --sft-noise (0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of --random and sampling (0)")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy (0)")
     parser.add_argument("--max-response-tokens", type=at_least(1), default=512, help="of a reply (512)")
     parser.add_argument("--max-context-tokens", type=at_least(1), default=8192,
@@ -343,19 +287,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", type=at_least(1, most=32), default=0, metavar="PIXELS",
                         help="of a cell in the GIF (as many as make 256)")
     parser.add_argument("--fps", type=at_least(0.1, float, 50), default=4, help="frames a second (4)")
-    parser.add_argument("--sft-out", type=Path, metavar="FILE", help="write rows to learn from")
-    parser.add_argument("--sft-games", type=at_least(1), default=1000, help="of so many games (1000)")
-    parser.add_argument("--sft-turns", type=at_least(0), default=0, metavar="K",
-                        help="a row for each reply, with the K turns before it (0: a row for each game)")
-    parser.add_argument("--sft-noise", type=at_least(0, float, 1), default=0.0, metavar="P",
-                        help="share of random replies in them (0)")
     try:
         args = parser.parse_args(argv)
         if args.root_url and not args.live:
             raise BadInput(f"--root-url {args.root_url}: expected --live beside it")
-        if args.out and (args.tasks or args.sft_out):
-            raise BadInput(f"--out {args.out}: expected one game, without --tasks or --sft-out")
-        result = write_rows(args) if args.sft_out else evaluate(args)
+        if args.out and args.tasks:
+            raise BadInput(f"--out {args.out}: expected one game, without --tasks")
+        result = evaluate(args)
     except Exception as error:
         result = {"ok": False, "reason": one_line(error)}
     print(json.dumps(result))
