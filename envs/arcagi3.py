@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -50,6 +51,7 @@ TEST_SHARE_BY_ID = 4  # and one of a list of other games
 STATES = {"NOT_STARTED": "NOT_STARTED", "NOT_PLAYED": "NOT_STARTED",  # as older servers say
           "NOT_FINISHED": "NOT_FINISHED", "WIN": "WIN", "GAME_OVER": "GAME_OVER"}
 ACTIONS = ("RESET", *(f"ACTION{number}" for number in range(1, 8)))
+COLOURS = frozenset(range(16))
 OVER = ("WIN", "GAME_OVER")
 URL = re.compile(r"https?://[^/\s]+(/[^\s?#]*)?")
 
@@ -483,10 +485,10 @@ class View:
         if self.scale == 1:
             return grid
         cells = np.frombuffer(b"".join(map(bytes, grid)), np.uint8).reshape(len(grid), -1)  # (H, W)
-        counts = (cells == np.arange(16)[:, None, None]).astype(np.int32)                # (16, H, W)
-        for axis in (1, 2):
-            counts = np.add.reduceat(counts, np.arange(0, counts.shape[axis], self.scale), axis)
-        return counts.argmax(0).tolist()  # the first of equals, which is the lower colour
+        y, x = (np.arange(side) // self.scale for side in cells.shape)
+        height, width = y[-1] + 1, x[-1] + 1
+        counts = np.bincount(((y[:, None] * width + x) * 16 + cells).ravel(), minlength=height * width * 16)
+        return counts.reshape(height, width, 16).argmax(-1).tolist()  # the first of equals: the lower colour
 
     def to_cells(self, action) -> tuple[int | None, int | None]:
         """The API's coordinates: of a shown block its middle."""
@@ -640,10 +642,11 @@ def read_frame(reply) -> Frame:
     for grid in grids:
         check(isinstance(grid, list) and 1 <= len(grid) <= SIZE and isinstance(grid[0], list)
               and 1 <= len(grid[0]) <= SIZE, "frame", "grids of up to 64x64 cells")
-        for row in grid:
-            check(isinstance(row, list) and len(row) == len(grid[0]), "frame", "rows of one length")
-            check(set(map(type, row)) == {int} and min(row) >= 0 and max(row) <= 15, "frame",
-                  "cells that are integers from 0 to 15")
+        check(all(isinstance(row, list) and len(row) == len(grid[0]) for row in grid), "frame",
+              "rows of one length")
+        cells = list(itertools.chain.from_iterable(grid))
+        check(set(map(type, cells)) == {int} and COLOURS.issuperset(cells), "frame",
+              "cells that are integers from 0 to 15")
     check(isinstance(reply.get("state"), str) and reply["state"] in STATES, "state", " | ".join(STATES))
     counts = []
     for new, old in (("levels_completed", "score"), ("win_levels", "win_score")):
