@@ -93,7 +93,7 @@ class Config:
     baseline_moves: int = 0
     """`correct` compares with the mean of so many legal moves, drawn at random; 0: with that of all"""
     style: Literal["full", "short", "words"] = "full"
-    """`short`, `words`: the bare state and moves, the bare move as the reply, for models of bytes or words"""
+    """`short`, `words`: the bare state, and the bare move as the reply, for small models of bytes or words"""
     seed: int = 0
     """other states and playouts, same splits"""
     workers: int = -1
@@ -248,13 +248,13 @@ class OpenSpiel(Env):
         return legal
 
     def prompt(self, case, state, player) -> str:
-        moves = [move_text(state, player, action) for action in state.legal_actions(player)]
         if self.config.style != "full":
             parts = shown_state(case, state, player).split()
             if self.config.style == "words":
                 parts = "".join(parts)  # a word for each cell of a board
-            text = " ".join([*parts, f"p{player}", *moves[:SHOWN_MOVES]])
+            text = " ".join([*parts, f"p{player}"])
             return f"{case.text} {text}" if len(self.cases) > 1 else text
+        moves = [move_text(state, player, action) for action in state.legal_actions(player)]
         shown = f"Legal moves ({len(moves)}): {'; '.join(moves[:SHOWN_MOVES])}"
         if len(moves) > SHOWN_MOVES:
             shown += f"; and {len(moves) - SHOWN_MOVES} more, {len(moves)} in all"

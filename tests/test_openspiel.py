@@ -150,8 +150,7 @@ def test_the_prompt_tells_the_task():
 def test_short_prompts_are_short():
     env = make("breakthrough(rows=5,columns=4)", style="short")
     text = env.task("train", 0).messages[0]["content"]
-    board, legal = "5[bw.]{4} 4[bw.]{4} 3[bw.]{4} 2[bw.]{4} 1[bw.]{4} abcd", r"( [a-d]\d[a-d]\d\*?)+"
-    assert re.fullmatch(f"{board} p[01]{legal}", text)
+    assert re.fullmatch(r"5[bw.]{4} 4[bw.]{4} 3[bw.]{4} 2[bw.]{4} 1[bw.]{4} abcd p[01]", text)
     assert env.solution(env.task("train", 0)) in moves(env.task("train", 0)).values()
     two = make("hex(board_size=3);tic_tac_toe", style="short")
     assert two.task("train", 0).messages[0]["content"].startswith("hex(board_size=3) ")
@@ -167,7 +166,7 @@ def test_the_vocabulary_holds_all_words(cases):
         text = task.messages[0]["content"]
         assert set(text.split()) <= known and set(moves(task).values()) <= known
         board = "".join(state.observation_string(player).split())
-        assert text.replace(" ", "").endswith("".join([f"{board}p{player}", *moves(task).values()]))
+        assert text.replace(" ", "").endswith(f"{board}p{player}")
         assert step(env, env.solution(task), task).info["legal"] == 1
         assert step(env, text, task).info["legal"] == 0
     assert make().vocabulary is None and make(style="short").vocabulary is None
