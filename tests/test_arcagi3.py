@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import http.server
+import itertools
 import json
 import random
 import re
@@ -1209,6 +1210,17 @@ def test_a_server_away_is_a_failed_evaluation(capsys):
                       "maze-1",
                       "--env-kwargs", "retries=0", "max_errors=2")
     assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
+
+
+@pytest.mark.slow
+def test_1000_tasks_are_won_by_their_solver_and_no_test_game_begins_like_a_train_game():
+    env, prompts = offline(test_tasks=500, **SHORT), {"train": set(), "test": set()}
+    for split, index in itertools.product(env.splits, range(500)):
+        task = env.task(split, index)
+        prompts[split].add(task.messages[-1]["content"])
+        steps = run(env, task)
+        assert sum(step.reward for step in steps) == 3 and steps[-1].info["correct"] == 1
+    assert prompts["train"].isdisjoint(prompts["test"]) and len(prompts["train"]) > 450
 
 
 @pytest.mark.parametrize("game", arc_games.GAMES)
