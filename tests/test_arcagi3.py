@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import http.server
-import itertools
 import json
 import random
 import re
@@ -83,10 +82,10 @@ def run(env, task, replies=None):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_300_games_of_each_kind_are_won_by_their_solution(name):
+def test_games_of_each_kind_are_won_by_their_solution(name):
     """Counted by the game alone; with the environment around it, below."""
     first = set()
-    for seed in range(300):
+    for seed in range(100):
         game = arc_games.new_game(f"{name}-{seed}")
         solution = game.solution()
         assert len(solution) <= arcagi3.Config.max_actions
@@ -96,7 +95,7 @@ def test_300_games_of_each_kind_are_won_by_their_solution(name):
         assert game.state == "WIN" and game.completed == game.num_levels
         assert np.shape(frames) == (2, 64, 64) and 0 <= np.min(frames) and np.max(frames) <= 15
         first.add(str(game.levels[0]))
-    assert len(first) > 270
+    assert len(first) > 90
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -119,12 +118,13 @@ def test_solutions_score_full_marks_and_corrupted_ones_do_not(name, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_300_tasks_of_each_kind_score_full_marks_in_the_environment(name):
+def test_1000_tasks_score_full_marks_in_the_environment(name):
     env = offline(game_ids=name, **SHORT)
-    for index in range(300):
+    for index in range(334):  # 1,002 in all
         assert sum(step.reward for step in run(env, env.task("train", index))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, most", [("maze", 0.3), ("lights", 0.05), ("collect", 0.2)])
 def test_play_at_random_scores_little(name, most, capsys):
     assert run_arc_eval.main(["--random", "--tasks", "40", "--game-id", name]) == 0
@@ -1210,17 +1210,6 @@ def test_a_server_away_is_a_failed_evaluation(capsys):
                       "maze-1",
                       "--env-kwargs", "retries=0", "max_errors=2")
     assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
-
-
-@pytest.mark.slow
-def test_1000_tasks_are_won_by_their_solver_and_no_test_game_begins_like_a_train_game():
-    env, prompts = offline(test_tasks=500, **SHORT), {"train": set(), "test": set()}
-    for split, index in itertools.product(env.splits, range(500)):
-        task = env.task(split, index)
-        prompts[split].add(task.messages[-1]["content"])
-        steps = run(env, task)
-        assert sum(step.reward for step in steps) == 3 and steps[-1].info["correct"] == 1
-    assert prompts["train"].isdisjoint(prompts["test"]) and len(prompts["train"]) > 450
 
 
 @pytest.mark.parametrize("game", arc_games.GAMES)
