@@ -156,6 +156,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
         assert found == expected and found
 
 
+@pytest.mark.slow
 def test_logs_of_several_seeds_are_drawn(tmp_path, capsys):
     folders = [train(tmp_path / f"{seed}", seed=seed, eval_every=0) for seed in (1, 2, 3)]
     capsys.readouterr()

@@ -1270,6 +1270,7 @@ def small_model(tmp_path):
     return build
 
 
+@pytest.mark.slow
 def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, capsys):
     import grpo_llm
     from tests.run_folders import records, train

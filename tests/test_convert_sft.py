@@ -461,6 +461,7 @@ convert_sft.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_two_files_leaves_no_half_and_no_mixture(tmp_path, capsys):
     """In another process, for real. The next run goes on as if nothing had been."""
     write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])

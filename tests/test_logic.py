@@ -290,6 +290,7 @@ def test_eight_letters_have_one_reading():
         assert len(assignments(task.data["words"], task.data["operators"])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(9))
 def test_small_models_read_words(number):
     env = envs.make("logic", **WORDS | SMALL)

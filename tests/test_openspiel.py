@@ -723,6 +723,7 @@ if sys.argv[1] == "wait": time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [None, signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(how):
     parent = subprocess.Popen([sys.executable, "-c", ENDS, "wait" if how else "end"], cwd=ROOT, text=True,

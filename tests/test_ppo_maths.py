@@ -880,6 +880,7 @@ def learn(policy, optimizer, critic, critic_optimizer, episodes, args, coef=0.0)
         ppo_llm.update(policy, optimizer, ppo_llm.policy_terms, episodes, 2, 1, args, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "reward_of", "best"), [
     (1, lambda ids: ids[0] / 7, [7]), (2, lambda ids: 1.0 if ids == (5, 3) else -0.5, [5, 3])])
 def test_ppo_finds_the_best_reply_and_the_critic_its_worth(random_llama, length, reward_of, best):
