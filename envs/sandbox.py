@@ -1,0 +1,473 @@
+"""Code that a model wrote, run apart from everything: bubblewrap, plain namespaces, or an HTTP executor.
+
+    result = sandbox.run(["python3", "main.py"], {"main.py": "print(6 * 7)"}, timeout=5)
+    result.output, result.exit_code, result.elapsed, result.timed_out
+
+The code has a process tree, a network (without a way out), a user and a file system of its own. It reads
+the system's programs and this Python, and writes to its work folder and /tmp, which live in memory: when the
+sandbox ends, or the process that started it dies, by whatever signal, no process and no file is left.
+docs/sandbox.md says what this protects, and what not.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import io
+import itertools
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import requests
+
+from envs import BadInput
+
+WORK = "/testbed"  # the folder that the code starts in
+MIB = 2**20
+MOST_OUTPUT = 64 * MIB  # a process that writes more is ended [bytes]
+READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives",
+            "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
+Backend = Literal["auto", "bubblewrap", "namespaces", "unconfined"]
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, whatever the code in it did."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    timeout: float = 60.0  # wall clock; then all of it is killed [s]
+    cpu: int = 60  # processor time of a process [s]
+    memory: int = 1024  # address space of a process [MiB]
+    processes: int = 64  # processes and threads
+    disk: int = 128  # work folder, /tmp and /dev/shm, each [MiB]
+    open_files: int = 256  # of a process
+    output: int = 20_000  # characters of output kept, half of them from its end
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    output: str  # standard output and standard error as they came, in the middle cut to Limits.output
+    exit_code: int  # 128 + n: ended by signal n
+    elapsed: float  # [s]
+    timed_out: bool = False
+
+
+def run(argv, files=None, cwd=".", stdin=b"", backend: Backend = "auto", **limits) -> Result:
+    """Run a command over `files` and return what it printed. Never raises for what the command does.
+
+    files: relative path -> str or bytes, laid into the work folder; cwd: a folder within it. Limits are
+    those of `Limits`. Raises BadInput where nothing can confine the command, SandboxError where it could not
+    be started.
+    """
+    limits = Limits(**limits)
+    start = time.monotonic()
+    with Sandbox(argv, files, limits, cwd, backend) as box:
+        parts, finished = box.talk(stdin, start + limits.timeout)
+        exit_code = box.wait(1.0 if finished else 0.0)
+    text = clip(parts, limits.output)
+    return Result(text, exit_code, time.monotonic() - start, timed_out=not finished and not parts.flooded)
+
+
+class Sandbox:
+    """A confined process with pipes: .process.stdin, .process.stdout (standard error goes there too)."""
+
+    def __init__(self, argv, files=None, limits: Limits | None = None, cwd=".", backend: Backend = "auto"):
+        self.limits = limits or Limits()
+        self.backend = choose(backend)
+        self.folder = None  # unconfined only: a folder on disk
+        with _memory_file() as script:  # the files, and behind them what goes wrong before the command runs
+            script.write(tar(files or {}))
+            size = script.tell()
+            script.seek(0)
+            # Standard error is that file until the command takes over, which the first byte printed tells.
+            # Where memory runs out, the kernel is to end this before it ends the trainer.
+            start = ("echo 1000 > /proc/self/oom_score_adj; tar -xf - --no-same-owner <&2 && "
+                     f"cd {_shell(cwd)} && printf '\\006' && exec 2>&1 && exec \"$@\"")
+            command, here = self._confine(["/bin/sh", "-c", start, "sh", *map(os.fspath, argv)])
+            try:
+                # A child is killed when the *thread* that started it ends, so one thread starts them all.
+                self.process = _starter().submit(
+                    subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=script,
+                    bufsize=0, env=environment(), cwd=here, start_new_session=True).result()
+            except OSError as error:
+                self._remove_folder()
+                raise SandboxError(f"the sandbox did not start: {error}") from error
+            if not self._started():
+                self.close()
+                script.seek(size)
+                reason = script.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
+                raise SandboxError(f"the sandbox did not start: {reason[-1]}")
+
+    def _started(self) -> bool:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            return bool(ready.select(60)) and os.read(self.process.stdout.fileno(), 1) == b"\6"
+
+    def _confine(self, command):
+        """-> the command that runs `command` in the sandbox, and the folder to start it in."""
+        limits, user = self.limits, []
+        if os.geteuid() == 0:
+            # A user for each sandbox: processes are counted by user, and no limit on them holds for root.
+            number = str(next(_users))
+            user = ["--reuid", number, "--regid", number, "--clear-groups"]
+        capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}",
+                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", f"--fsize={limits.disk * MIB}",
+                  "--core=0", "--", *command]
+        dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--",
+                   *capped]
+        if self.backend == "bubblewrap":
+            return [*_bubblewrap(limits), "--", *(dropped if user else capped)], "/"
+        if self.backend == "namespaces":
+            return [*_namespaces(limits), *dropped], "/"
+        self.folder = tempfile.mkdtemp(prefix="envs-")
+        # Limits on processes count everything that the user runs, so here there is none.
+        return [part for part in capped if not part.startswith("--nproc")], self.folder
+
+    def talk(self, stdin=b"", deadline=float("inf")):
+        """Write stdin, close it, read to the end of the output. -> output, whether it ended in time."""
+        output, process = Output(self.limits.output), self.process
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            os.set_blocking(process.stdin.fileno(), False)
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+            while ready.get_map():
+                events = ready.select(max(0.0, min(deadline - time.monotonic(), 3600.0)))
+                if not events and time.monotonic() >= deadline or output.flooded:
+                    return output, False
+                for key, _ in events:
+                    if key.fileobj is process.stdin:
+                        try:
+                            stdin = stdin[os.write(key.fd, stdin[:65536]):] if stdin else stdin
+                        except OSError:
+                            stdin = b""
+                        if not stdin:
+                            ready.unregister(process.stdin)
+                            process.stdin.close()
+                    elif data := os.read(key.fd, 65536):
+                        output.add(data)
+                    else:
+                        ready.unregister(process.stdout)
+        return output, True
+
+    def wait(self, patience=0.0) -> int:
+        """The exit code, after at most `patience` seconds and then a kill; 128 + n for signal n."""
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def kill(self):
+        """End every process in it: the first one's death takes its namespace with it. From any thread."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.folder or self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self):
+        self.kill()
+        self.process.wait()
+        # The end of the output is the end of the last process that could write to it.
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline and ready.select(1.0):
+                if not os.read(self.process.stdout.fileno(), MIB):
+                    break
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()
+        self._remove_folder()
+
+    def _remove_folder(self):
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def environment() -> dict[str, str]:
+    """The environment variables in a sandbox: nothing of the trainer's."""
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    return dict(PATH=path, HOME="/tmp", USER="user", LOGNAME="user", LANG="C.UTF-8", TERM="dumb",
+                PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="0")
+
+
+@contextlib.contextmanager
+def _memory_file():
+    """A file without a name; what is written to it always goes to its end."""
+    if hasattr(os, "memfd_create"):
+        file = os.fdopen(os.memfd_create("files"), "w+b", buffering=0)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    else:
+        file = tempfile.TemporaryFile("a+b", buffering=0)
+    with file:
+        yield file
+
+
+class Output:
+    """The head and the tail of what a process prints, in bounded memory."""
+
+    def __init__(self, characters: int):
+        self.keep = 4 * characters + 8  # bytes: no character of UTF-8 takes more than four
+        self.head, self.tail, self.total = b"", b"", 0
+
+    @property
+    def flooded(self) -> bool:
+        return self.total > MOST_OUTPUT
+
+    def add(self, data: bytes):
+        self.total += len(data)
+        if len(self.head) < self.keep:
+            self.head, data = (self.head + data)[:self.keep], data[self.keep - len(self.head):]
+        self.tail = (self.tail + data)[-self.keep:]
+
+
+def clip(output: Output | str, characters: int) -> str:
+    """At most so many characters and a line in their middle that says how much was left out."""
+    if isinstance(output, str):
+        head = tail = output
+        missing, whole = max(0, len(output) - characters), len(output) <= characters
+    else:
+        whole = output.total <= len(output.head) + len(output.tail)
+        head = (output.head + output.tail if whole else output.head).decode(errors="replace")
+        tail = head if whole else output.tail.decode(errors="replace")
+        whole, missing = whole and len(head) <= characters, output.total - characters
+    if whole:
+        return head
+    half = characters // 2
+    return f"{head[:characters - half]}\n... [{missing} left out] ...\n{tail[len(tail) - half:]}"
+
+
+def tar(files: dict) -> bytes:
+    """An archive of relative path -> str or bytes. BadInput for a path that leads out of it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, content in files.items():
+            content = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+            entry = tarfile.TarInfo(str(_inside(path, "file")))
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    """The regular files of a folder, by relative path; links and .git are left out."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(Path(folder).rglob("*"))
+            if path.is_file() and not path.is_symlink() and ".git" not in path.relative_to(folder).parts
+            and "__pycache__" not in path.parts}
+
+
+def _shell(folder) -> str:
+    return shlex.quote(f"./{_inside(folder, 'cwd')}")
+
+
+def _inside(path, what: str) -> PurePosixPath:
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or "\0" in str(path):
+        raise BadInput(f"sandbox: {what} {str(path)!r}: expected a relative path without '..'")
+    return pure
+
+
+# Ways to confine
+
+
+def choose(backend: Backend = "auto") -> str:
+    """The backend to use: the one asked for, or the best that works here. BadInput where there is none."""
+    if backend == "unconfined":
+        return backend
+    wanted = ("bubblewrap", "namespaces") if backend == "auto" else (backend,)
+    reasons = []
+    for name in wanted:
+        if reason := _unusable(name):
+            reasons.append(f"{name}: {reason}")
+        else:
+            return name
+    raise BadInput(f"no sandbox for untrusted code ({'; '.join(reasons)}). Install bubblewrap, allow user "
+                   "namespaces, name an executor with executor_url, or set allow_unconfined=true to run it "
+                   "with nothing but limits of time and memory")
+
+
+@functools.cache
+def _unusable(name: str) -> str:
+    """Why a backend does not work here; empty if it does."""
+    needed = {"bubblewrap": ("bwrap", "setpriv", "prlimit", "tar"),
+              "namespaces": ("unshare", "setpriv", "prlimit", "tar", "mount", "pivot_root")}[name]
+    if missing := [tool for tool in needed if not _which(tool)]:
+        return f"{', '.join(missing)} not installed"
+    box = Sandbox.__new__(Sandbox)
+    box.limits, box.backend = Limits(), name
+    try:
+        done = subprocess.run(box._confine(["true"])[0], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1]
+
+
+def _which(tool):
+    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")
+
+
+@functools.cache
+def _readable() -> tuple[str, ...]:
+    """What code in a sandbox can read of this machine: the system's programs, and this Python."""
+    python = {sys.prefix, *(os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))}
+    return READABLE + tuple(sorted(path for path in python if not path.startswith("/usr/")))
+
+
+def _bubblewrap(limits):
+    command = [_which("bwrap"), "--die-with-parent", "--unshare-pid", "--unshare-net", "--unshare-ipc",
+               "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
+    if os.geteuid() == 0:  # needs no user namespace; gives these up once it has become the sandbox's user
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+            command += ["--cap-add", capability]
+    else:
+        command += ["--unshare-user", *(["--disable-userns"] if _can_disable_userns() else [])]
+    for path in (WORK, "/tmp"):
+        command += ["--perms", "1777", "--size", str(limits.disk * MIB), "--tmpfs", path]
+    for path in _readable():  # after the writable folders, since this Python may lie under /tmp
+        for parent in reversed(PurePosixPath(path).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    shared = ["--perms", "1777", "--size", str(limits.disk * MIB), "--tmpfs", "/dev/shm"]
+    return [*command, "--proc", "/proc", "--dev", "/dev", *shared, "--remount-ro", "/dev",
+            "--remount-ro", "/", "--chdir", WORK]
+
+
+@functools.cache
+def _can_disable_userns() -> bool:
+    return "--disable-userns" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
+
+
+# The new root is built over /sys, which nothing that is to be seen lies under. $1: size of the writable
+# folders; then the readable paths, "--", and the command.
+BUILD_ROOT = r"""
+set -e
+size=$1; shift
+[ "$(id -u)" != 0 ] || [ "$SANDBOX_USERNS" = "" ] || echo 0 > /proc/sys/user/max_user_namespaces || true
+mount -t tmpfs -o size=16m,mode=755 sandbox /sys
+cd /sys
+mkdir dev proc old
+for folder in testbed tmp dev/shm; do
+    mkdir -p $folder; mount -t tmpfs -o nosuid,nodev,size=$size,mode=1777 sandbox $folder
+done
+while [ "$1" != "--" ]; do
+    mkdir -p ".${1%/*}"
+    if [ -h "$1" ]; then ln -s "$(readlink "$1")" ".$1"
+    elif [ -d "$1" ]; then mkdir -p ".$1"; mount --rbind "$1" ".$1"; mount -o remount,bind,ro ".$1"
+    elif [ -e "$1" ]; then touch ".$1"; mount --bind "$1" ".$1"; mount -o remount,bind,ro ".$1"
+    fi
+    shift
+done
+shift
+for device in null zero full random urandom; do touch dev/$device; mount --bind /dev/$device dev/$device; done
+ln -s /proc/self/fd dev/fd; ln -s /proc/self/fd/0 dev/stdin
+ln -s /proc/self/fd/1 dev/stdout; ln -s /proc/self/fd/2 dev/stderr
+mount -t proc proc proc
+pivot_root . old
+cd /
+umount -l /old
+rmdir /old
+mount -o remount,ro /
+cd /testbed
+unset SANDBOX_USERNS
+set +e
+"$@"  # not exec: the first process of a namespace reaps orphans, and no signal ends it
+exit $?
+"""
+
+
+def _namespaces(limits):
+    outer = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    mark = ["env", "SANDBOX_USERNS=1"] if outer else []
+    return ["setpriv", "--pdeathsig", "KILL", "--", "unshare", *outer, "--mount", "--pid", "--net", "--ipc",
+            "--uts", "--cgroup", "--fork", "--kill-child", "--", *mark, "/bin/sh", "-c", BUILD_ROOT, "sh",
+            str(limits.disk * MIB), *_readable(), "--"]
+
+
+def _first_user() -> int:
+    """Of the users that nobody else has, as far as this machine or container maps them."""
+    with contextlib.suppress(OSError):
+        inner, _, count = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
+        if inner + count < 2**31:
+            return inner + min(10_000, count // 2) + os.getpid() % max(1, count // 4)
+    return 2**30 + os.getpid() % 2**20 * 2**10
+
+
+_users = itertools.count(_first_user())
+
+
+@functools.cache
+def _starter() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_starter.cache_clear)
+
+
+# Somewhere else: containers behind HTTP
+
+
+class HttpExecutor:
+    """A service that runs a test command over a container image with some files laid over it.
+
+    POST /test {docker_image, patch_tar_b64, test_cmd, timeout} -> {test_output, exit_code, elapsed_seconds,
+    container_id}; GET /health and /ping. tools/executor_server.py is a small one.
+    """
+
+    def __init__(self, url: str, retries: int = 3):
+        self.url, self.retries = url.rstrip("/"), retries
+
+    def healthy(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=10).ok
+        except requests.RequestException:
+            return False
+
+    def test(self, docker_image: str, files: dict, test_cmd: str, timeout: float = 300.0) -> Result:
+        """Raises SandboxError when the service gives no answer, or none of the right form."""
+        body = dict(docker_image=docker_image, patch_tar_b64=base64.b64encode(tar(files)).decode(),
+                    test_cmd=test_cmd, timeout=timeout)
+        reason = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(min(0.5 * 2 ** (attempt - 1), 30.0))
+            try:
+                answer = requests.post(f"{self.url}/test", json=body, timeout=(10, timeout + 30))
+            except requests.RequestException as error:
+                reason = f"{type(error).__name__}"
+                continue
+            if answer.status_code == 429 or answer.status_code >= 500:
+                reason = f"answered {answer.status_code}"
+                continue
+            try:
+                data = answer.json() if answer.ok else {}
+                code = int(data["exit_code"])
+                return Result(str(data["test_output"]), code, float(data["elapsed_seconds"]), code == 124)
+            except (ValueError, KeyError, TypeError) as error:
+                raise SandboxError(f"{self.url}/test answered {answer.status_code}: {answer.text[:200]!r}, "
+                                   "expected test_output, exit_code, elapsed_seconds") from error
+        raise SandboxError(f"{self.url}/test {reason}, after {self.retries + 1} tries")
