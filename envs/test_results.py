@@ -1,0 +1,204 @@
+"""Which tests pass on a tree of files, told apart from what the code in the tree says about it.
+
+    results = run_tests({"shop.py": b"..."}, {"tests/test_shop.py": b"..."})
+    results == {"tests/test_shop.py::test_total": "PASSED"}
+
+The tests run in envs.sandbox. What they print counts for nothing: outcomes come over a pipe that was opened,
+with a random token, before any code of the tree ran, and are passed on by a process that runs none of it.
+Among the tests are canaries with random names, of which some must fail: where one does not turn out as it
+must (someone patched pytest or unittest, or ended the process with os._exit(0)), no result counts. Tests and
+code under test do share a process, so code written against this very file could forge a result;
+docs/sandbox.md says more.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+import secrets
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path, PurePosixPath
+
+from envs import BadInput, sandbox
+
+WORKER = Path(__file__).with_name("test_worker.py").read_text(encoding="utf-8")
+# Names of files that change how or which tests run, wherever they lie.
+DECIDING = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml",
+            "tox.ini", "setup.cfg", "sitecustomize.py", "usercustomize.py", "entry_points.txt", "pyvenv.cfg"}
+MOST_CACHED = 4096  # results kept
+
+CANARIES = '''
+import unittest
+import pytest
+def test_{0}():
+    assert {a} + 1 == {b} + 1
+def test_{1}():
+    assert {a} == {a}
+def test_{2}():
+    with pytest.raises(KeyError):
+        {{{a}: 0}}[{a}]
+@pytest.mark.parametrize("value", [{b}])
+def test_{3}(value):
+    raise ValueError(value)
+class Test{4}(unittest.TestCase):
+    def test_{4}(self):
+        self.assertEqual({a}, {b})
+    def test_{5}(self):
+        self.assertTrue({b} == {a})
+    def test_{6}(self):
+        with self.assertRaises(ZeroDivisionError):
+            {a} / {b}
+    def test_{7}(self):
+        self.assertEqual({b}, {b})
+'''
+PLAIN_CANARIES = '''
+def test_{0}():
+    assert {a} + 1 == {b} + 1
+def test_{1}():
+    assert {a} == {a}
+def test_{2}():
+    raise ValueError({a})
+def test_{3}():
+    assert isinstance({a}, str)
+'''
+
+
+def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
+              plain: bool = False, timeout: float = 60.0, backend: sandbox.Backend = "auto",
+              allow_unconfined: bool = False, memory: int = 1024) -> dict[str, str]:
+    """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
+
+    files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
+    `files` that decides over tests (conftest.py, pytest.ini, ...) and is not in test_files is left out.
+    names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
+    plain: no pytest, for tests that are module-level functions without arguments; ten times as fast.
+    A test may take half of what is left of `timeout` [s]. A skipped test is FAILED, one that is marked xfail
+    and does fail is PASSED. ERROR: its module cannot be imported, or its fixtures failed.
+
+    Raises SandboxError where nothing could be run, whatever the tree, and BadInput where nothing can confine
+    it. Results are cached; safe to call from several threads.
+    """
+    backend = confinement(backend, allow_unconfined)
+    tree = {path: content for path, content in files.items() if not decides(path)} | test_files
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, backend, memory])
+    with _lock:
+        found = _cache.get(key)
+        if mine := found is None:
+            found = _cache[key] = Future()
+            while len(_cache) > MOST_CACHED:
+                _cache.popitem(last=False)
+        else:
+            _cache.move_to_end(key)
+    if mine:
+        try:
+            found.set_result(_run(tree, test_files, names, plain, timeout, backend, memory))
+        except BaseException as error:
+            with _lock:
+                _cache.pop(key, None)
+            found.set_exception(error)
+    return dict(found.result())
+
+
+_cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
+_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: (_cache.clear(), globals().update(_lock=threading.Lock())))
+
+
+def confinement(backend: sandbox.Backend, allow_unconfined: bool) -> str:
+    """The backend to use. BadInput where there is none and running without one was not allowed."""
+    if backend == "unconfined" and not allow_unconfined:
+        raise BadInput("backend=unconfined: expected allow_unconfined=true beside it")
+    try:
+        return sandbox.choose(backend)
+    except BadInput:
+        if not allow_unconfined:
+            raise
+        return "unconfined"
+
+
+def decides(path: str) -> bool:
+    """Whether a file changes how tests run, by its name (of upper and lower case, which some disks mix)."""
+    pure = PurePosixPath(path.lower())
+    return pure.name in DECIDING or pure.suffix == ".pth" or "__pycache__" in pure.parts
+
+
+def is_test(path: str) -> bool:
+    """Whether a file holds tests, as pytest finds them."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def digest(*values) -> str:
+    """Of JSON-like values with bytes in them."""
+    text = json.dumps(values, default=lambda value: hashlib.sha256(value).hexdigest())
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _run(tree, test_files, names, plain, timeout, backend, memory) -> dict[str, str]:
+    paths = sorted(path for path in test_files if is_test(path))
+    if names is not None:
+        asked = {name.partition("::")[0] for name in names}
+        paths = sorted(path for path in test_files if path in asked)
+    if not paths:
+        return {}
+    first, last = _canaries(paths[0], plain), _canaries(paths[-1], plain)
+    must = first[2] | last[2]
+    modules = [first[:2], *((path, _text(test_files[path])) for path in paths), last[:2]]
+    if not plain:
+        tree = tree | {path: source.encode() for path, source in (first[:2], last[:2])}
+        modules = [(path, "") for path, _ in modules]
+    nonce = secrets.token_hex(16)
+    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=modules,
+               names=None if names is None else [*names, *must])
+    start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
+    done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), backend=backend, timeout=timeout + 10,
+                       cpu=int(timeout) + 10, memory=memory, output=2**20)
+    begun, _, rest = done.output.partition("\n")
+    if begun != nonce:
+        raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
+    return _judge(rest, nonce, must, names)
+
+
+def _judge(text, nonce, must, names) -> dict[str, str]:
+    """What counts of the reports: nothing at all, unless every canary came once and as it must."""
+    try:
+        said, reports = json.loads(text)
+    except ValueError:
+        return {}  # the reporting process was killed
+    if ["pytest", "LACKS"] in reports:
+        raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
+    results = dict(reports)
+    if said != nonce or len(results) != len(reports) or "" not in results:
+        return {}  # twice the same test, or an end before the end
+    if any(results.get(name) != outcome for name, outcome in must.items()):
+        return {}
+    results = {name: outcome for name, outcome in results.items() if name and name not in must}
+    if names is None:
+        return results
+    modules = {name: results.get(name.partition("::")[0]) for name in names}
+    results = {name: results.get(name, modules[name]) for name in names}
+    return {name: outcome for name, outcome in results.items() if outcome}
+
+
+def _canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:
+    """-> path of a module of tests in the folder of another one, its source, {test: what it must give}"""
+    ids = [secrets.token_hex(4) for _ in range(9)]
+    a, b = secrets.randbelow(10**6) + 1, secrets.randbelow(10**6) + 10**7
+    path = str(PurePosixPath(beside).with_name(f"test_{ids[8]}.py"))
+    source = (PLAIN_CANARIES if plain else CANARIES).format(*ids, a=a, b=b)
+    if plain:
+        return path, source, {f"{path}::test_{name}": "PASSED" if index == 1 else "FAILED"
+                              for index, name in enumerate(ids[:4])}
+    names = [f"test_{ids[0]}", f"test_{ids[1]}", f"test_{ids[2]}", f"test_{ids[3]}[{b}]",
+             *(f"Test{ids[4]}::test_{name}" for name in ids[4:8])]
+    return path, source, {f"{path}::{name}": "PASSED" if index in (1, 7) else "FAILED"
+                          for index, name in enumerate(names)}
+
+
+def _text(content: bytes | str) -> str:
+    return content if isinstance(content, str) else content.decode("utf-8", "replace")
