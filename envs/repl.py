@@ -1,0 +1,596 @@
+"""Fix a bug in a repository through a Python REPL in a sandbox: several turns, one block of code each.
+
+    env = envs.make("repl")                          # small repositories that come with it, real bugs
+    task = env.task("train", 0)                      # the bug report, and what can be called
+    episode = env.start(task, seed=1)
+    step = episode.step("```python\nprint(read('ledger/money.py'))\n```")
+    step.messages[-1]["content"]                     # what the block printed
+
+The code of each reply runs in one interpreter of the sandbox (envs/sandbox.py), where `ls`, `read`, `grep`,
+`apply_patch`, `bash`, `run_tests`, `llm_query` and `finish` can be called. At the end the tests as they were
+(not as the model left them) run on the files as the model left them, in a sandbox of their own.
+docs/repl.md has the formats of scenarios, the prompts and what is scored.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import json
+import random
+import re
+import selectors
+import time
+import zlib
+from pathlib import Path
+from typing import Literal
+
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, sandbox
+from envs.test_results import run_tests
+
+WORKER = Path(__file__).with_name("repl_worker.py")
+BUNDLED = Path(__file__).with_name("repl_scenarios")
+TEST_SHARE = 5  # one scenario in so many belongs to the test split
+MOST_MESSAGE = 64 * sandbox.MIB  # a longer line of the worker ends the episode [bytes]
+NOTHING = dict(correct=0.0, partial=0.0, modified=0.0)
+OUTCOMES = ("PASSED", "FAILED", "ERROR")
+BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```|\Z)", re.DOTALL)
+
+TOOLS = """Every reply holds one block of Python code, fenced by ```python and ```. It runs in an interpreter
+that keeps its variables, in the repository's folder; the next message shows what it printed. Call there:
+    ls(path)                 the entries of a folder
+    read(path, start, end)   a file's text, or some of its lines
+    grep(pattern, path)      lines that a regular expression matches
+    apply_patch(diff)        apply a unified diff; or apply_patch(path, old, new): a text that occurs once
+    bash(command)            run a shell command (no network)
+    run_tests(paths...)      run the tests
+    finish()                 the bug is fixed: the last call"""
+QUERIES = """
+    llm_query(prompt), llm_query_batched(prompts)   ask sub-agents, which can read the repository too"""
+RESTORED = "Tests are restored before the result is judged, so changing them is of no use."
+PROMPTS = {
+    "default": f"""You fix bugs in a Python repository.
+
+{{tools}}
+
+Find the cause, change the source files and run the tests. {RESTORED} You have {{turns}} replies.""",
+    "minimal": "Fix the bug described below.\n\n{tools}\n\n{turns} replies.",
+    "cot": f"""You fix bugs in a Python repository.
+
+{{tools}}
+
+Before each block, think aloud: what do you know, what could be the cause, which one look or test would tell?
+Reproduce the bug before you change anything, change as little as possible, and run the tests before you call
+finish(). {RESTORED} You have {{turns}} replies.""",
+}
+SUB_AGENT = """You help an engineer who works on a Python repository. Answer the question below as briefly
+as it allows.{tools}"""
+SUB_TOOLS = """
+
+A reply may hold one block of Python code, fenced by ```python and ```, which runs in a copy of the
+repository: ls, read, grep, bash and run_tests can be called there. A reply without a block is your answer, and so is
+finish(answer). You have {turns} replies."""
+NUDGES = (
+    "No code block was found. Put Python code between ```python and ```.",
+    """There is still no code block. Only code between ```python and ``` is run, and nothing is judged but the
+files. If the bug is fixed, reply with:
+```python
+finish()
+```""")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    scenarios: Literal["bundled", "tiny"] = "bundled"
+    """small repositories with real bugs, or functions of one line for small models"""
+    cache_dir: str = ""
+    """folder with index.json and a repository for each instance, in place of those"""
+    dataset: str = ""
+    """rows that describe them: a .jsonl or .parquet file, or a hub data set such as R2E-Gym/R2E-Gym-Lite"""
+    dataset_split: str = "train"
+    """split of a hub data set"""
+    instance_ids: str = ""
+    """only these instances, with commas"""
+    train_tasks: int = 100_000
+    """train tasks of tiny scenarios"""
+    test_tasks: int = 256
+    """their test tasks"""
+    prompt: Literal["default", "minimal", "cot", "short"] = "default"
+    """how the task is put; short is for tiny scenarios and word-level models, without fences"""
+    max_turns: int = 15
+    """replies of an episode, and of a sub-agent"""
+    max_output_chars: int = 3000
+    """of what a block printed, half from its end [characters]"""
+    max_sub_agent_depth: int = 2
+    """sub-agents may ask sub-agents, so deep; the deepest answer without code. 0: there are none"""
+    max_queries: int = 8
+    """questions to sub-agents in one call"""
+    reward_mode: Literal["correct", "partial"] = "correct"
+    """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
+    turn_timeout: float = 60.0
+    """longest run of a block [s]"""
+    test_timeout: float = 120.0
+    """longest run of the tests [s]"""
+    memory: int = 1024
+    """address space of a process in the sandbox [MiB]"""
+    processes: int = 64
+    """processes and threads in it"""
+    backend: sandbox.Backend = "auto"
+    """what confines the code: auto, bubblewrap, namespaces"""
+    allow_unconfined: bool = False
+    """run the code without a sandbox where there is none: only for models and data that you trust"""
+    executor_url: str = ""
+    """service that runs the final tests in the instance's container image, in place of the sandbox"""
+
+    def __post_init__(self):
+        for name in ("max_turns", "max_output_chars", "max_queries", "train_tasks", "test_tasks", "memory",
+                     "processes"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"environment repl: option {name}: expected 1 or more, "
+                               f"got {getattr(self, name)}")
+        for name in ("turn_timeout", "test_timeout"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise BadInput(f"environment repl: option {name}: expected seconds above 0, got "
+                               f"{getattr(self, name)}")
+        if not 0 <= self.max_sub_agent_depth <= 8:
+            raise BadInput(f"environment repl: option max_sub_agent_depth: expected 0 to 8, got "
+                           f"{self.max_sub_agent_depth}")
+        if (self.prompt == "short") != (self.scenarios == "tiny" and not self.cache_dir):
+            raise BadInput(f"environment repl: option prompt: {self.prompt} with scenarios={self.scenarios}; "
+                           "short and tiny go together, and without cache_dir")
+        if self.dataset and not self.cache_dir:
+            raise BadInput("environment repl: option dataset: needs cache_dir, where its repositories lie")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A repository with a bug, and what its tests say once it is fixed."""
+
+    instance_id: str
+    files: dict[str, bytes]
+    problem_statement: str
+    expected: dict[str, str]  # test -> PASSED | FAILED | ERROR
+    test_command: str = "python -m pytest -q"
+    tests: tuple[str, ...] = ("tests",)  # files and folders that are restored before the tests run
+    patch: str = ""  # a fix, as a unified diff
+    docker_image: str = ""
+    plain: bool = False  # tests are plain functions, run without pytest
+
+    def is_test(self, path: str) -> bool:
+        return any(path == place or path.startswith(f"{place}/") for place in self.tests)
+
+
+class Repl(Env):
+    Config = Config
+    multi_turn = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.backend = "unconfined" if config.allow_unconfined else config.backend
+        if config.allow_unconfined:
+            try:
+                self.backend = sandbox.choose(config.backend)
+            except BadInput:
+                pass
+        else:
+            sandbox.choose(config.backend)
+        self.executor = sandbox.HttpExecutor(config.executor_url) if config.executor_url else None
+        if config.scenarios == "tiny" and not config.cache_dir:
+            self._ids = None
+            return
+        self._rows = read_rows(Path(config.cache_dir or BUNDLED), config)
+        if config.instance_ids:
+            wanted = [name.strip() for name in config.instance_ids.split(",")]
+            if unknown := [name for name in wanted if name not in self._rows]:
+                raise BadInput(f"environment repl: option instance_ids: unknown {unknown[0]!r}; known: "
+                               f"{', '.join(list(self._rows)[:10])}")
+            self._rows = {name: self._rows[name] for name in wanted}
+        self._ids = {split: [name for name in self._rows if split_of(name) == split] for split in self.splits}
+        self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
+
+    @property
+    def vocabulary(self) -> list[str] | None:
+        """Words for a word-level tokenizer (None unless prompt is short)."""
+        if self.config.prompt != "short":
+            return None
+        words = "f a b ( ) , + - * // % max min ' 'm.py' is should be : def return and read apply_patch finish"
+        return [*map(str, range(-8, 82)), *words.split(), *"run_tests passed True error".split()]
+
+    def num_tasks(self, split: str) -> int:
+        if split not in self.splits:
+            raise BadInput(f"environment repl: split: expected one of {', '.join(self.splits)}, "
+                           f"got {split!r}")
+        if self._ids is None:
+            return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
+        return len(self._ids[split])
+
+    def task(self, split: str, index: int) -> Task:
+        if not 0 <= index < (count := self.num_tasks(split)):
+            raise BadInput(f"environment repl: task {split} {index}: expected 0 to {count - 1}")
+        if self._ids is None:
+            name, seed = f"repl-tiny-{split}-{index}", tiny_parts(split, index)
+            scenario = tiny_scenario(seed)
+            messages = [{"role": "user", "content": scenario.problem_statement}]
+            return Task(name, "repl/tiny", messages, dict(tiny=list(seed)))
+        row = self._rows[self._ids[split][index]]
+        tools = TOOLS + (QUERIES if self.config.max_sub_agent_depth else "")
+        system = PROMPTS[self.config.prompt].format(tools=tools, turns=self.config.max_turns)
+        messages = [{"role": "system", "content": system},
+                    {"role": "user", "content": row["problem_statement"]}]
+        return Task(f"repl-{row['instance_id']}", "repl", messages, dict(instance_id=row["instance_id"]))
+
+    def scenario(self, task: Task) -> Scenario:
+        """The repository and the tests of a task."""
+        if "tiny" in task.data:
+            return tiny_scenario(tuple(task.data["tiny"]))
+        return self._load(task.data["instance_id"])
+
+    def start(self, task: Task, seed: int) -> ReplEpisode:
+        return ReplEpisode(self, task, self.scenario(task), self.scenario(task).files, depth=0)
+
+    def solution(self, task: Task) -> str | None:
+        """A block that makes the fix and finishes (None: the fix is not known)."""
+        if "tiny" in task.data:
+            return tiny_fix(tuple(task.data["tiny"]))
+        scenario = self.scenario(task)
+        if not scenario.patch:
+            return None
+        quoted = scenario.patch.replace("\\", "\\\\").replace('"""', '\\"""')
+        return f'```python\napply_patch("""\n{quoted}""")\nfinish()\n```'
+
+    def demonstration(self, task: Task) -> list[Message] | None:
+        """Read the file, then fix it; the answer in between is what the sandbox would print."""
+        if "tiny" not in task.data:
+            return super().demonstration(task)
+        return [*task.messages, {"role": "assistant", "content": "read ( 'm.py' )"},
+                {"role": "user", "content": self.scenario(task).files["m.py"].decode().strip()},
+                {"role": "assistant", "content": self.solution(task)}]
+
+    def score(self, scenario: Scenario, files: dict[str, bytes]) -> dict[str, float]:
+        """Named parts for the files that an episode left. Raises SandboxError where nothing could be run."""
+        original = {path: text for path, text in scenario.files.items() if not scenario.is_test(path)}
+        left = {path: text for path, text in files.items() if not scenario.is_test(path)}
+        if left == original:
+            return NOTHING
+        tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
+        if self.executor:
+            results = self._remote_results(scenario, original, left, tests)
+        else:
+            names = sorted(scenario.expected) if all("::" in name for name in scenario.expected) else None
+            results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
+                                backend=self.backend, allow_unconfined=self.config.allow_unconfined,
+                                memory=self.config.memory)
+            results = {short_name(name): outcome for name, outcome in results.items()} | results
+        matched = sum(results.get(name) == outcome for name, outcome in scenario.expected.items())
+        return dict(correct=float(matched == len(scenario.expected)),
+                    partial=matched / len(scenario.expected), modified=1.0)
+
+    def _remote_results(self, scenario, original, left, tests):
+        """What a container of the instance says, with changed files and the original tests laid over it."""
+        changed = {path: text for path, text in left.items() if original.get(path) != text}
+        removed = " ".join(f"'{path}'" for path in original.keys() - left.keys() if "'" not in path)
+        command = f"rm -f -- {removed}; {scenario.test_command}" if removed else scenario.test_command
+        result = self.executor.test(scenario.docker_image, changed | tests, command, self.config.test_timeout)
+        return outcomes_in(result.output)
+
+
+class ReplEpisode(Episode):
+    """A conversation with an interpreter in a sandbox. Depth 0 fixes the bug; below, questions are answered."""
+
+    def __init__(self, env: Repl, task: Task, scenario: Scenario, files: dict[str, bytes], depth: int):
+        self.env, self.task, self.scenario, self.files, self.depth = env, task, scenario, files, depth
+        self.config = env.config
+        self.turns = self.without_block = self.queries = 0
+        self.box, self.answer, self.closed, self.children = None, None, False, []
+
+    def step(self, reply: str) -> Step:
+        self.turns += 1
+        code = reply if self.config.prompt == "short" and not self.depth else find_block(reply)
+        if code is None:
+            if self.depth:  # a sub-agent's answer
+                self.answer = final_part(reply)
+                return self._end()
+            self.without_block += 1
+            return self._go_on(NUDGES[self.without_block > 2])
+        try:
+            if self.box is None:
+                self.box = self._open()
+            self._send(dict(op="run", code=code[:100_000], timeout=self.config.turn_timeout))
+        except (OSError, WorkerGone):
+            return self._gone()
+        return self._continue()
+
+    def resume(self, replies: list[str]) -> Step:
+        texts = [reply if child.answer is None else child.answer
+                 for child, reply in zip(self.children, replies, strict=True)]
+        self.children = []
+        try:
+            self._send(dict(op="answer", texts=[sandbox.clip(text, 20_000) for text in texts]))
+        except (OSError, WorkerGone):
+            return self._gone()
+        return self._continue()
+
+    def end(self) -> Step:
+        """The conversation is cut off: what it is worth so far."""
+        return self._end(truncated=True)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.box is not None:
+            self.box.close()
+
+    def _continue(self) -> Step:
+        """Wait until the block is done, or asks something."""
+        try:
+            message = self._receive(self.config.turn_timeout + 10)
+            if message["op"] == "query":
+                return self._ask([str(prompt)[:100_000] for prompt in message["prompts"]])
+            output = sandbox.clip(str(message["output"]), self.config.max_output_chars).strip("\n")
+            note, finished = str(message["note"]), bool(message.get("finished"))
+        except (OSError, WorkerGone, KeyError, TypeError):
+            return self._gone()
+        if finished:
+            self.answer = str(message["answer"])[:100_000]
+            return self._end()
+        if self.config.prompt == "short":
+            return self._go_on("error" if note or "Traceback" in output else output)
+        parts = [part for part in (output, note and f"({note})") if part]
+        return self._go_on("\n".join(parts) or "(no output)")
+
+    def _ask(self, prompts) -> Step:
+        self.queries += len(prompts)
+        self.children = [None] * len(prompts)
+        files, depth = None, self.depth + 1
+        pairs = []
+        for number, prompt in enumerate(prompts):
+            with_code = depth < self.config.max_sub_agent_depth
+            tools = SUB_TOOLS.format(turns=self.config.max_turns) if with_code else ""
+            messages = [{"role": "system", "content": SUB_AGENT.format(tools=tools)},
+                        {"role": "user", "content": prompt}]
+            task = Task(f"{self.task.id}/{self.turns}.{self.queries - len(prompts) + number}",
+                        f"{self.task.source}/sub", messages, {})
+            files = (self._tree() or self.files) if with_code and files is None else files
+            child = ReplEpisode(self.env, task, self.scenario, files or {}, depth)
+            self.children[number] = child
+            pairs.append((task, child))
+        return Step([], 0.0, False, False, {}, children=tuple(pairs))
+
+    def _go_on(self, text: str) -> Step:
+        if self.turns >= self.config.max_turns:
+            return self._end(truncated=True)
+        return Step([{"role": "user", "content": text}], 0.0, False, False, dict(correct=0.0))
+
+    def _end(self, truncated=False) -> Step:
+        if self.depth:
+            return Step([], 0.0, not truncated, truncated, dict(correct=0.0))
+        files = self._tree() if self.box is not None else self.files
+        parts = NOTHING if files is None else self.env.score(self.scenario, files)
+        reward = parts["partial" if self.config.reward_mode == "partial" else "correct"]
+        info = {**parts, "repl_turns": float(self.turns), "no_block": float(self.without_block),
+                "sub_queries": float(self.queries)}
+        return Step([], reward, not truncated, truncated, info)
+
+    def _gone(self) -> Step:
+        """The code has ended even the process that keeps its files: there is nothing to judge."""
+        if self.closed:
+            raise sandbox.SandboxError(f"task {self.task.id}: the episode was closed")
+        return Step([], 0.0, False, True, NOTHING | dict(repl_turns=float(self.turns)))
+
+    # The worker in the sandbox
+
+    def _open(self) -> sandbox.Sandbox:
+        config, depth = self.config, self.depth
+        options = dict(test_command=self.scenario.test_command, timeout=config.test_timeout,
+                       output=4 * config.max_output_chars,
+                       queries=config.max_queries if depth < config.max_sub_agent_depth else 0)
+        python = ["python3", "-I", *(["-S"] if self.scenario.plain else [])]
+        limits = sandbox.Limits(memory=config.memory, processes=config.processes, cpu=10**6)
+        return sandbox.Sandbox([*python, "-c", _worker(), json.dumps(options)], self.files, limits,
+                               backend=self.env.backend)
+
+    def _send(self, message: dict) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:  # an unbuffered pipe may take a part
+            data = data[self.box.process.stdin.write(data):]
+
+    def _receive(self, timeout: float) -> dict:
+        """The worker's next line. It is not to be trusted: WorkerGone for anything but an object of JSON."""
+        parts, size, deadline = [], 0, time.monotonic() + timeout
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.box.process.stdout, selectors.EVENT_READ)
+            while True:
+                if not ready.select(max(0.0, deadline - time.monotonic())):
+                    raise WorkerGone
+                data = self.box.process.stdout.read(2**16)
+                size += len(data or b"")
+                if not data or size > MOST_MESSAGE:
+                    raise WorkerGone
+                parts.append(data)
+                if data.endswith(b"\n"):
+                    break
+        try:
+            message = json.loads(b"".join(parts))
+            message["op"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WorkerGone from error
+        return message
+
+    def _tree(self) -> dict[str, bytes] | None:
+        """The files as the model's code left them (None: the worker does not say)."""
+        try:
+            self._send(dict(op="tree"))
+            files = self._receive(30.0)["files"]
+            files = {path: base64.b64decode(text) for path, text in files.items()}
+            sandbox.tar(files)  # the names lead nowhere else
+            return files
+        except (OSError, WorkerGone, KeyError, TypeError, AttributeError, BadInput, ValueError):
+            return None
+
+
+class WorkerGone(Exception):
+    """The process in the sandbox that talks to us has ended, or says what it should not."""
+
+
+@functools.cache
+def _worker() -> str:
+    return WORKER.read_text()
+
+
+def find_block(reply: str) -> str | None:
+    """The first block of Python code after the last </think>."""
+    match = BLOCK.search(final_part(reply))
+    return match[1] if match else None
+
+
+def outcomes_in(text: str) -> dict[str, str]:
+    """The outcomes in a log of `pytest -rA`, under the tests' names and their short forms (Class.test)."""
+    results = {}
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) (\S+)", text, re.MULTILINE):
+        results[name] = results[short_name(name)] = outcome
+    return results
+
+
+def short_name(name: str) -> str:
+    """tests/test_x.py::TestA::test_b -> TestA.test_b, as R2E-Gym writes it."""
+    return ".".join(name.split("::")[1:])
+
+
+def split_of(instance_id: str) -> str:
+    return "test" if zlib.crc32(instance_id.encode()) % TEST_SHARE == 0 else "train"
+
+
+# Scenarios on disk
+
+
+def read_rows(folder: Path, config: Config) -> dict[str, dict]:
+    """index.json of a folder, instance_id -> row, with what a data set's rows add. Errors name the field."""
+    index = folder / "index.json"
+    try:
+        known = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{index}: expected a JSON object of instance_id -> row "
+                       f"({first_line(error)})") from error
+    if not isinstance(known, dict):
+        raise BadInput(f"{index}: expected a JSON object of instance_id -> row, got {type(known).__name__}")
+    added = {row["instance_id"]: row for row in data_rows(config)} if config.dataset else None
+    rows = {}
+    for name, row in known.items():
+        if added is not None and name not in added:
+            continue
+        where = f"{index}: {name}" if added is None else f"{config.dataset}: {name}"
+        rows[name] = check_row(dict(row) | (added or {}).get(name, {}) | dict(instance_id=name), where)
+        rows[name]["folder"] = folder / name
+        if Path(name).name != name or not rows[name]["folder"].is_dir():
+            raise BadInput(f"{index}: {name}: expected its repository in {folder / name}")
+    if not rows:
+        raise BadInput(f"{index}: no instance" + (f" that is also in {config.dataset}" if added else ""))
+    return rows
+
+
+def data_rows(config: Config):
+    """Rows of a file or a hub data set in R2E-Gym's form, each with an instance_id."""
+    import datasets  # slow to import, and seldom needed
+
+    name = config.dataset
+    try:
+        if name.endswith((".jsonl", ".json", ".parquet")):
+            kind = "parquet" if name.endswith(".parquet") else "json"
+            rows = datasets.load_dataset(kind, data_files=name, split="train")
+        else:
+            rows = datasets.load_dataset(name, split=config.dataset_split)
+    except Exception as error:
+        raise BadInput(f"environment repl: option dataset: {name} cannot be read "
+                       f"({first_line(error)})") from error
+    for number, row in enumerate(rows):
+        if not row.get("instance_id"):
+            if not row.get("repo_name") or not row.get("commit_hash"):
+                raise BadInput(f"{name}: row {number}: expected instance_id, or repo_name and commit_hash")
+            row["instance_id"] = f"{row['repo_name']}__{row['commit_hash'][:12]}"
+        yield {key: row[key] for key in ("instance_id", *FIELDS) if row.get(key) is not None}
+
+
+FIELDS = ("problem_statement", "expected_output_json", "test_command", "tests", "patch", "docker_image",
+          "plain")
+
+
+def check_row(row: dict, where: str) -> dict:
+    """A row with the types that it should have; BadInput names the field that has not."""
+    if not isinstance(row.get("problem_statement"), str) or not row["problem_statement"].strip():
+        raise BadInput(f"{where}: problem_statement: expected a text, got {row.get('problem_statement')!r}")
+    expected = row.get("expected_output_json")
+    try:
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    except ValueError:
+        pass
+    if (not isinstance(expected, dict) or not expected
+            or not all(outcome in OUTCOMES for outcome in expected.values())):
+        raise BadInput(f"{where}: expected_output_json: expected a JSON object of test -> "
+                       f"{' | '.join(OUTCOMES)}, got {str(row.get('expected_output_json'))[:80]!r}")
+    for key, kind in dict(test_command=str, patch=str, docker_image=str, tests=list, plain=bool).items():
+        if not isinstance(row.get(key, kind()), kind):
+            raise BadInput(f"{where}: {key}: expected {kind.__name__}, got {row[key]!r}")
+    return row | dict(expected=expected)
+
+
+def load_scenario(row: dict) -> Scenario:
+    files = sandbox.read_tree(row["folder"])
+    tests = row.get("tests") or [name for name in ("tests", "test", "r2e_tests")
+                                 if (row["folder"] / name).is_dir()]
+    if not any(path == place or path.startswith(f"{place}/") for path in files for place in tests):
+        raise BadInput(f"{row['folder']}: no tests: expected a folder tests, or their names in the row's tests")
+    return Scenario(row["instance_id"], files, row["problem_statement"], row["expected"],
+                    row.get("test_command", Scenario.test_command), tuple(tests), row.get("patch", ""),
+                    row.get("docker_image", ""), row.get("plain", False))
+
+
+def first_line(error) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+# Tiny scenarios: one function of one line, the wrong expression in it, and one call that shows it
+
+
+EXPRESSIONS = ("a + b", "a - b", "b - a", "a * b", "a // b", "a % b", "max ( a , b )", "min ( a , b )")
+VALUES = range(2, 10)
+
+
+def value(expression: str, a: int, b: int) -> int:
+    return eval(expression, {"a": a, "b": b, "max": max, "min": min})  # of EXPRESSIONS alone
+
+
+def tiny_parts(split: str, index: int) -> tuple[int, int, int, int]:
+    """(a, b, wrong expression, right one), of the split, such that the right one alone explains the call."""
+    rng = random.Random(f"{split} {index}")
+    while True:
+        a, b = rng.choice(VALUES), rng.choice(VALUES)
+        wrong, right = rng.sample(range(len(EXPRESSIONS)), 2)
+        results = [value(expression, a, b) for expression in EXPRESSIONS]
+        held_out = zlib.crc32(f"{a} {b} {wrong} {right}".encode()) % TEST_SHARE == 0
+        if results.count(results[right]) == 1 and held_out == (split == "test"):
+            return a, b, wrong, right
+
+
+@functools.lru_cache(4096)
+def tiny_scenario(parts: tuple[int, int, int, int]) -> Scenario:
+    a, b, wrong, right = parts
+    expression = EXPRESSIONS[right]
+    calls = [(a, b), (2, 7), (9, 4), (5, 5), (8, 3), (3, 8)]
+    tests = "from m import f\n" + "".join(
+        f"\n\ndef test_{number}():\n    assert f({x}, {y}) == {value(expression, x, y)}\n"
+        for number, (x, y) in enumerate(calls, 1))
+    return Scenario(
+        "-".join(map(str, parts)), {"m.py": f"def f ( a , b ) : return ( {EXPRESSIONS[wrong]} )\n".encode(),
+                                    "tests/test_m.py": tests.encode()},
+        f"f ( {a} , {b} ) is {value(EXPRESSIONS[wrong], a, b)} should be {value(expression, a, b)}",
+        {f"tests/test_m.py::test_{number}": "PASSED" for number in range(1, len(calls) + 1)}, plain=True,
+        test_command="""python3 -c 'import sys; sys.path.insert(0, str())
+import tests.test_m as t
+for name, test in list(vars(t).items()):
+    if name.startswith("test_"): test()
+print("passed")'""")
+
+
+def tiny_fix(parts: tuple[int, int, int, int]) -> str:
+    _, _, wrong, right = parts
+    return f"apply_patch ( 'm.py' , ' {EXPRESSIONS[wrong]} ' , ' {EXPRESSIONS[right]} ' ) and finish ( )"
