@@ -69,8 +69,8 @@ as it allows.{tools}"""
 SUB_TOOLS = """
 
 A reply may hold one block of Python code, fenced by ```python and ```, which runs in a copy of the
-repository: ls, read, grep, bash and run_tests can be called there. A reply without a block is your answer, and so is
-finish(answer). You have {turns} replies."""
+repository: ls, read, grep, bash and run_tests can be called there. A reply without a block is your
+answer, and so is finish(answer). You have {turns} replies."""
 NUDGES = (
     "No code block was found. Put Python code between ```python and ```.",
     """There is still no code block. Only code between ```python and ``` is run, and nothing is judged but the
@@ -194,8 +194,8 @@ class Repl(Env):
         """Words for a word-level tokenizer (None unless prompt is short)."""
         if self.config.prompt != "short":
             return None
-        words = "f a b ( ) , + - * // % max min ' 'm.py' is should be : def return and read apply_patch finish"
-        return [*map(str, range(-8, 82)), *words.split(), *"run_tests passed True error".split()]
+        words = "f a b ( ) , + - * // % max min ' 'm.py' is should be : def return and read apply_patch"
+        return [*map(str, range(-8, 82)), *words.split(), *"finish run_tests passed True error".split()]
 
     def num_tasks(self, split: str) -> int:
         if split not in self.splits:
@@ -276,7 +276,7 @@ class Repl(Env):
 
 
 class ReplEpisode(Episode):
-    """A conversation with an interpreter in a sandbox. Depth 0 fixes the bug; below, questions are answered."""
+    """A conversation with an interpreter in a sandbox. Depth 0 fixes the bug; below it answer questions."""
 
     def __init__(self, env: Repl, task: Task, scenario: Scenario, files: dict[str, bytes], depth: int):
         self.env, self.task, self.scenario, self.files, self.depth = env, task, scenario, files, depth
@@ -538,7 +538,7 @@ def load_scenario(row: dict) -> Scenario:
     tests = row.get("tests") or [name for name in ("tests", "test", "r2e_tests")
                                  if (row["folder"] / name).is_dir()]
     if not any(path == place or path.startswith(f"{place}/") for path in files for place in tests):
-        raise BadInput(f"{row['folder']}: no tests: expected a folder tests, or their names in the row's tests")
+        raise BadInput(f"{row['folder']}: no tests: expected a folder tests, or the row's field tests")
     return Scenario(row["instance_id"], files, row["problem_statement"], row["expected"],
                     row.get("test_command", Scenario.test_command), tuple(tests), row.get("patch", ""),
                     row.get("docker_image", ""), row.get("plain", False))
