@@ -29,6 +29,7 @@ ENVS = {
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
+    "repl": "envs.repl:Repl",
 }
 
 MAX_REPLY = 20_000  # characters that `final_part` keeps: bounds the time of a verifier
