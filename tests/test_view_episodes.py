@@ -1,0 +1,767 @@
+"""tools/view_episodes.py: what it reads and refuses, and that no text of a model gets out of its place.
+
+The slow tests use the page in Chromium (apt-get install chromium chromium-driver; pip install selenium).
+"""
+
+import base64
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import time
+import zlib
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.run_folders import command_line
+from tools import view_episodes
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
+           "{{data}}", "{{script}}", "<!-- <script>", "]]>", "\u2028 \u2029", "\ud800 and \udfff",
+           "nul \x00 \x1b[31m", "\\u003c", "javascript:window.hacked=1",
+           "\u202e right to left", "`${window.hacked = 1}`", "&lt;b&gt;",
+           "__proto__", "e\u0301\U0001f600", "http://example.invalid/x.png"]
+DATA = re.compile(r'<script type="text/plain" id="(\w+)">[A-Za-z0-9+/=]+</script>\n')
+
+
+def episode(task="task-0", number=0, reward=1.0, replies=("1 + 2 = 3",), tool="", **more):
+    messages = [dict(role="user", content=f"the task {task}")]
+    for reply in replies:
+        messages += [dict(role="assistant", content=reply), dict(role="user", content=tool or "wrong")]
+    return dict(task_id=task, source="sums", number=number, reward=reward, correct=float(reward >= 1),
+                info=dict(correct=float(reward >= 1), format=0.5), termination="done",
+                messages=messages[:-1]) | more
+
+
+def with_turns(made, rng):
+    turns = []
+    for message in made["messages"]:
+        if message["role"] == "assistant":
+            tokens = [*re.findall(r"\s?\S+|\s", message["content"]), "<eos>"]
+            turns.append(dict(reward=0.0, tokens=tokens, logprobs=[-rng.expovariate(1.0) for _ in tokens]))
+    turns[-1]["reward"] = made["reward"]
+    return made | dict(turns=turns, segments=1)
+
+
+def write(run, folder, made, name=""):
+    place = run / "episodes" / folder
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "summary.json").write_text('{"episodes": 64, "reward_sum": 8.0, "correct_sum": 8.0, "files": 1}')
+    file = place / (name or f"{made['task_id']}_{made['number']}.json")
+    file.write_text(made if isinstance(made, str) else json.dumps(made, indent=1))
+    return file
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    """Steps 0 and 10, val and train, of which val has the same tasks."""
+    run = tmp_path / "run"
+    for step in (0, 10):
+        for task in range(3):
+            for number in range(2):
+                reward = float(step == 10 or task == 0)
+                write(run, f"val_step_{step:06d}", episode(f"test-{task}", number, reward))
+        write(run, f"train_step_{step:06d}", episode(f"train-{step}", 0, -0.5, ("a", "b")))
+    (run / "episodes" / "val_step_000010" / "table.json").write_text("[]")
+    return run
+
+
+def view(capsys, *flags):
+    """-> the exit code; the line on standard output or, of 1, the last one on standard error; the others."""
+    capsys.readouterr()
+    code = view_episodes.main([*map(str, flags)])
+    said = capsys.readouterr()
+    *before, last = (said.err if code else said.out).splitlines()
+    assert code in (0, 1) and (code == 0 or not said.out)
+    return code, json.loads(last), said.err.splitlines() if code == 0 else before
+
+
+def page_of(capsys, *flags):
+    code, report, complaints = view(capsys, *flags)
+    assert code == 0, report
+    return Path(report["out"]).read_text(), report, complaints
+
+
+def unpacked(page, name):
+    (data,) = re.findall(f'<script type="text/plain" id="{name}">([A-Za-z0-9+/=]*)</script>', page)
+    return json.loads(zlib.decompress(base64.b64decode(data)))
+
+
+def test_the_page_holds_every_episode_and_no_summary(a_run, capsys):
+    page, report, complaints = page_of(capsys, a_run)
+    assert report == dict(out=str(a_run / "episodes.html"), bytes=len(page.encode()), runs=1, episodes=14,
+                          damaged=0)
+    assert complaints == []
+    index, episodes = unpacked(page, "index"), unpacked(page, "episodes0")
+    assert index["folders"] == [["run", f"{kind}_step_{step:06d}", kind, f"{step:06d}"]
+                                for step in (0, 10) for kind in ("train", "val")]
+    assert index["sizes"] == [len(episodes)] == [14] and index["damaged"] == []
+    (columns,) = re.findall(r"const COLUMNS = (\[[^\]]+\]);", page)
+    assert dict(zip(json.loads(columns), index["rows"][0], strict=True)) == dict(
+        folder=0, file="train-0_0", task="train-0", number=0, source="sums", reward=-0.5, correct=0.0,
+        termination="done", turns=2, length=2, tokens=0, preview="b")
+    assert {key: episodes[1][key] for key in episode()} == episode("test-0", 0, 1.0)
+
+
+def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
+    rng = random.Random(1)
+    inner = with_turns(episode("inner", replies=("deep down",)), rng)
+    sub = with_turns(episode("sub", replies=("x y", "z")), rng) | dict(sub_agents=[inner])
+    write(tmp_path, "val_step_000001", with_turns(episode(), rng) | dict(sub_agents=[sub], segments=3))
+    bare = [dict(reward=None, tokens=["a", "b"], logprobs=[])]
+    write(tmp_path, "val_step_000001", episode(number=1, turns=bare))
+    page, *_ = page_of(capsys, tmp_path)
+    (first, second), tokens = unpacked(page, "episodes0"), unpacked(page, "tokens0")
+    assert first["turns"] == [dict(reward=1.0, tokens=0)] and first["segments"] == 3
+    assert [turn["tokens"] for turn in first["sub_agents"][0]["turns"]] == [1, 2]
+    assert first["sub_agents"][0]["sub_agents"][0]["turns"] == [dict(reward=1.0, tokens=3)]
+    assert tokens[0][3] == [inner["turns"][0]["tokens"],
+                            [pytest.approx(logprob, abs=1e-5) for logprob in inner["turns"][0]["logprobs"]]]
+    assert (second["turns"], tokens[1]) == ([dict(reward=None, tokens=0)], [[["a", "b"], []]])
+    assert [row[10] for row in unpacked(page, "index")["rows"]] == [
+        sum(len(part[0]) for part in tokens[0]), 2]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "null", "\x00", '{"messages": 1}',
+                                  '{"messages": [1]}', '{"messages": [], "turns": [1]}',
+                                  '{"messages": [], "sub_agents": [{}]}',
+                                  '{"messages": [], "reward": 1' + "0" * 400 + "}", "[" * 100_000,
+                                  '{"messages": [], "info": {"a": [1e999]}}',
+                                  '{"messages": [], "turns": [{"tokens": 5}]}', "1" * 10_000])
+def test_a_damaged_file_is_named_in_one_line_and_left_out(a_run, capsys, text):
+    file = write(a_run, "val_step_000010", text, "damaged_0.json")
+    page, report, complaints = page_of(capsys, a_run)
+    assert len(complaints) == 1 and str(file) in complaints[0] and len(complaints[0]) < 600
+    assert (report["episodes"], report["damaged"]) == (14, 1)
+    assert unpacked(page, "index")["damaged"] == ["run/val_step_000010/damaged_0.json"]
+
+
+def test_what_is_no_file_is_damaged_too(a_run, capsys):
+    folder = a_run / "episodes" / "val_step_000010"
+    (folder / "folder_0.json").mkdir()
+    (folder / "gone_0.json").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "pipe_0.json")  # to open it would wait for ever
+    (folder / "bytes_0.json").write_bytes(b'{"messages": "\xff"}')
+    (folder / ".hidden_0.json").write_text("being written")
+    _, report, complaints = page_of(capsys, a_run)
+    assert (report["episodes"], report["damaged"], len(complaints)) == (14, 4, 4)
+
+
+def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
+    odd = ('{"task_id": 7, "number": NaN, "reward": Infinity, "correct": true, "source": null,'
+           '"termination": ["x"],'
+           '"info": {"a": NaN, "b": 1e999, "c": {"d": -Infinity}}, "segments": [{"prompt_ids": [1]}, {}],'
+           '"messages": [{"role": "assistant", "content": [{"text": "a"}]}, {}],'
+           '"turns": [{"reward": NaN, "tokens": ["a", 5, null], "logprobs": [-Infinity, -1]}]}')
+    write(tmp_path, "val_step_000001", odd, "odd_0.json")
+    page, *_ = page_of(capsys, tmp_path)
+    assert unpacked(page, "episodes0") == [dict(
+        task_id="7", source="", number=None, reward=None, correct=1, termination='["x"]', segments=2,
+        info=dict(a=None, b=None, c=dict(d=None)), turns=[dict(reward=None, tokens=0)], sub_agents=[],
+        messages=[dict(role="assistant", content='[{"text": "a"}]'), dict(role="", content="")])]
+    assert unpacked(page, "tokens0") == [[[["a", "5", ""], [None, -1]]]]
+
+
+def hostile_run(folder):
+    for number, text in enumerate(HOSTILE):
+        made = episode("task", number, replies=(text, text)) | dict(
+            task_id=text, source=text, termination=text, info={text: text, "correct": 1.0})
+        made["messages"][0] = dict(role=text, content=text)
+        turns = [dict(reward=1.0, tokens=[text, text], logprobs=[-0.1, None])] * 2
+        write(folder, "val_step_000001", made | dict(turns=turns, sub_agents=[made | dict(turns=turns)]),
+              f"{number}_0.json")
+    return folder
+
+
+def test_hostile_text_is_base64_and_the_rest_of_the_page_is_the_template(tmp_path, capsys):
+    run = hostile_run(tmp_path / "<b>&\"'</script>")
+    write(run, "val_step_000001", "{", "<script>.json")
+    page, *_ = page_of(capsys, run, "--out", tmp_path / "page.html")
+    before, after = view_episodes.page_halves()
+    assert DATA.sub("", page) == before + after
+    assert DATA.findall(page) == ["episodes0", "tokens0", "index"]
+    assert [found["task_id"] for found in unpacked(page, "episodes0")] == [
+        HOSTILE[number] for number in sorted(range(len(HOSTILE)), key=lambda number: f"{number}_0.json")]
+
+
+def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone(a_run, capsys):
+    page = DATA.sub("", page_of(capsys, a_run)[0])
+    assert not re.search(r"https?:|//[a-z]|\bsrc\b[^-]|import\b|url\(|fetch\(|XMLHttp|WebSocket", page)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|{{", page)
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    for tag in ("style", "script"):
+        (code,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        assert rules.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert rules == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'",
+                     "require-trusted-types-for": "'script'"}
+    assert page.index("Content-Security-Policy") < page.index("<style>")
+    assert not re.search(r"<[^>]+\s(style|on[a-z]+)=", page.split("<script>\n")[0])
+
+
+def test_the_same_input_gives_the_same_bytes(a_run, tmp_path, capsys):
+    pages = [page_of(capsys, a_run, "--out", tmp_path / f"{name}.html")[0] for name in "ab"]
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("inside", ["", "episodes", "episodes/val_step_000010", "checkpoints",
+                                    "checkpoints/step_000010", ".."])
+def test_a_run_is_found_from_within_and_from_above(a_run, tmp_path, capsys, inside):
+    (a_run / "checkpoints" / "step_000010").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    _, report, _ = page_of(capsys, a_run / inside)
+    assert report["episodes"] == (6 if "val" in inside else 14)
+    assert Path(report["out"]) == a_run / "episodes.html"
+
+
+def test_runs_of_one_name_are_told_apart(a_run, tmp_path, capsys):
+    for name in ("a/run", "b/run"):
+        shutil.copytree(a_run, tmp_path / name)
+    page, report, _ = page_of(capsys, tmp_path / "a", tmp_path / "b" / "run", tmp_path / "a" / "run")
+    assert (report["runs"], report["episodes"]) == (2, 28)
+    assert unpacked(page, "index")["runs"] == ["a/run", "b/run"]
+    page, report, _ = page_of(capsys, *(a_run / "episodes" / f"val_step_{step:06d}" for step in (0, 10)))
+    assert (report["runs"], report["episodes"]) == (1, 12)
+
+
+def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    (empty / "episodes" / "val_step_000001").mkdir(parents=True)
+    (empty / "episodes" / "val_step_000001" / "summary.json").write_text("{}")
+    (tmp_path / "nothing" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "folder.html").mkdir()
+    file = tmp_path / "file"
+    file.write_text("")
+    for flags, says in (((tmp_path / "missing",), "missing: there is no such folder"),
+                        ((tmp_path / "nothing",), "nothing: no episodes (expected a run folder"),
+                        ((empty,), "no episode that can be read (0 damaged files)"),
+                        ((a_run, tmp_path / "missing"), "missing"), ((), "RUN"), ((a_run, "--o"), "--o"),
+                        ((a_run, "--out", tmp_path / "page.txt"), "ends in .html"),
+                        ((a_run, "--out", tmp_path / "missing" / "page.html"), "cannot be written"),
+                        ((a_run, "--out", tmp_path / "folder.html"), "cannot be written"),
+                        ((a_run, "--out", file / "page.html"), "cannot be written")):
+        code, report, before = view(capsys, *flags)
+        assert (code, before, list(report)) == (1, [], ["error"]) and says in report["error"], (flags, report)
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and "writing" in path.name or
+            path.suffix == ".html" and path.is_file()] == []
+
+
+def test_a_page_that_is_there_stays_when_there_is_no_new_one(a_run, capsys):
+    page, *_ = page_of(capsys, a_run)
+    for folder in (a_run / "episodes").iterdir():
+        for file in folder.glob("*_0.json"):
+            file.write_text("{")
+        for file in folder.glob("*_1.json"):
+            file.unlink()
+    code, report, complaints = view(capsys, a_run)
+    assert code == 1 and len(complaints) == 8 and "8 damaged files" in report["error"]
+    assert (a_run / "episodes.html").read_text() == page
+
+
+def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4,
+                        "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 1, "--log-episodes", 1,
+                        "--val-table-samples", 2, "--run-dir", run) == 0
+    page, report, complaints = page_of(capsys, run)
+    assert (report["episodes"], report["damaged"], complaints) == (16 + 2 * 8, 0, [])
+    for found in unpacked(page, "episodes0"):
+        assert found["messages"][0]["role"] == "user" and found["messages"][-1]["role"] == "assistant"
+        assert found["reward"] in (0.0, 1.0) and found["correct"] == found["reward"]
+
+
+# In the browser
+
+
+def browser_can_run():
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        missing.append("selenium")
+    if missing and os.environ.get("CI") != "true":
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    assert not missing, f"not installed: {', '.join(missing)}"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    browser_can_run()
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                 "--disable-dev-shm-usage", "--window-size=1280,900",
+                 f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    chromium = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    chromium.get("about:blank")
+    yield chromium
+    chromium.quit()
+
+
+class Page:
+    """A page in the browser, with what a test asks of it."""
+
+    def __init__(self, driver, file, **state):
+        self.driver, self.url = driver, file.resolve().as_uri()
+        self.go(**state)
+
+    def go(self, **state):
+        self.driver.get("about:blank")
+        self.driver.get(f"{self.url}#{urlencode(state)}")
+        self.settle()
+
+    def js(self, code, *args):
+        return self.driver.execute_script(code, *args)
+
+    def wait(self, condition, *args):
+        deadline = time.monotonic() + 120  # only a page that hangs reaches it
+        while not (found := self.js(f"return {condition}", *args)):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.01)
+        return found
+
+    def settle(self):
+        """The list and the episode are those of the state."""
+        self.wait("document.body?.dataset.ready && Number(document.body.dataset.done) === search && "
+                  "(!byKey.has(state.e) || (document.getElementById('detail').dataset.drawn ?? '') === "
+                  "String(drawing))")
+
+    def find(self, selector):
+        from selenium.webdriver.common.by import By
+
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def texts(self, selector):
+        return self.each(selector, "innerText.trim()")
+
+    def each(self, selector, what):
+        """element.what of all that the selector finds."""
+        return self.js(f"return [...document.querySelectorAll(arguments[0])].map(e => e.{what})", selector)
+
+    def click(self, selector, at=0):
+        self.find(selector)[at].click()
+        self.settle()
+
+    def choose(self, name, value):
+        from selenium.webdriver.support.ui import Select
+
+        number = self.js("return search")
+        Select(self.find(f"[data-name={name}], #{name}")[0]).select_by_value(value)
+        if name != "compare":
+            self.wait("search > arguments[0]", number)
+        self.settle()
+
+    def type(self, selector, text):
+        number = self.js("return search")
+        self.find(selector)[0].send_keys(text)
+        self.wait("search > arguments[0]", number)
+        self.settle()
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(key).perform()
+        self.settle()
+
+    def hash(self):
+        return dict(self.js("return [...new URLSearchParams(location.hash.slice(1))]"))
+
+    def sums(self):
+        return self.js("return document.getElementById('sums').innerText.split(/\\s*\\n\\s*/).join(' | ')")
+
+    def calm(self, urls):
+        """Nothing was asked for but the pages themselves, and the console is empty."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        asked = {event["params"]["request"]["url"] for event in events
+                 if event["method"] == "Network.requestWillBeSent"}
+        assert {url.partition("#")[0] for url in asked} <= {"about:blank"} | urls
+        assert self.driver.get_log("browser") == []
+
+
+@pytest.fixture
+def open_page(driver, capsys):
+    opened = []
+    for kind in ("browser", "performance"):
+        driver.get_log(kind)
+
+    def open_it(*flags, **state):
+        _, report, _ = page_of(capsys, *flags)
+        opened.append(Page(driver, Path(report["out"]), **state))
+        return opened[-1]
+
+    yield open_it
+    if opened:
+        opened[-1].calm({page.url for page in opened})
+
+
+@pytest.mark.slow
+def test_filters_sort_and_address(a_run, open_page):
+    page = open_page(a_run)
+    assert "14 of 14 episodes" in page.sums() and "correct 57.1 %" in page.sums()
+    page.choose("split", "val")
+    page.choose("step", "10")
+    assert "6 of 14 episodes" in page.sums() and "mean reward 1" in page.sums()
+    page.choose("step", "0")
+    page.choose("correct", "no")
+    assert "4 of 14 episodes" in page.sums() and page.hash() == dict(split="val", step="0", correct="no")
+    page.type("[data-name=low]", "0.5")
+    assert "0 of 14 episodes" in page.sums() and "No episode passes" in page.texts("#rows")[0]
+    page.click("#clear")
+    assert "14 of 14 episodes" in page.sums() and page.hash() == {}
+    page.choose("sort", "reward")
+    assert page.texts(".row .chip")[:3] == ["-0.5", "-0.5", "0"]
+    page.choose("sort", "-turns")
+    assert "2 turns" in page.texts(".row")[0] and "2 turns" not in page.texts(".row")[2]
+    page.choose("source", "sums")
+    page.choose("termination", "done")
+    before = page.texts(".row")
+    page.click(".row", 1)
+    state = page.hash()
+    assert state["sort"] == "-turns" and state["e"] == "run/train_step_000010/train-10_0"
+    page.driver.refresh()
+    page.settle()
+    assert page.texts(".row") == before and page.hash() == state
+    assert page.texts("#detail h2") == ["✗ train-10"] and page.texts("#active") == ["Filters (2 set)"]
+    page.click("#permalink")
+    assert page.hash() == dict(e=state["e"]) and page.texts("#detail h2") == ["✗ train-10"]
+    page.driver.back()
+    page.settle()
+    assert page.hash() == state and page.texts(".row") == before
+
+
+@pytest.mark.slow
+def test_keys(a_run, open_page):
+    from selenium.webdriver.common.keys import Keys
+
+    page = open_page(a_run, split="val")
+    page.press("j", "j")
+    assert page.hash()["e"] == "run/val_step_000000/test-0_1"
+    assert page.js("return document.querySelector('[aria-selected=true]').id === "
+                   "document.getElementById('list').getAttribute('aria-activedescendant')")
+    page.press("k", "k", "k")
+    assert page.hash()["e"] == "run/val_step_000000/test-0_0"
+    page.press(Keys.ARROW_DOWN)
+    assert page.hash()["e"] == "run/val_step_000000/test-0_1"
+    page.press("/")
+    page.type("#search", "task test-2")
+    assert "4 of 14 episodes" in page.sums()
+    page.press(Keys.ENTER, "j")
+    assert page.hash() == dict(split="val", q="task test-2", e="run/val_step_000000/test-2_0")
+    page.press("c")
+    assert page.js("return document.activeElement.id") == "compare"
+    page.press(Keys.ESCAPE, Keys.ESCAPE)
+    assert "e" not in page.hash()
+    page.press("?")
+    assert page.js("return document.getElementById('keys').open")
+    page.press("j", Keys.ESCAPE)
+    assert not page.js("return document.getElementById('keys').open") and "e" not in page.hash()
+
+
+@pytest.mark.slow
+def test_search_finds_texts_of_any_part_and_shows_where(tmp_path, open_page):
+    long = "\n".join(f"line {i}" for i in range(100)) + "\nthe Needle <here>"
+    for number in range(30):
+        sub = episode("sub", replies=("a HIDDEN stone",)) if number == 4 else None
+        tool = long if number == 3 else ""
+        write(tmp_path, "val_step_000001", episode(number=number, replies=("a", "b"), tool=tool,
+                                                   sub_agents=[sub] if sub else []))
+    page = open_page(tmp_path)
+    page.type("#search", "nEEDLE <h")
+    assert "1 of 30 episodes" in page.sums()
+    page.press()
+    page.click(".row")
+    assert "the Needle <here>" in page.texts(".message pre")[2]  # unfolded, for what is sought lies below
+    assert page.js("return [...CSS.highlights.get('found')].map(String)") == ["Needle <h"]
+    page.click("#clear")
+    assert page.texts(".message pre")[2].endswith("line 5 …")
+    page.type("#search", "hidden STONE")
+    assert "1 of 30 episodes" in page.sums()
+    page.click(".row")
+    assert "a HIDDEN stone" in page.texts("details.sub .message pre")
+    page.type("#search", " nowhere")
+    assert "0 of 30 episodes" in page.sums()
+
+
+@pytest.mark.slow
+def test_an_episode_folds_and_nests(tmp_path, open_page):
+    rng, long = random.Random(1), "\n".join(f"line {i}" for i in range(40))
+    inner = with_turns(episode("inner", replies=("deepest",)), rng)
+    sub = with_turns(episode("sub", replies=("x y",)), rng) | dict(sub_agents=[inner])
+    made = with_turns(episode(replies=("one\ttab", "two"), tool=long, reward=-0.25), rng) | dict(
+        sub_agents=[sub], segments=2)
+    made["messages"].insert(0, dict(role="assistant", content="an example in the prompt"))
+    write(tmp_path, "val_step_000001", made)
+    page = open_page(tmp_path)
+    page.press("j")
+    assert page.texts(".turns > .message > header") == [
+        "Assistant", "User", "Assistant\nturn 1\nreward 0", "User", "Assistant\nturn 2\nreward -0.25"]
+    facts = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
+    assert facts == {
+        "split": "val", "step": "1", "number": "0", "source": "sums", "reward": "-0.25", "correct": "0",
+        "termination": "done", "turns": "3", "characters": "34", "tokens": "10", "segments": "2",
+        "info: format": "0.5"}
+    assert page.texts("button.fold") == ["show all: 40 lines, 309 characters"]
+    assert page.texts(".message pre")[3].splitlines() == [f"line {i}" for i in range(5)] + ["line 5 …"]
+    page.click("button.fold")
+    assert page.texts(".message pre")[3] == long and page.texts("button.fold") == ["fold"]
+    assert page.find("button.fold")[0].get_attribute("aria-expanded") == "true"
+    page.click("button.fold")
+    assert page.texts(".message pre")[3].endswith("line 5 …")
+    assert page.find("details.sub .message") == []
+    page.click("details.sub > summary")
+    page.wait("document.querySelectorAll('details.sub .message').length === 2")
+    page.click("details.sub details.sub > summary")
+    page.wait("document.querySelectorAll('details.sub details.sub .message').length === 2")
+    assert page.texts("details.sub details.sub .message pre") == ["the task inner", "deepest"]
+    page.press("x")
+    assert page.texts(".message pre")[3] == long
+    page.press("x")
+    assert page.texts(".message pre")[3].endswith("line 5 …")
+    page.press("x", "t")
+    page.wait("document.querySelectorAll('details.sub .painted').length === 2")
+    assert page.texts(".message pre")[3] == long and page.texts("#all") == ["fold all"]
+
+
+@pytest.mark.slow
+def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    logprobs = [0.0, -0.2, -0.5, -1.0, -2.0, -4.0, -9.0, None]
+    tokens = ["a", " b", "\n", "\t", "", " e  f", "g", "<eos>"]
+    write(tmp_path, "val_step_000001", episode(
+        replies=("a b\n\t e  fg",), turns=[dict(reward=1.0, tokens=tokens, logprobs=logprobs)]))
+    write(tmp_path, "val_step_000001", episode(number=1))
+    page = open_page(tmp_path)
+    page.press("j")
+    assert page.find(".tok") == []
+    page.press("t")
+    assert page.hash()["tokens"] == "1" and page.find("#tokens")[0].get_attribute("aria-pressed") == "true"
+    assert page.each("pre .tok", "textContent") == ["a", "·b", "↵\n", "⇥\t", "∅", "·e··f", "g", "<eos>"]
+    colours = page.each("pre .tok", "computedStyleMap().get('background-color').toString()")
+    assert len(set(colours)) == len(colours) and colours[0] == "rgba(0, 0, 0, 0)"
+    assert colours == page.each(".legend .tok", "computedStyleMap().get('background-color').toString()")
+    assert page.texts(".legend .tok")[1] == "≥ 0.7 (-0.36)" and page.texts(".legend .tok")[-2] == "< 0.01"
+    assert page.find("#tip")[0].is_displayed() is False
+    ActionChains(page.driver).move_to_element(page.find("pre .tok")[5]).perform()
+    assert page.texts("#tip") == ['" e  f"\nlog-probability -4.0000 nats\nprobability 0.0183']
+    page.js("document.querySelector('.painted').focus()")
+    page.press(Keys.ARROW_RIGHT)
+    page.wait("document.getElementById('tip').innerText.includes('-9.0000')")
+    page.press(Keys.ARROW_RIGHT)
+    page.wait("document.getElementById('tip').innerText.includes('no log-probability')")
+    page.press("j")  # one that has no tokens
+    assert page.find("#tokens")[0].is_enabled() is False and page.texts(".message pre")[1] == "1 + 2 = 3"
+    page.press("k", "t")
+    assert page.find("pre .tok") == [] and "tokens" not in page.hash()
+
+
+@pytest.mark.slow
+def test_two_steps_side_by_side(a_run, tmp_path, open_page):
+    other = tmp_path / "other"
+    write(other, "val_step_000010", episode("test-1", 1, 0.0, ("first", "second")))
+    page = open_page(a_run, other, run="run", e="run/val_step_000000/test-1_1")
+    values = page.each("#compare option", "value")
+    assert values == ["", "run/val_step_000010/test-1_1", "other/val_step_000010/test-1_1",
+                      "run/val_step_000000/test-1_0", "run/val_step_000010/test-1_0"]
+    page.choose("compare", values[1])
+    columns = page.texts("#outcomes thead th")
+    table = [dict(zip(columns, cells, strict=True)) for cells in (
+        page.texts(f"#outcomes tbody tr:nth-child({line}) td") for line in (1, 2, 3))]
+    assert [line["step"] for line in table] == ["0", "10", "+10"]
+    assert [line["reward"] for line in table] == ["0", "1", "+1"]
+    assert [line["termination"] for line in table] == ["done", "done", ""]
+    differing = page.each("#outcomes tbody tr:first-child td", "className")
+    assert [name for name, differs in zip(columns, differing, strict=True) if differs] == [
+        "step", "reward", "correct"]
+    assert page.texts(".turns.two > .both pre") == ["the task test-1"]  # what both were given is shown once
+    left, right = (box.rect for box in page.find(".turns.two > .message.assistant"))
+    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+    page.choose("compare", values[2])
+    assert page.texts(".turns.two .side") == ["A and B", "A", "B", "B", "B"]
+    assert page.texts(".turns.two .missing") == ["A has ended", "A has ended"]
+    state = page.hash()
+    page.driver.refresh()
+    page.settle()
+    assert page.hash() == state and len(page.find(".turns.two")) == 1
+    page.js("document.querySelector('main').focus()")
+    page.driver.back()
+    page.settle()
+    assert page.hash()["with"] == values[1]
+    page.choose("compare", "")
+    assert "with" not in page.hash() and page.find(".turns.two") == []
+
+
+@pytest.mark.slow
+def test_hostile_texts_are_shown_as_they_are_and_run_nothing(tmp_path, open_page):
+    run = hostile_run(tmp_path / "<img src=x onerror=window.hacked=1>")
+    page = open_page(run)
+    elements = page.js("return new Set([...document.querySelectorAll('*')].map(e => e.tagName)).size")
+    for number, text in enumerate(HOSTILE):
+        key = page.js("return all.find(ep => ep.file === arguments[0]).key", f"{number}_0")
+        for tokens in ("", "1"):
+            page.js("open(byKey.get(arguments[0]), true); set({tokens: arguments[1]}); drawDetail(true);",
+                    key, tokens)
+            page.settle()
+            page.press("x")
+            page.wait("document.querySelectorAll('details.sub pre').length === 4")
+            same = page.js("""
+                const text = JSON.parse(arguments[0]);
+                const shown = [...document.querySelectorAll("pre")].map(pre => pre.textContent);
+                const facts = [...document.querySelectorAll("dd")].filter(e => e.textContent === text).length;
+                return [shown.filter(each => each === text).length, facts,
+                        [...document.querySelectorAll("h2")].some(h2 => h2.textContent.endsWith(text))];""",
+                json.dumps(text))
+            assert same == [2 if tokens else 6, 6, True], text
+        page.js("const s = document.getElementById('search'); s.value = JSON.parse(arguments[0]);"
+                "set({q: s.value}); filter();", json.dumps(text))
+        page.settle()
+        assert page.js("return shown.some(ep => ep.key === arguments[0])", key), text
+        page.js("set({q: ''}); filter();")
+        page.settle()
+    assert page.js("return window.hacked") is None
+    assert page.find("img, a:not(#permalink), iframe, body b:not(header b, #sums b)") == []
+    assert elements < 40
+
+
+@pytest.mark.slow
+def test_the_policy_stops_what_the_page_never_does(a_run, driver, capsys):
+    page = Page(driver, Path(page_of(capsys, a_run)[1]["out"]))
+    assert driver.get_log("browser") == []
+    refused = "try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; }"
+    assert page.js(refused) == "TypeError"
+    page.js("""const policy = trustedTypes.createPolicy("test", {createScript: text => text});
+               const script = document.createElement("script");
+               script.text = policy.createScript("window.hacked = 1");
+               document.body.append(script);
+               try { document.body.setAttribute("onclick", "window.hacked = 1"); } catch {}
+               document.body.click();
+               const says = name => [() => window[name] = "loaded", () => window[name] = "stopped"];
+               const image = new Image();
+               [image.onload, image.onerror] = says("image");
+               image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=";
+               fetch("data:text/plain,x").then(...says("fetched"));""")
+    page.wait("window.image && window.fetched")
+    assert page.js("return [window.hacked ?? 0, window.image, window.fetched]") == [0, "stopped", "stopped"]
+    assert driver.get_log("browser") != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 760, 1600])
+def test_it_fits_any_width(a_run, open_page, driver, width):
+    from selenium.webdriver.common.keys import Keys
+
+    write(a_run, "val_step_000010", episode("a_very_long_name" * 12, replies=("x" * 500, "y\n" * 50)))
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                           dict(width=width, height=800, deviceScaleFactor=1, mobile=False))
+    try:
+        page = open_page(a_run)
+        narrow = width <= 760
+        overflow = ("return [...document.querySelectorAll('html, #detail, #top, #list')]"
+                    ".some(e => e.scrollWidth > e.clientWidth)")
+        assert page.js(overflow) is False
+        page.js("open(all.find(ep => ep.task.startsWith('a_very')), true)")
+        page.settle()
+        assert page.js(overflow) is False
+        assert page.find("#list")[0].is_displayed() is not narrow
+        page.js("open(all.find(ep => ep.task === 'test-0'), true)")
+        page.settle()
+        page.js("set({with: all.findLast(ep => ep.task === 'test-0').key}); drawDetail(true)")
+        page.settle()
+        assert page.js(overflow) is False and len(page.find("#outcomes")) == 1
+        page.press(Keys.ESCAPE, Keys.ESCAPE)
+        assert page.find("#list")[0].is_displayed()
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+def test_text_has_contrast_in_light_and_dark(a_run, open_page, driver):
+    rng = random.Random(1)
+    write(a_run, "val_step_000010", with_turns(episode("long", 0, 0.5, ("ab c\n" * 30,) * 3), rng))
+    for scheme in ("light", "dark"):
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+            "features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        page = open_page(a_run, e="run/val_step_000010/long_0", tokens="1")
+        worst = page.js("""
+            const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(x => x / 255)
+                .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+            const back = e => { for (; e; e = e.parentElement) {
+                const colour = getComputedStyle(e).backgroundColor;
+                if (colour !== "rgba(0, 0, 0, 0)") return colour; } };
+            const all = [...document.querySelectorAll("body *:not(script, option, noscript, :disabled)")]
+                .filter(e => e.checkVisibility() &&
+                    [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
+            return [all.length, ...all.map(e => {
+                const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((a, b) => b - a);
+                return [(a + 0.05) / (b + 0.05), e.className];
+            }).sort(([a], [b]) => a - b)[0]];""")
+        assert worst[0] > 100 and worst[1] >= 4.5, (scheme, worst)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.slow
+def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
+    rng = random.Random(1)
+    words = [f"word{i}" for i in range(500)]
+
+    def text(count):
+        return " ".join(rng.choices(words, k=count))
+
+    def many(run, count):
+        for number in range(count):
+            write(run, f"val_step_{number // 100:06d}", with_turns(episode(
+                f"test-{number % 25}", number % 100, rng.random(), (text(60), text(60)), text(250)), rng))
+        return run
+
+    few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
+    ready = {}
+    for run in (few, many):
+        page = open_page(run)
+        ready[run] = int(page.wait("document.body.dataset.ready"))
+    assert "5,000 of 5,000 episodes" in page.sums()
+    seconds = page.js("""
+        const times = {}, timed = async (name, work) => { const start = performance.now(); await work();
+            times[name] = performance.now() - start; };
+        let turns = 0;
+        const count = setInterval(() => turns++, 1);
+        state.q = "word7 word8";
+        await timed("search", filter);
+        clearInterval(count);
+        times.turns = turns;
+        times.found = shown.length;
+        await timed("again", filter);
+        times.same = shown.length === times.found;
+        state.q = "";
+        await filter();
+        await timed("filter", async () => { state.step = "7"; await filter(); });
+        kept.clear();
+        const detail = document.getElementById("detail"), pause = () => new Promise(r => setTimeout(r));
+        await timed("open", async () => { open(all[2500], false);
+            while (detail.dataset.key !== all[2500].key) await pause(); });
+        times.rows = document.querySelectorAll(".row").length;
+        times.shown = shown.length;
+        return times;""")
+    print(dict(seconds, ready=list(ready.values())))
+    assert ready[many] < 25 * ready[few]  # a hundred times the episodes
+    assert seconds["open"] < seconds["search"] / 3  # one of the chunks, not all of them
+    assert seconds["again"] < seconds["search"] and seconds["filter"] < seconds["search"]
+    assert 0 < seconds["found"] < 5000 and seconds["same"] and seconds["turns"] > 5  # the page stays awake
+    assert seconds["rows"] < 60 and seconds["shown"] == 100
+    page.go()
+    page.js("document.getElementById('list').scrollTop = 1e9")
+    page.wait("document.querySelector('.row:last-child').getAttribute('aria-posinset') === '5000'")
