@@ -1,0 +1,4 @@
+from checkout.cart import Cart
+from checkout.rules import discount
+
+__all__ = ["Cart", "discount"]

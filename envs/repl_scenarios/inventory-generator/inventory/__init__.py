@@ -1,0 +1,3 @@
+from inventory.stock import OutOfStock, Stock
+
+__all__ = ["OutOfStock", "Stock"]

@@ -1,0 +1,3 @@
+from phrasebook.book import Phrasebook
+
+__all__ = ["Phrasebook"]

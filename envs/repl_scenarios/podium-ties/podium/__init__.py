@@ -1,0 +1,4 @@
+from podium.board import Board
+from podium.ranks import ranks
+
+__all__ = ["Board", "ranks"]

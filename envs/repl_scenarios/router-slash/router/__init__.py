@@ -1,0 +1,3 @@
+from router.route import NotFound, Router
+
+__all__ = ["NotFound", "Router"]

@@ -1,0 +1,4 @@
+from settings.parser import ParseError, parse
+from settings.store import Settings
+
+__all__ = ["ParseError", "Settings", "parse"]

@@ -1,0 +1,4 @@
+from slugs.slug import slugify
+from slugs.store import SlugStore
+
+__all__ = ["SlugStore", "slugify"]

@@ -1,0 +1,3 @@
+from template.engine import Template, TemplateError
+
+__all__ = ["Template", "TemplateError"]

@@ -1,0 +1,3 @@
+from paragraph.wrap import fill, wrap
+
+__all__ = ["fill", "wrap"]
