@@ -6,16 +6,14 @@ stays.
 """
 
 import ast
-import base64
 import json
 import os
-import re
 import selectors
 import signal
-import subprocess
 import sys
 import time
-import traceback
+
+# base64, re, subprocess and traceback are imported where they are used: they take as long to load as all else.
 
 MOST_FILES = 2_000  # of a tree that is handed back
 MOST_BYTES = 32 * 2**20
@@ -57,6 +55,8 @@ def read(path, start=1, end=None):
 
 def grep(pattern, path="."):
     """Lines of the files under path that a regular expression matches, as file:number: line."""
+    import re
+
     found = []
     for name in files_under(path):
         try:
@@ -71,6 +71,8 @@ def grep(pattern, path="."):
 def apply_patch(patch, old=None, new=None):
     """apply_patch(diff): a unified diff. apply_patch(path, old, new): the one place with `old` gets `new`."""
     if old is None:
+        import subprocess
+
         done = subprocess.run(["git", "apply", "--recount", "--whitespace=nowarn", "-"], text=True,
                               input=patch.strip("\n") + "\n", capture_output=True)
         if done.returncode:
@@ -87,6 +89,8 @@ def apply_patch(patch, old=None, new=None):
 
 def bash(command, timeout=60):
     """What a shell command prints, and its exit code where that is not 0."""
+    import subprocess
+
     try:
         done = subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=timeout)
@@ -156,6 +160,8 @@ def serve_code():
         except SystemExit as error:
             print(f"SystemExit: {error}")
         except BaseException as error:
+            import traceback
+
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if frame.filename != "<string>"] or frames[-1:]
             print("Traceback (most recent call last):")
@@ -287,6 +293,8 @@ def select_now(descriptor):
 
 def tree():
     """The files of the folder as base64; None where they are too many or too large."""
+    from binascii import b2a_base64
+
     files, size = {}, 0
     for name in files_under("."):
         if os.path.islink(name) or not os.path.isfile(name):
@@ -296,7 +304,7 @@ def tree():
             if size > MOST_BYTES or len(files) == MOST_FILES:
                 return None
             with open(name, "rb") as file:
-                files[name] = base64.b64encode(file.read()).decode()
+                files[name] = b2a_base64(file.read(), newline=False).decode()
         except OSError:
             continue
     return files
