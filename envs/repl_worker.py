@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-# base64, re, subprocess and traceback are imported where they are used: they take as long to load as all else.
+# re, subprocess and traceback are imported where they are used: they take as long to load as all of these.
 
 MOST_FILES = 2_000  # of a tree that is handed back
 MOST_BYTES = 32 * 2**20
