@@ -36,8 +36,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-import requests
-
 from envs import BadInput
 
 WORK = "/testbed"  # the folder that the code starts in
@@ -158,10 +156,10 @@ class Sandbox:
         # A core dump of 1 byte is none; with 0, a program that collects dumps would still get one.
         capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}",
                   f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--core=1", "--", *command]
-        dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--",
-                   *capped]
+        dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all",
+                   "--no-new-privs", "--", *capped]
         if self.backend == "bubblewrap":
-            return [*_bubblewrap(limits, seccomp), "--", *(dropped if user else capped)], "/"
+            return [*_bubblewrap(limits, seccomp), *dropped], "/"
         if self.backend == "namespaces":
             return [*_namespaces(limits), *dropped], "/"
         self.folder = tempfile.mkdtemp(prefix="envs-")
@@ -384,8 +382,13 @@ def _bubblewrap(limits, seccomp: int):
     if os.geteuid() == 0:  # needs no user namespace; gives these up once it has become the sandbox's user
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             command += ["--cap-add", capability]
+        first = []
     else:
         command += ["--unshare-user", *(["--disable-userns"] if _can_disable_userns() else [])]
+        # The first process has a right that the code has not, or that could trace it, and through it undo
+        # what ends them all.
+        command += ["--as-pid-1", "--cap-add", "CAP_SETPCAP"]
+        first = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for path in (WORK, "/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(limits.disk * MIB), "--tmpfs", path]
@@ -396,7 +399,7 @@ def _bubblewrap(limits, seccomp: int):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--", *first]
 
 
 @functools.cache
@@ -536,12 +539,16 @@ class HttpExecutor:
     """
 
     def __init__(self, url: str, retries: int = 3):
-        self.url, self.retries = url.rstrip("/"), retries
+        import requests  # takes a while, and only an executor needs it
+
+        if not re.fullmatch(r"https?://[^/\s]+(/[^\s?#]*)?", url):
+            raise BadInput(f"executor_url={url}: expected the form http://host:port")
+        self.requests, self.url, self.retries = requests, url.rstrip("/"), retries
 
     def healthy(self) -> bool:
         try:
-            return requests.get(f"{self.url}/health", timeout=10).ok
-        except requests.RequestException:
+            return self.requests.get(f"{self.url}/health", timeout=10).ok
+        except self.requests.RequestException:
             return False
 
     def test(self, docker_image: str, files: dict, test_cmd: str, timeout: float = 300.0) -> Result:
@@ -553,8 +560,8 @@ class HttpExecutor:
             if attempt:
                 time.sleep(min(0.5 * 2 ** (attempt - 1), 30.0))
             try:
-                answer = requests.post(f"{self.url}/test", json=body, timeout=(10, timeout + 30))
-            except requests.RequestException as error:
+                answer = self.requests.post(f"{self.url}/test", json=body, timeout=(10, timeout + 30))
+            except self.requests.RequestException as error:
                 reason = f"{type(error).__name__}"
                 continue
             if answer.status_code == 429 or answer.status_code >= 500:
