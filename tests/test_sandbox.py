@@ -1,0 +1,796 @@
+"""Code in the sandbox tries what it must not be able to do; nothing is left of it; the HTTP executor."""
+
+import base64
+import concurrent.futures
+import contextlib
+import http.server
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import tracemalloc
+import uuid
+from pathlib import Path
+
+import pytest
+import requests
+
+from envs import BadInput, sandbox
+from envs.sandbox import HttpExecutor, Sandbox, SandboxError
+from tools import executor_server
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = ["namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return usable(request.param)
+
+
+def usable(name):
+    """Where it is promised, it must be there: a skipped test of a sandbox is worse than none."""
+    try:
+        return sandbox.choose(name)
+    except BadInput as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+def run(backend, *argv, **options):
+    return sandbox.run(argv, backend=backend, **({"timeout": 20} | options))
+
+
+def shell(backend, script, **options):
+    return run(backend, "sh", "-c", script, **options)
+
+
+def python(backend, code, **options):
+    return run(backend, sys.executable, "-I", "-S", "-c", code, **options)
+
+
+def processes(marker):
+    """Ids of the processes with this word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return set(found) - {os.getpid()}
+
+
+def gone(marker, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while (left := processes(marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+def folders():
+    return {path.name for path in Path(tempfile.gettempdir()).glob("envs-*")}
+
+
+def mounts():
+    return Path("/proc/self/mountinfo").read_text()
+
+
+# ---- Attempts
+
+
+# Each sets `leak` to what it got, or raises OSError. `given` names what there is to get outside.
+PRELUDE = '''
+import ctypes, glob, json, os, shutil, socket, stat, subprocess, sys
+given = json.loads(sys.argv[1])
+C = ctypes.CDLL(None, use_errno=True)
+def call(name, *args):
+    """A function of the C library, or the system call of that number."""
+    done = C.syscall(name, *args) if isinstance(name, int) else getattr(C, name)(*args)
+    if done < 0:
+        raise OSError(ctypes.get_errno(), str(name))
+    return done
+def tries(function, values):
+    """What the function gives for any of the values."""
+    for value in values:
+        try:
+            if found := function(value):
+                return found
+        except (OSError, ValueError):  # ValueError: of setrlimit
+            pass
+def read(path):
+    with open(path, "rb") as file:
+        return given["secret"].encode() in file.read(100_000)
+def write(path):
+    with open(path, "a") as file:
+        return path
+'''
+ATTEMPTS = {
+    "tcp": 'socket.create_connection(("127.0.0.1", given["tcp"]), 2); leak = "connected"',
+    "abstract socket": 'socket.socket(socket.AF_UNIX).connect("\\0" + given["unix"]); leak = "connected"',
+    "socket file": 'socket.socket(socket.AF_UNIX).connect(given["socket"]); leak = "connected"',
+    "udp": 'leak = socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", given["udp"])) and None',
+    "environment": 'leak = given["secret"] in str(os.environ)',
+    "environment of others": 'leak = tries(read, glob.glob("/proc/[0-9]*/environ"))',
+    "secret file": 'leak = read(given["file"])',
+    "home": 'leak = [path for path in given["home"] if os.path.exists(path)]',
+    "checkout": 'leak = os.listdir(given["checkout"])',
+    "roots": 'leak = tries(read, (p + given["file"] for p in glob.glob("/proc/[0-9]*/root")))',
+    "work folders": '''leak = tries(lambda path: os.readlink(path) == given["checkout"],
+                                 glob.glob("/proc/[0-9]*/cwd"))''',
+    "open files": 'leak = tries(read, (path for path in glob.glob("/proc/*/fd/*") if os.path.isfile(path)))',
+    "open files of its own": '''leak = [
+        number for number in map(int, os.listdir("/proc/self/fd"))
+        if number > 2 and number not in (reader, writer) and os.path.exists(f"/proc/self/fd/{number}")]''',
+    "trainer's processes": 'leak = tries(lambda pid: os.kill(pid, 0) is None and pid, given["pids"])',
+    "ptrace": 'leak = tries(lambda pid: call("ptrace", 16, pid, 0, 0) == 0, [1, *given["pids"]])',
+    "memory of others": '''leak = tries(lambda path: bool(os.open(path, os.O_RDWR)), (
+        path for path in glob.glob("/proc/[0-9]*/mem")
+        if int(path.split("/")[2]) not in (os.getpid(), os.getppid())))''',
+    "symbolic link": 'os.symlink(given["file"], "soft"); leak = read("soft")',
+    "hard link": 'os.link("/usr/bin/env", "hard"); leak = "linked"',
+    "system files": '''leak = tries(write, ["/x", "/usr/x", "/etc/x", "/etc/ld.so.cache", "/dev/x",
+        os.path.realpath("/bin/sh"), sys.prefix + "/x", sys.prefix + "/bin/x", os.__file__])''',
+    "remount": 'leak = tries(lambda f: call("mount", None, f, None, 4096 | 32, None) == 0, '
+               '[b"/", b"/usr", b"/proc"])',
+    "mount": 'call("mount", b"x", b"/tmp", b"tmpfs", 0, None); leak = "mounted"',
+    "umount": 'leak = tries(lambda f: call("umount2", f, 2) == 0, [b"/usr", b"/proc", b"/tmp"])',
+    "chroot": 'leak = tries(lambda f: os.chroot(f) is None, [".", "/proc/1/root", "/"])',
+    "pivot_root": 'leak = call(41 if os.uname().machine == "aarch64" else 155, b".", b".") == 0',
+    "user namespace": 'call("unshare", 0x10000000); leak = "made"',
+    "mount namespace": 'call("unshare", 0x20000); leak = "made"',
+    "user namespace by unshare": 'leak = subprocess.run(["unshare", "-U", "id"], stderr=-3).returncode == 0',
+    "other namespaces": 'leak = tries(lambda f: call("setns", os.open(f, os.O_RDONLY), 0) == 0, '
+                        'glob.glob("/proc/1/ns/*"))',
+    "setuid programs": '''leak = [command for command in (
+        "su -c true", "mount -t tmpfs x /tmp", "umount /tmp", "passwd -d root", "chsh -s /bin/sh")
+        if shutil.which(command.split()[0]) and subprocess.run(
+            command.split(), stdin=-3, stdout=-3, stderr=-3, timeout=5).returncode == 0]''',
+    "capabilities": '''
+rows = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs")))
+leak = [rows] if any(int(rows[name], 16) for name in rows if name != "NoNewPrivs") or (
+    int(rows["NoNewPrivs"]) != 1) else None''',
+    "device": 'os.mknod("disk", 0o666 | stat.S_IFBLK, os.makedev(8, 0)); leak = "made"',
+    "kernel settings": 'leak = tries(write, ["/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", '
+                       '"/proc/sys/vm/overcommit_memory", "/proc/sysrq-trigger", "/proc/sys/fs/file-max"])',
+    "sys": 'leak = os.path.exists("/sys/kernel") or os.path.exists("/sys/fs")',
+    "priority": 'os.nice(-5); leak = "nicer"',
+    "limits": 'import resource as r; leak = tries(lambda n: r.setrlimit(n, (-1, -1)) is None, '
+              '[r.RLIMIT_AS, r.RLIMIT_NPROC, r.RLIMIT_CPU, r.RLIMIT_FSIZE])',
+    "shared memory": 'call("shmget", 0, 4096, 0o1777); leak = "made"',
+    "message queue": 'call("msgget", 0, 0o1777); leak = "made"',
+}
+TRIES = PRELUDE + '''
+results = {}
+for name, code in given["attempts"].items():
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            names = dict(globals())
+            exec(code, names)
+            found = names["leak"]
+        except OSError as error:
+            found = None
+        except BaseException as error:
+            found = f"broken: {error!r}"
+        os.write(writer, json.dumps(found, default=str)[:1000].encode())
+        os._exit(0)
+    os.close(writer)
+    os.wait()
+    results[name] = json.loads(os.read(reader, 1000) or '"it died"')
+    os.close(reader)
+print(json.dumps(results))
+'''
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """What there is to get on this machine."""
+    secret = uuid.uuid4().hex
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    (folder / "file").write_text(secret)
+    monkeypatch.setenv("SANDBOX_TEST", secret)
+    held = subprocess.Popen(["sleep", "1000"], cwd=folder)
+    home = [str(path) for path in Path.home().iterdir() if path.is_file()] or [str(folder / "file")]
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        stack.callback(held.wait)
+        stack.callback(held.kill)
+        tcp, udp, unix, path = (stack.enter_context(socket.socket(family, kind)) for family, kind in (
+            (socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM),
+            (socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_UNIX, socket.SOCK_STREAM)))
+        for server in (tcp, udp):
+            server.bind(("127.0.0.1", 0))
+        unix.bind("\0" + secret)
+        path.bind(str(folder / "socket"))
+        for server in (tcp, unix, path):
+            server.listen(8)
+        udp.setblocking(False)
+        yield dict(secret=secret, file=str(folder / "file"), tcp=tcp.getsockname()[1],
+                   udp=udp.getsockname()[1], unix=secret, socket=str(folder / "socket"), home=home,
+                   checkout=str(ROOT), pids=[os.getpid(), os.getppid(), held.pid], attempts=ATTEMPTS), udp
+        assert held.poll() is None
+
+
+def test_attempts_to_get_out_fail(backend, outside):
+    given, udp = outside
+    done = run(backend, sys.executable, "-I", "-S", "-c", TRIES, json.dumps(given), timeout=60)
+    leaks = json.loads(done.output.splitlines()[-1])
+    assert {name: found for name, found in leaks.items() if found} == {}
+    assert leaks.keys() == ATTEMPTS.keys()
+    with pytest.raises(BlockingIOError):
+        udp.recv(10)
+
+
+def test_the_attempts_succeed_where_nothing_confines_them(outside):
+    """So they can tell. Only those that do no harm."""
+    given, udp = outside
+    harmless = ("tcp", "abstract socket", "socket file", "udp", "secret file", "home", "checkout",
+                "trainer's processes", "symbolic link", "sys", "shared memory")
+    given["attempts"] = {name: ATTEMPTS[name] for name in harmless}
+    given["attempts"]["shared memory"] = 'leak = call("shmctl", call("shmget", 0, 4096, 0o1777), 0, 0) == 0'
+    done = run("unconfined", sys.executable, "-I", "-S", "-c", TRIES, json.dumps(given))
+    leaks = json.loads(done.output.splitlines()[-1])
+    assert {name for name, found in leaks.items() if not found} == {"udp"}
+    assert not any(str(found).startswith("broken") for found in leaks.values())
+    assert udp.recv(10) == b"x"
+
+
+def test_it_kills_nothing_but_itself(backend):
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        code = (f"import os\nfor pid in (os.getppid(), {os.getpid()}, {os.getppid()}, {bystander.pid}, 1):\n"
+                "    try: os.kill(pid, 9)\n    except OSError: pass\n"
+                "print('still', flush=True)\nos.kill(-1, 9)")
+        done = python(backend, code)
+        assert not done.timed_out and done.output[:6] in ("", "still\n")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "..", ".", "", "a\0b", "\ud800"])
+def test_names_that_lead_out_are_refused(path):
+    with pytest.raises(BadInput, match="expected a relative path"):
+        run("unconfined", "true", files={path: "x"})
+
+
+@pytest.mark.parametrize("argv", [["a\0b"], ["echo", "\ud800"]])
+def test_commands_that_cannot_be_are_refused(argv):
+    before = folders()
+    with pytest.raises(BadInput, match="cannot be started"):
+        run("unconfined", *argv)
+    assert folders() == before
+
+
+# ---- Limits and endings
+
+
+@pytest.mark.parametrize("script, code", [
+    ("exit 3", 3), ("kill -SEGV $$", 139), ("kill -KILL $$", 137),
+    pytest.param("exec python3 -c 'import sys; sys.exit(5)'", 5, marks=pytest.mark.slow),
+    pytest.param("exec python3 -c 'import os; os._exit(4)'", 4, marks=pytest.mark.slow),
+    pytest.param("exec python3 -c 'import os; os.abort()'", 134, marks=pytest.mark.slow),
+    pytest.param("exec python3 -c 'import ctypes; ctypes.string_at(0)'", 139, marks=pytest.mark.slow),
+    pytest.param("no-such-program", 127, marks=pytest.mark.slow),
+    pytest.param("exec >&- 2>&-; sleep 2; exit 6", 6, marks=pytest.mark.slow),  # silent is not over
+])
+def test_exit_codes(backend, script, code):
+    done = shell(backend, script)
+    assert (done.exit_code, done.timed_out) == (code, False)
+
+
+@pytest.mark.parametrize("script", [
+    "while :; do :; done", "trap '' TERM INT HUP; while :; do sleep 0.1; done",
+    pytest.param("while :; do echo x; done", marks=pytest.mark.slow),  # always something to read
+    pytest.param("exec >&- 2>&-; sleep 1000", marks=pytest.mark.slow),
+    pytest.param("setsid sleep 1000 & sleep 1000", marks=pytest.mark.slow),
+])
+def test_endless_ones_are_ended(backend, script):
+    done = shell(backend, script, timeout=0.4)
+    assert done.timed_out and done.exit_code == 137 and done.elapsed < 10
+
+
+@pytest.mark.slow
+def test_processor_time_is_bounded(backend):
+    done = shell(backend, "while :; do :; done", cpu=1, timeout=60)
+    assert not done.timed_out and done.exit_code in (137, 152)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["import os\nwhile True: os.fork()",
+                                  "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"])
+def test_a_fork_bomb_is_stopped(backend, code):
+    marker = uuid.uuid4().hex
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        bomb = pool.submit(run, backend, sys.executable, "-I", "-S", "-c", code, marker, timeout=4,
+                           processes=40)
+        most, calm = 0, 0
+        while not bomb.done():
+            most = max(most, len(processes(marker)))
+            # Meanwhile, here and in other sandboxes, processes start as ever.
+            calm += subprocess.run(["true"]).returncode == 0
+    assert 20 < most <= 50 and calm and gone(marker)
+    assert shell(backend, "echo fine").output == "fine\n"
+
+
+def test_memory_is_bounded(backend):
+    code = ("try: bytearray(600 << 20)\nexcept MemoryError: print('refused')\n"
+            "bytearray(100 << 20); print('fine')")
+    assert python(backend, code, memory=400).output == "refused\nfine\n"
+
+
+def test_disks_are_bounded(backend):
+    code = """
+import os, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for folder in ("/testbed", "/tmp", "/dev/shm"):
+    size = 0
+    try:
+        for number in range(40):
+            with open(f"{folder}/{number}", "wb", buffering=0) as file:
+                size += file.write(bytes(1 << 20))
+    except OSError as error:
+        print(folder, size >> 20, error.errno)
+os.remove("0")
+try: open("big", "wb").truncate(9 << 20)
+except OSError as error: print("big", error.errno)
+"""
+    lines = python(backend, code, disk=8).output
+    assert lines == "/testbed 8 28\n/tmp 8 28\n/dev/shm 8 28\nbig 27\n"
+
+
+@pytest.mark.slow
+def test_the_number_of_files_is_bounded():
+    code = ("n = 0\ntry:\n    while n < 300_000:\n        open(f'/tmp/{n}', 'w').close(); n += 1\n"
+            "except OSError: pass\nprint(n)")
+    assert 10_000 < int(python(usable("namespaces"), code, timeout=60).output) < 110_000
+
+
+@pytest.mark.parametrize("files, says", [
+    ({"x": bytes(9 << 20)}, "9.0 MiB of files, the limit on its disk is 2 MiB"),
+    ({f"{number}": bytes(100) for number in range(900)}, "No space left"),  # the archive would fit
+], ids=["large", "many"])
+def test_too_many_files_are_an_error_that_says_so(backend, files, says):
+    with pytest.raises(SandboxError, match=says):
+        run(backend, "true", files=files, disk=2)
+
+
+def test_floods_are_cut_in_the_middle_and_take_no_memory_here(backend):
+    tracemalloc.start()
+    try:
+        done = shell(backend, "echo first; exec yes 0123456789", output=1000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert done.exit_code in (137, 141) and not done.timed_out
+    assert done.output.startswith("first\n0123456789\n") and done.output.rstrip("0123456789").endswith("\n")
+    assert " left out] ..." in done.output and len(done.output) < 1100 and peak < 2**22
+
+
+@pytest.mark.parametrize("text, limit, expected", [
+    ("abcdef", 6, "abcdef"), ("abcdefg", 6, "abc\n... [1 left out] ...\nefg"), ("", 0, ""),
+    ("abc", 1, "a\n... [2 left out] ...\n"), ("é" * 9, 4, "éé\n... [5 left out] ...\néé"),
+])
+def test_clipping_keeps_head_and_tail(text, limit, expected):
+    assert sandbox.clip(text, limit) == expected
+    output = sandbox.Output(limit)
+    for byte in text.encode():
+        output.add(bytes([byte]))
+    if text.isascii():
+        assert sandbox.clip(output, limit) == expected
+
+
+def test_long_outputs_keep_their_ends():
+    output = sandbox.Output(1000)
+    for number in range(200_000):
+        output.add(b"%06d\n" % number)
+    text = sandbox.clip(output, 1000)
+    assert text.startswith("000000\n000001\n") and text.endswith("199998\n199999\n") and len(text) < 1050
+
+
+def test_any_bytes_come_back_as_text(backend):
+    files = {"name é": b"\xff", "n/m": "\ud800"}
+    done = shell(backend, r"printf '\377\000a\303'; echo b >&2; cat name*", files=files)
+    assert done.output == "�\0a�b\n�"
+
+
+def test_standard_input_larger_than_a_pipe(backend):
+    assert shell(backend, "wc -c", stdin=bytes(1_000_000)).output.strip() == "1000000"
+    assert shell(backend, "exec <&-; echo not read", stdin=bytes(1_000_000)).output == "not read\n"
+
+
+def test_files_folders_and_environment(backend, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD_X", "secret")
+    files = {"a/b c.txt": "one", "a/ü": b"two", "-x": "three"}
+    done = shell(backend, 'pwd; cat "b c.txt" ü ../-x; echo > new; env | grep -c secret; ls /testbed/a',
+                 files=files, cwd="a")
+    assert done.output == "/testbed/a\nonetwothree0\nb c.txt\nnew\nü\n"
+    with pytest.raises(SandboxError, match="nowhere"):
+        run(backend, "true", cwd="nowhere")
+    with pytest.raises(BadInput, match="cwd"):
+        run(backend, "true", cwd="../x")
+
+
+def test_orphans_are_reaped(backend):
+    script = "i=0; while [ $i -lt 60 ]; do sh -c 'true &'; i=$((i+1)); done; echo done"
+    assert shell(backend, script, processes=20).output == "done\n"
+
+
+# ---- What is left
+
+
+def test_nothing_is_left_of_orphans_and_kills(backend):
+    marker, before = uuid.uuid4().hex, (folders(), mounts())
+    assert shell(backend, f"setsid sh -c 'sleep 1000; : {marker}' & echo done").output == "done\n"
+    box = Sandbox(["sh", "-c", f"echo up; sleep 1000; : {marker}"], backend=backend)
+    assert box.process.stdout.read(3) == b"up\n" and processes(marker)
+    threading.Timer(0.1, box.kill).start()
+    assert box.process.stdout.read() == b"" and box.wait(10) == 137
+    box.close()
+    box.close()
+    assert gone(marker) and (folders(), mounts()) == before
+
+
+def test_a_short_lived_thread_and_high_numbers_of_files(backend):
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(open(os.devnull))
+        boxes = []
+        thread = threading.Thread(target=lambda: boxes.append(Sandbox(["cat"], backend=backend)))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+        with boxes[0] as box:
+            box.process.stdin.write(b"alive\n")
+            assert box.process.stdout.read(6) == b"alive\n"
+
+
+def test_many_at_once(backend):
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        done = pool.map(lambda n: shell(backend, f"echo {n}; cat", stdin=b"%d" % n), range(6))
+        assert [result.output for result in done] == [f"{n}\n{n}" for n in range(6)]
+
+
+@pytest.mark.slow
+def test_five_hundred_runs_leave_nothing(backend):
+    marker, before = uuid.uuid4().hex, (folders(), mounts(), len(os.listdir("/proc/self/fd")))
+
+    def one(number):
+        if number % 10 == 0:  # runs out of time
+            return shell(backend, f"sleep 1000 & sleep 1000; : {marker}", timeout=0.3).timed_out
+        if number % 10 == 1:  # is killed from outside
+            with Sandbox(["sh", "-c", f"sleep 1000; : {marker}"], backend=backend) as box:
+                threading.Timer(0.01 * (number % 7), box.kill).start()
+                return box.wait(60) == 137
+        done = shell(backend, f"setsid sleep 1000 & echo {number}; : {marker}", timeout=120)
+        return done.output == f"{number}\n"
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(one, range(500)))
+    assert gone(marker)
+    assert (folders(), mounts(), len(os.listdir("/proc/self/fd"))) == before
+
+
+TRAINER = """
+import concurrent.futures, sys, time
+sys.path.insert(0, sys.argv[1])
+from envs.sandbox import Sandbox
+def start(number):
+    script = f"echo up; setsid sleep 1000 & sleep 1000; : {sys.argv[4]}"
+    box = Sandbox(["sh", "-c", script], backend=sys.argv[2])
+    return box, box.process.stdout.read(3)
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    boxes = list(pool.map(start, range(int(sys.argv[3]))))
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+def kill_a_trainer(start, backend, number, root=ROOT):
+    marker = uuid.uuid4().hex
+    trainer = subprocess.Popen([*start, "-c", TRAINER, str(root), backend, str(number), marker],
+                               stdout=subprocess.PIPE)
+    assert trainer.stdout.read(3) == b"up\n"
+    assert len(processes(marker)) > number
+    trainer.kill()
+    trainer.wait()
+    assert gone(marker)
+
+
+def test_a_trainer_that_is_killed_leaves_nothing(backend):
+    kill_a_trainer([sys.executable], backend, 2)
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_amid_many_leaves_nothing(backend):
+    kill_a_trainer([sys.executable], backend, 32)
+
+
+@pytest.mark.slow
+def test_as_an_ordinary_user(backend, outside):
+    """The same attempts, a fork bomb and a killed trainer, without the rights of root."""
+    if os.getuid():
+        pytest.skip("all of this file runs as an ordinary user already")
+    # env: setpriv itself starts its program with some of root's rights left.
+    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--", "env"]
+    new = "import sys; sys.exit(sys.version_info < (3, 11))"
+    interpreter = next((path for path in (sys.executable, "/usr/bin/python3")
+                        if subprocess.run([*user, path, "-c", new], stderr=-3).returncode == 0), None)
+    if interpreter is None:
+        pytest.skip("no Python 3.11 that an ordinary user can read")
+    given, _ = outside
+    given["attempts"] = {name: code for name, code in ATTEMPTS.items() if name != "checkout"}
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        shutil.copytree(ROOT / "envs", folder / "envs")
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from envs import sandbox\n"
+                "job = json.load(sys.stdin)\n"
+                "print(json.dumps([vars(sandbox.run(backend=sys.argv[2], **options)) for options in job]))")
+        probe = [interpreter, "-I", "-S", "-c"]
+        job = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
+               dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40),
+               dict(argv=["id", "-u"])]
+        done = subprocess.run([*user, interpreter, "-c", code, folder, backend], input=json.dumps(job),
+                              text=True, capture_output=True, cwd="/")
+        assert done.returncode == 0, done.stderr
+        attempts, bomb, plain = json.loads(done.stdout)
+        leaks = json.loads(attempts["output"].splitlines()[-1])
+        assert {name: found for name, found in leaks.items() if found} == {}
+        assert bomb["elapsed"] < 20 and plain["exit_code"] == 0
+        kill_a_trainer([*user, interpreter], backend, 4, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+# ---- Choosing
+
+
+def test_without_any_sandbox_nothing_runs(monkeypatch):
+    monkeypatch.setattr(sandbox, "_unusable", lambda name: "not here")
+    for backend in ("auto", "bubblewrap", "namespaces"):
+        with pytest.raises(BadInput, match="no sandbox for .*: not here.*allow_unconfined=true"):
+            sandbox.run(["true"], backend=backend)
+    assert sandbox.choose("unconfined") == "unconfined"
+
+
+def test_a_missing_program_is_named(monkeypatch):
+    monkeypatch.setattr(sandbox, "_which", lambda tool: None if tool in ("bwrap", "unshare") else tool)
+    assert sandbox._unusable.__wrapped__("bubblewrap") == "bwrap not installed"
+    assert sandbox._unusable.__wrapped__("namespaces") == "unshare not installed"
+
+
+def test_unconfined_runs_in_a_folder_that_is_removed():
+    before, marker = folders(), uuid.uuid4().hex
+    done = shell("unconfined", "cat x; ls; pwd >&2", files={"x": "1"})
+    assert done.output.startswith("1x\n") and not Path(done.output.split()[-1]).exists()
+    done = shell("unconfined", f"sleep 1000 & sleep 1000; : {marker}", timeout=0.3)
+    assert done.timed_out and gone(marker) and folders() == before
+
+
+def test_the_filter_of_system_calls_is_whole():
+    """Every jump lands on an instruction, and the last one answers: the kernel would refuse it otherwise."""
+    steps = list(struct.iter_unpack("=HBBI", sandbox._filter()))
+    jumps = [(at, max(jt, jf)) for at, (kind, jt, jf, _) in enumerate(steps) if kind & 7 == 5]
+    assert steps[-1][0] == 0x06 and all(at + 1 + far < len(steps) for at, far in jumps)
+
+
+# ---- The executor
+
+
+@pytest.fixture
+def executor(tmp_path):
+    """A running tools/executor_server.py with one snapshot, and its client."""
+    (tmp_path / "images" / "shop_1").mkdir(parents=True)
+    (tmp_path / "images" / "shop_1" / "a.txt").write_text("old\n")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "images" / "link").symlink_to(tmp_path / "secret")
+    usable("auto")
+    server = executor_server.ExecutorServer(tmp_path / "images", concurrency=2)
+    with serving(server):
+        yield server, HttpExecutor(server.url + "/", retries=0)
+
+
+@contextlib.contextmanager
+def serving(server):
+    threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_executor_runs_commands_over_a_snapshot(executor):
+    server, client = executor
+    assert client.healthy() and requests.get(f"{server.url}/ping").json() == {"status": "ok"}
+    done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
+    assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
+    done = client.test("shop_1", {"a.txt": "newer"}, "cat a.txt; echo x > a.txt; sleep 100", 0.5)
+    assert (done.output, done.exit_code, done.timed_out) == ("newer", 124, True)
+    assert client.test("shop_1", {}, "cat a.txt", 20).output == "old\n"
+
+
+@pytest.mark.parametrize("image", ["other", "..", ".", "", "link", "x/../..", "\0", "a" * 300, "/"])
+def test_names_of_images_lead_nowhere_else(executor, image):
+    with pytest.raises(SandboxError, match=f"{executor[0].url}/test answered 400: .*no snapshot"):
+        executor[1].test(image, {}, "true", 5)
+
+
+def archive(**fields):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as made:
+        entry = tarfile.TarInfo("x")
+        for name, value in fields.items():
+            setattr(entry, name, value)
+        made.addfile(entry)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("packed", [
+    archive(name="../x"), archive(name="/x"), archive(type=tarfile.SYMTYPE, linkname="/etc"),
+    archive(type=tarfile.LNKTYPE, linkname="a.txt"), archive(type=tarfile.CHRTYPE),
+    archive(type=tarfile.FIFOTYPE), archive(type=tarfile.BLKTYPE), archive(size=2**40), archive(size=20_000),
+    "no base64", "abcd" * 500, "//79" * 500,
+])
+def test_hostile_archives_are_refused(packed):
+    with pytest.raises(BadInput, match="patch_tar_b64"):
+        executor_server.unpack(packed)
+
+
+def test_an_archive_of_too_many_files_is_refused(monkeypatch):
+    monkeypatch.setattr(executor_server, "MAX_FILES", 3)
+    three, four = (base64.b64encode(sandbox.tar({f"{n}": "" for n in range(count)})) for count in (3, 4))
+    assert len(executor_server.unpack(three.decode())) == 3
+    with pytest.raises(BadInput, match="more than 3 files"):
+        executor_server.unpack(four.decode())
+
+
+EMPTY = base64.b64encode(sandbox.tar({})).decode()
+GOOD = dict(docker_image="shop_1", patch_tar_b64=EMPTY, test_cmd="true", timeout=5)
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(timeout=0), "timeout"), (dict(timeout=True), "timeout"), (dict(timeout="5"), "timeout"),
+    (dict(timeout=1e9), "timeout"), (dict(timeout=float("nan")), "timeout"),
+    (dict(test_cmd=None), "test_cmd"), (dict(test_cmd="a\0"), "test_cmd"),
+    (dict(docker_image=1), "docker_image"), (dict(patch_tar_b64=[]), "patch_tar"),
+])
+def test_requests_of_a_wrong_form_are_refused(executor, change, says):
+    answer = requests.post(f"{executor[0].url}/test", data=json.dumps(GOOD | change))
+    assert answer.status_code == 400 and says in answer.json()["error"] and "\n" not in answer.json()["error"]
+
+
+def test_requests_that_are_none_are_refused(executor, monkeypatch):
+    monkeypatch.setattr(executor_server, "MAX_BODY", 10_000)
+    url = executor[0].url
+    for body in (b"", b"{", b"[]", b"[" * 9_000, b"\xff", b"x" * 10_001):
+        assert requests.post(f"{url}/test", data=body).status_code == 400
+    assert requests.post(f"{url}/other", data=b"{}").status_code == 404
+    assert requests.get(f"{url}/test").status_code == 404
+
+
+def test_an_executor_takes_no_more_than_it_can(executor):
+    server, client = executor
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = [pool.submit(client.test, "shop_1", {}, "sleep 1", 20) for _ in range(2)]
+        time.sleep(0.3)
+        with pytest.raises(SandboxError, match="answered 429, after 1 tries"):
+            client.test("shop_1", {}, "true", 5)
+        assert [future.result().exit_code for future in running] == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_executor_as_a_program(tmp_path):
+    usable("auto")
+    (tmp_path / "one").mkdir()
+    program = [sys.executable, str(ROOT / "tools" / "executor_server.py")]
+    server = subprocess.Popen([*program, "--images", str(tmp_path), "--port", "0"], stdout=subprocess.PIPE)
+    try:
+        client = HttpExecutor(json.loads(server.stdout.readline())["url"])
+        assert client.test("one", {"x": "1"}, "cat x", 20).output == "1"
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+    done = subprocess.run([*program, "--images", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and "--images nowhere" in json.loads(done.stderr)["error"]
+
+
+class Scripted(http.server.BaseHTTPRequestHandler):
+    """Answers as the server's list `script` says: (status, body), or an exception's name."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked += 1
+        status, body = self.server.script.pop(0) if self.server.script else (503, b"")
+        if status == "slow":
+            threading.Event().wait(1)
+        if status in ("slow", "drop"):
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) + (status == 206)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    server.script, server.asked = [], 0
+    monkeypatch.setattr(sandbox.time, "sleep", lambda seconds: None)
+    with serving(server):
+        yield server, HttpExecutor(f"http://127.0.0.1:{server.server_address[1]}", retries=3)
+
+
+FINE = 200, json.dumps(dict(test_output="ok", exit_code=0, elapsed_seconds=1.5, container_id="c")).encode()
+
+
+def test_a_client_tries_again(scripted):
+    server, client = scripted
+    server.script = [(429, b""), (500, b"x"), ("drop", b""), FINE]
+    assert client.test("image", {}, "true") == sandbox.Result("ok", 0, 1.5) and server.asked == 4
+
+
+@pytest.mark.parametrize("step, says", [
+    ((503, b""), "answered 503"), ((429, b""), "answered 429"), (("drop", b""), "ConnectionError"),
+    ((206, b"{}"), "ChunkedEncoding|Connection")])
+def test_a_client_gives_up(scripted, step, says):
+    server, client = scripted
+    server.script = [step] * 9
+    with pytest.raises(SandboxError, match=rf"{client.url}/test ({says}).*, after 4 tries"):
+        client.test("image", {}, "true")
+    assert server.asked == 4
+
+
+def test_a_client_waits_no_longer_than_it_says(scripted, monkeypatch):
+    server, client = scripted
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.2)
+    with pytest.raises(SandboxError, match="ReadTimeout, after 4 tries"):
+        server.script = [("slow", b"")] * 4
+        client.test("image", {}, "true", timeout=0.1)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b"{}", b"no", b'{"exit_code": "x"}', b"[" * 100_000,
+                                  b'{"exit_code": Infinity, "test_output": "", "elapsed_seconds": 1}',
+                                  b'{"exit_code": 0, "test_output": "", "elapsed_seconds": null}'])
+def test_answers_of_a_wrong_form_are_errors(scripted, body):
+    server, client = scripted
+    server.script = [(200, body)]
+    with pytest.raises(SandboxError, match=f"{client.url}/test answered 200: .*expected test_output"):
+        client.test("image", {}, "true")
+    assert server.asked == 1
+
+
+def test_a_refusal_is_not_tried_again(scripted):
+    server, client = scripted
+    server.script = [(400, b'{"error": "field timeout: expected a number"}')]
+    with pytest.raises(SandboxError, match="answered 400: .*field timeout: expected a number"):
+        client.test("image", {}, "true")
+    assert server.asked == 1
+
+
+def test_nobody_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        client = HttpExecutor(f"http://127.0.0.1:{free.getsockname()[1]}", retries=0)
+        assert not client.healthy()
+        with pytest.raises(SandboxError, match=f"{client.url}/test ConnectionError, after 1 tries"):
+            client.test("image", {}, "true")
+    with pytest.raises(BadInput, match="executor_url=localhost:1: expected the form http://host:port"):
+        HttpExecutor("localhost:1")
