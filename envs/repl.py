@@ -18,16 +18,18 @@ import base64
 import dataclasses
 import functools
 import json
+import os
 import random
 import re
 import selectors
+import threading
 import time
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from envs import BadInput, Env, Episode, Message, Step, Task, final_part, sandbox
-from envs.test_results import run_tests
+from envs.test_results import decides, run_tests
 
 WORKER = Path(__file__).with_name("repl_worker.py")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
@@ -105,7 +107,7 @@ class Config:
     max_sub_agent_depth: int = 2
     """sub-agents may ask sub-agents, so deep; the deepest answer without code. 0: there are none"""
     max_queries: int = 8
-    """questions to sub-agents in one call"""
+    """questions to sub-agents of one block of code"""
     reward_mode: Literal["correct", "partial"] = "correct"
     """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
     turn_timeout: float = 60.0
@@ -158,7 +160,8 @@ class Scenario:
     plain: bool = False  # tests are plain functions, run without pytest
 
     def is_test(self, path: str) -> bool:
-        return any(path == place or path.startswith(f"{place}/") for place in self.tests)
+        """Whether it is taken from here, not from what the model left: tests and what configures them."""
+        return decides(path) or any(path == place or path.startswith(f"{place}/") for place in self.tests)
 
 
 class Repl(Env):
@@ -254,6 +257,9 @@ class Repl(Env):
         if left == original:
             return NOTHING
         tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
+        # A file cannot lie where a folder of the tests does.
+        folders = {str(folder) for path in (*left, *tests) for folder in PurePosixPath(path).parents}
+        left = {path: text for path, text in left.items() if path not in folders}
         if self.executor:
             results = self._remote_results(scenario, original, left, tests)
         else:
@@ -281,11 +287,13 @@ class ReplEpisode(Episode):
     def __init__(self, env: Repl, task: Task, scenario: Scenario, files: dict[str, bytes], depth: int):
         self.env, self.task, self.scenario, self.files, self.depth = env, task, scenario, files, depth
         self.config = env.config
-        self.turns = self.without_block = self.queries = 0
+        self.turns = self.without_block = self.queries = self.asked = 0
         self.box, self.answer, self.closed, self.children = None, None, False, []
+        self.lock = threading.Lock()  # of box and closed: close() may come from another thread
 
     def step(self, reply: str) -> Step:
         self.turns += 1
+        self.asked = 0
         code = reply if self.config.prompt == "short" and not self.depth else find_block(reply)
         if code is None:
             if self.depth:  # a sub-agent's answer
@@ -295,9 +303,9 @@ class ReplEpisode(Episode):
             return self._go_on(NUDGES[self.without_block > 2])
         try:
             if self.box is None:
-                self.box = self._open()
+                self._open()
             self._send(dict(op="run", code=code[:100_000], timeout=self.config.turn_timeout))
-        except (OSError, WorkerGone):
+        except WorkerGone:
             return self._gone()
         return self._continue()
 
@@ -307,7 +315,7 @@ class ReplEpisode(Episode):
         self.children = []
         try:
             self._send(dict(op="answer", texts=[sandbox.clip(text, 20_000) for text in texts]))
-        except (OSError, WorkerGone):
+        except WorkerGone:
             return self._gone()
         return self._continue()
 
@@ -316,19 +324,26 @@ class ReplEpisode(Episode):
         return self._end(truncated=True)
 
     def close(self) -> None:
-        self.closed = True
-        if self.box is not None:
-            self.box.close()
+        with self.lock:
+            self.closed, box = True, self.box
+        if box is not None:
+            box.close()
 
     def _continue(self) -> Step:
         """Wait until the block is done, or asks something."""
         try:
-            message = self._receive(self.config.turn_timeout + 10)
-            if message["op"] == "query":
-                return self._ask([str(prompt)[:100_000] for prompt in message["prompts"]])
-            output = sandbox.clip(str(message["output"]), self.config.max_output_chars).strip("\n")
+            while (message := self._receive(self.config.turn_timeout + 10))["op"] == "query":
+                prompts = [str(prompt)[:100_000] for prompt in message["prompts"]]
+                self.asked += len(prompts)
+                if not prompts or self.depth >= self.config.max_sub_agent_depth:
+                    raise WorkerGone  # it does not ask so itself
+                if self.asked <= self.config.max_queries:
+                    return self._ask(prompts)
+                self._send(dict(op="answer", error=f"no more than {self.config.max_queries} questions to "
+                                "sub-agents in one block"))
+            output = sandbox.clip(str(message["output"]), self.config.max_output_chars + 100).strip("\n")
             note, finished = str(message["note"]), bool(message.get("finished"))
-        except (OSError, WorkerGone, KeyError, TypeError):
+        except (WorkerGone, KeyError, TypeError):
             return self._gone()
         if finished:
             self.answer = str(message["answer"])[:100_000]
@@ -379,40 +394,54 @@ class ReplEpisode(Episode):
 
     # The worker in the sandbox
 
-    def _open(self) -> sandbox.Sandbox:
+    def _open(self) -> None:
         config, depth = self.config, self.depth
         options = dict(test_command=self.scenario.test_command, timeout=config.test_timeout,
-                       output=4 * config.max_output_chars,
+                       output=config.max_output_chars, turn=config.turn_timeout,
                        queries=config.max_queries if depth < config.max_sub_agent_depth else 0)
         python = ["python3", "-I", *(["-S"] if self.scenario.plain else [])]
         limits = sandbox.Limits(memory=config.memory, processes=config.processes, cpu=10**6)
-        return sandbox.Sandbox([*python, "-c", _worker(), json.dumps(options)], self.files, limits,
-                               backend=self.env.backend)
+        box = sandbox.Sandbox([*python, "-c", _worker(), json.dumps(options)], self.files, limits,
+                              backend=self.env.backend)
+        with self.lock:
+            if not self.closed:
+                self.box = box
+        if self.box is None:  # close() came before there was anything to close
+            box.close()
+            raise WorkerGone
 
-    def _send(self, message: dict) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:  # an unbuffered pipe may take a part
-            data = data[self.box.process.stdin.write(data):]
+    def _send(self, message: dict, timeout: float = 30.0) -> None:
+        """Hand the worker a line. WorkerGone where it does not take it: the code may have stopped it."""
+        data, deadline = memoryview(json.dumps(message).encode() + b"\n"), time.monotonic() + timeout
+        pipe = self.box.process.stdin
+        try:
+            os.set_blocking(pipe.fileno(), False)
+            with selectors.DefaultSelector() as ready:
+                ready.register(pipe, selectors.EVENT_WRITE)
+                while data:
+                    if not ready.select(max(0.0, deadline - time.monotonic())):
+                        raise WorkerGone
+                    data = data[pipe.write(data) or 0:]
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread
+            raise WorkerGone from error
 
     def _receive(self, timeout: float) -> dict:
         """The worker's next line. It is not to be trusted: WorkerGone for anything but an object of JSON."""
         parts, size, deadline = [], 0, time.monotonic() + timeout
-        with selectors.DefaultSelector() as ready:
-            ready.register(self.box.process.stdout, selectors.EVENT_READ)
-            while True:
-                if not ready.select(max(0.0, deadline - time.monotonic())):
-                    raise WorkerGone
-                data = self.box.process.stdout.read(2**16)
-                size += len(data or b"")
-                if not data or size > MOST_MESSAGE:
-                    raise WorkerGone
-                parts.append(data)
-                if data.endswith(b"\n"):
-                    break
+        pipe = self.box.process.stdout
         try:
+            with selectors.DefaultSelector() as ready:
+                ready.register(pipe, selectors.EVENT_READ)
+                while not parts or not parts[-1].endswith(b"\n"):
+                    if not ready.select(max(0.0, deadline - time.monotonic())):
+                        raise WorkerGone
+                    parts.append(pipe.read(2**16))
+                    size += len(parts[-1])
+                    if not parts[-1] or size > MOST_MESSAGE:
+                        raise WorkerGone
             message = json.loads(b"".join(parts))
             message["op"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise WorkerGone from error
         return message
 
@@ -421,11 +450,12 @@ class ReplEpisode(Episode):
         try:
             self._send(dict(op="tree"))
             files = self._receive(30.0)["files"]
-            files = {path: base64.b64decode(text) for path, text in files.items()}
+            files = {str(PurePosixPath(path)): base64.b64decode(text) for path, text in files.items()}
             sandbox.tar(files)  # the names lead nowhere else
-            return files
-        except (OSError, WorkerGone, KeyError, TypeError, AttributeError, BadInput, ValueError):
+        except (WorkerGone, KeyError, TypeError, AttributeError, ValueError):
             return None
+        possible = all(len(os.fsencode(part)) < 256 for path in files for part in path.split("/"))
+        return files if possible and all(len(path) < 1000 for path in files) else None
 
 
 class WorkerGone(Exception):
@@ -466,22 +496,27 @@ def split_of(instance_id: str) -> str:
 def read_rows(folder: Path, config: Config) -> dict[str, dict]:
     """index.json of a folder, instance_id -> row, with what a data set's rows add. Errors name the field."""
     index = folder / "index.json"
+    added = {row["instance_id"]: row for row in data_rows(config)} if config.dataset else None
     try:
-        known = json.loads(index.read_text())
-    except (OSError, ValueError) as error:
+        if added is not None and not index.exists():  # the rows say all, so what is cached will do
+            known = {name: {} for name in added if (folder / name).is_dir()}
+        else:
+            known = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{index}: expected a JSON object of instance_id -> row "
                        f"({first_line(error)})") from error
     if not isinstance(known, dict):
         raise BadInput(f"{index}: expected a JSON object of instance_id -> row, got {type(known).__name__}")
-    added = {row["instance_id"]: row for row in data_rows(config)} if config.dataset else None
     rows = {}
     for name, row in known.items():
         if added is not None and name not in added:
             continue
+        if not isinstance(row, dict):
+            raise BadInput(f"{index}: {name}: expected a JSON object, got {type(row).__name__}")
         where = f"{index}: {name}" if added is None else f"{config.dataset}: {name}"
         rows[name] = check_row(dict(row) | (added or {}).get(name, {}) | dict(instance_id=name), where)
         rows[name]["folder"] = folder / name
-        if Path(name).name != name or not rows[name]["folder"].is_dir():
+        if not name or Path(name).name != name or not rows[name]["folder"].is_dir():
             raise BadInput(f"{index}: {name}: expected its repository in {folder / name}")
     if not rows:
         raise BadInput(f"{index}: no instance" + (f" that is also in {config.dataset}" if added else ""))
@@ -504,9 +539,10 @@ def data_rows(config: Config):
                        f"({first_line(error)})") from error
     for number, row in enumerate(rows):
         if not row.get("instance_id"):
-            if not row.get("repo_name") or not row.get("commit_hash"):
+            parts = row.get("repo_name"), row.get("commit_hash")
+            if not all(isinstance(part, str) and part for part in parts):
                 raise BadInput(f"{name}: row {number}: expected instance_id, or repo_name and commit_hash")
-            row["instance_id"] = f"{row['repo_name']}__{row['commit_hash'][:12]}"
+            row["instance_id"] = f"{parts[0]}__{parts[1][:12]}"
         yield {key: row[key] for key in ("instance_id", *FIELDS) if row.get(key) is not None}
 
 

@@ -13,11 +13,22 @@ import signal
 import sys
 import time
 
-# re, subprocess and traceback are imported where they are used: they take as long to load as all of these.
+# re, subprocess and traceback are loaded where they are used: they take as long to load as all of these.
+SYSTEM_PATH = tuple(sys.path)
 
 MOST_FILES = 2_000  # of a tree that is handed back
 MOST_BYTES = 32 * 2**20
 SKIPPED = {".git", "__pycache__", ".pytest_cache"}
+
+
+def library(name):
+    """A module of the standard library, also where the repository has one of that name."""
+    path = sys.path
+    sys.path = list(SYSTEM_PATH)
+    try:
+        return __import__(name)
+    finally:
+        sys.path = path
 
 
 # What the model's code can call
@@ -55,9 +66,7 @@ def read(path, start=1, end=None):
 
 def grep(pattern, path="."):
     """Lines of the files under path that a regular expression matches, as file:number: line."""
-    import re
-
-    found = []
+    re, found = library("re"), []
     for name in files_under(path):
         try:
             with open(name, encoding="utf-8") as file:
@@ -71,31 +80,30 @@ def grep(pattern, path="."):
 def apply_patch(patch, old=None, new=None):
     """apply_patch(diff): a unified diff. apply_patch(path, old, new): the one place with `old` gets `new`."""
     if old is None:
-        import subprocess
-
-        done = subprocess.run(["git", "apply", "--recount", "--whitespace=nowarn", "-"], text=True,
-                              input=patch.strip("\n") + "\n", capture_output=True)
+        done = library("subprocess").run(["git", "apply", "--recount", "--whitespace=nowarn", "-"],
+                                         input=(patch.strip("\n") + "\n").encode(), capture_output=True)
         if done.returncode:
-            raise ValueError(f"the patch does not apply: {done.stderr.strip()}")
+            raise ValueError(f"the patch does not apply: {done.stderr.decode(errors='replace').strip()}")
         return True
-    with open(patch, encoding="utf-8") as file:
+    with open(patch, encoding="utf-8", newline="") as file:  # the ends of its lines stay as they are
         text = file.read()
     if text.count(old) != 1:
         raise ValueError(f"{patch} holds the text to replace {text.count(old)} times, expected once")
-    with open(patch, "w", encoding="utf-8") as file:
+    with open(patch, "w", encoding="utf-8", newline="") as file:
         file.write(text.replace(old, new))
     return True
 
 
-def bash(command, timeout=60):
+def bash(command, timeout=None):
     """What a shell command prints, and its exit code where that is not 0."""
-    import subprocess
-
+    subprocess = library("subprocess")
+    if timeout is None:  # before the block's own time is over, which would cost the interpreter
+        timeout = 0.8 * OPTIONS["turn"]
     try:
         done = subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=timeout)
     except subprocess.TimeoutExpired as error:
-        return (error.output or b"").decode(errors="replace") + f"\n(stopped after {timeout} s)"
+        return (error.output or b"").decode(errors="replace") + f"\n(stopped after {timeout:g} s)"
     text = done.stdout.decode(errors="replace")
     return text if done.returncode == 0 else f"{text}\n(exit code {done.returncode})"
 
@@ -103,7 +111,8 @@ def bash(command, timeout=60):
 def run_tests(*paths):
     """What the tests say: all of them, or those of the files (or pytest's names) given."""
     command = OPTIONS["test_command"]
-    return bash(f"{command} {' '.join(map(shell_quote, paths))}", timeout=OPTIONS["timeout"])
+    return bash(f"{command} {' '.join(map(shell_quote, paths))}",
+                timeout=min(OPTIONS["timeout"], 0.8 * OPTIONS["turn"]))
 
 
 def finish(answer=""):
@@ -124,7 +133,10 @@ def llm_query_batched(prompts):
     if not 0 < len(prompts) <= OPTIONS["queries"]:
         raise ValueError(f"{len(prompts)} questions, expected 1 to {OPTIONS['queries']}")
     send(CONTROL, {"op": "query", "prompts": prompts})
-    return receive(COMMANDS)["texts"]
+    answer = receive(COMMANDS)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["texts"]
 
 
 def shell_quote(text):
@@ -151,6 +163,7 @@ def serve_code():
     """Run one block after another in the same namespace."""
     namespace = {"__name__": "__main__", **{tool.__name__: tool for tool in TOOLS}}
     sys.path.insert(0, "")
+    this = os.getpid()
     while (message := receive(COMMANDS)) is not None:
         done = {"op": "done", "finished": False, "answer": ""}
         try:
@@ -160,14 +173,17 @@ def serve_code():
         except SystemExit as error:
             print(f"SystemExit: {error}")
         except BaseException as error:
-            import traceback
-
+            traceback = library("traceback")
             frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if frame.filename != "<string>"] or frames[-1:]
+            while frames and frames[0].filename != "<code>":
+                del frames[0]
+            own = [frame for frame in frames if frame.filename != "<string>"]  # without this file's
             print("Traceback (most recent call last):")
             print("".join(traceback.format_list(own) + traceback.format_exception_only(error)), end="")
         sys.stdout.flush()
         sys.stderr.flush()
+        if os.getpid() != this:  # the code has forked
+            os._exit(0)
         send(CONTROL, done)
 
 
@@ -228,10 +244,11 @@ class Child:
 
 
 class Output:
-    """Head and tail of what was printed, in bounded memory."""
+    """Head and tail of what was printed, so many characters in all, in bounded memory."""
 
-    def __init__(self, keep):
-        self.keep, self.head, self.tail, self.total = keep, b"", b"", 0
+    def __init__(self, characters):
+        self.characters, self.keep = characters, 4 * characters  # no character of UTF-8 takes more bytes
+        self.head, self.tail, self.total = b"", b"", 0
 
     def add(self, data):
         self.total += len(data)
@@ -239,26 +256,41 @@ class Output:
         self.head, self.tail = self.head + data[:room], (self.tail + data[room:])[-self.keep:]
 
     def text(self):
-        missing = self.total - len(self.head) - len(self.tail)
-        middle = f"\n... [{missing} bytes left out] ...\n".encode() if missing else b""
-        return (self.head + middle + self.tail).decode(errors="replace")
+        text = (self.head + self.tail).decode(errors="replace")
+        missing = len(text) - self.characters + self.total - len(self.head) - len(self.tail)
+        if missing <= 0:
+            return text
+        half = self.characters // 2
+        return f"{text[:self.characters - half]}\n... [{missing} left out] ...\n{text[len(text) - half:]}"
 
 
 def run_block(child, code, timeout):
     """Let the child run a block. -> the message for the trainer, and whether the child is still usable."""
     output, line, deadline = Output(OPTIONS["output"]), b"", time.monotonic() + timeout
+
+    def drain():
+        # What was printed is in the pipe, which holds no more than this; what still runs may go on printing.
+        for _ in range(16):
+            if not select_now(child.output) or not (data := os.read(child.output, 65536)):
+                break
+            output.add(data)
+
+    def lost(what):
+        drain()
+        note = f"{what}; a new interpreter was started, files are as they are"
+        return {"op": "done", "output": output.text(), "note": note}, False
+
     try:
         send(child.commands, {"code": code})
     except OSError:
-        return {"op": "done", "output": "", "note": "the interpreter was gone; it was started again"}, False
+        return lost("not run, as the interpreter had ended")
     with selectors.DefaultSelector() as ready:
         ready.register(child.output, selectors.EVENT_READ)
         ready.register(child.control, selectors.EVENT_READ)
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                return {"op": "done", "output": output.text(), "note": f"stopped after {timeout:g} s; the "
-                        "interpreter was started again, files are as they are"}, False
+                return lost(f"stopped after {timeout:g} s")
             for key, _ in ready.select(left):
                 data = os.read(key.fd, 65536)
                 if key.fd == child.output:
@@ -268,20 +300,23 @@ def run_block(child, code, timeout):
                     continue
                 line += data
                 if not data or len(line) > MOST_BYTES:
-                    return {"op": "done", "output": output.text(), "note": "the interpreter ended; it was "
-                            "started again, files are as they are"}, False
+                    return lost("the code ended the interpreter")
                 while b"\n" in line:
                     text, _, line = line.partition(b"\n")
-                    message = json.loads(text)
-                    if message["op"] == "done":
-                        while ready.get_map().get(child.output) and select_now(child.output):
-                            if not (data := os.read(child.output, 65536)):
-                                break
-                            output.add(data)
+                    try:
+                        message = json.loads(text)
+                        done = message["op"] == "done"
+                    except (ValueError, TypeError, KeyError, RecursionError):
+                        return lost("the code wrote to a pipe that is not its own")
+                    if done:
+                        drain()
                         return {**message, "output": output.text(), "note": ""}, True
                     asked = time.monotonic()
                     send(TALK, message)
-                    send(child.commands, converse({"op": "answer"}))
+                    try:
+                        send(child.commands, converse({"op": "answer"}))
+                    except OSError:
+                        return lost("the code ended the interpreter")
                     deadline += time.monotonic() - asked  # the sub-agents' time is not this block's
 
 
