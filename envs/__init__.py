@@ -58,6 +58,8 @@ class Step:
     terminated: bool  # the task is over: solved, failed or given up
     truncated: bool  # a limit of the environment ended it (turns, time)
     info: dict  # named parts (numbers); `correct` (0 or 1) at least once the episode is over
+    # (Task, Episode) of sub-agents to be played first; the Step of Episode.resume then takes the place of it.
+    children: tuple = ()
 
 
 class Episode:
@@ -67,8 +69,15 @@ class Episode:
         """Score a reply. Total: any text returns in bounded time, and none raises or is executed here."""
         raise NotImplementedError
 
+    def resume(self, replies: list[str]) -> Step:
+        """After the children of a step: the last reply of each, '' where there is none. Ends the step."""
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Release what the episode holds (processes, folders, connections)."""
+        """Release what the episode holds (processes, folders, connections).
+
+        Called once, from any thread, even while another is within a step, which should then end soon.
+        """
 
 
 class Env:
