@@ -162,7 +162,8 @@ def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
     page, *_ = page_of(capsys, tmp_path)
     assert unpacked(page, "episodes0") == [dict(
         task_id="7", source="", number=None, reward=None, correct=1, termination='["x"]', segments=2,
-        info=dict(a=None, b=None, c=dict(d=None)), turns=[dict(reward=None, tokens=0)], sub_agents=[],
+        retries=0, info=dict(a=None, b=None, c=dict(d=None)), turns=[dict(reward=None, tokens=0)],
+        sub_agents=[],
         messages=[dict(role="assistant", content='[{"text": "a"}]'), dict(role="", content="")])]
     assert unpacked(page, "tokens0") == [[[["a", "5", ""], [None, -1]]]]
 
@@ -191,7 +192,7 @@ def test_hostile_text_is_base64_and_the_rest_of_the_page_is_the_template(tmp_pat
 
 def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone(a_run, capsys):
     page = DATA.sub("", page_of(capsys, a_run)[0])
-    assert not re.search(r"https?:|//[a-z]|\bsrc\b[^-]|import\b|url\(|fetch\(|XMLHttp|WebSocket", page)
+    assert not re.search(r"https?:|//[a-z]|(?<!-)\bsrc\b|import\b|url\(|fetch\(|XMLHttp|WebSocket", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|{{", page)
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
@@ -729,12 +730,14 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         return run
 
     few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
-    ready = {}
+    ready, written = {}, {}
     for run in (few, many):
+        start = time.process_time()
         page = open_page(run)
+        written[run] = time.process_time() - start
         ready[run] = int(page.wait("document.body.dataset.ready"))
     assert "5,000 of 5,000 episodes" in page.sums()
-    seconds = page.js("""
+    took = page.js("""
         const times = {}, timed = async (name, work) => { const start = performance.now(); await work();
             times[name] = performance.now() - start; };
         let turns = 0;
@@ -756,12 +759,16 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         times.rows = document.querySelectorAll(".row").length;
         times.shown = shown.length;
         return times;""")
-    print(dict(seconds, ready=list(ready.values())))
+    size, files = (many / "episodes.html").stat().st_size, list(many.rglob("*_*.json"))
+    each = sum(file.stat().st_size for file in files) / len(files)
+    print(f"{len(files)} episodes of {each / 1e3:.1f} KB, a page of {size / 1e6:.1f} MB, written in "
+          f"{written[many]:.1f} s of processor time; in the browser [ms]: "
+          f"list {ready[many]} (of 50 episodes {ready[few]}), {took}")
     assert ready[many] < 25 * ready[few]  # a hundred times the episodes
-    assert seconds["open"] < seconds["search"] / 3  # one of the chunks, not all of them
-    assert seconds["again"] < seconds["search"] and seconds["filter"] < seconds["search"]
-    assert 0 < seconds["found"] < 5000 and seconds["same"] and seconds["turns"] > 5  # the page stays awake
-    assert seconds["rows"] < 60 and seconds["shown"] == 100
+    assert took["open"] < took["search"]  # one of the chunks, not all of them
+    assert took["again"] < took["search"] and took["filter"] < took["search"]
+    assert 0 < took["found"] < 5000 and took["same"] and took["turns"] > 5  # the page stays awake
+    assert took["rows"] < 60 and took["shown"] == 100
     page.go()
     page.js("document.getElementById('list').scrollTop = 1e9")
     page.wait("document.querySelector('.row:last-child').getAttribute('aria-posinset') === '5000'")

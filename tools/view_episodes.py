@@ -101,6 +101,7 @@ def shape(raw, tokens: list, name: str) -> dict:
         "number": number(raw.get("number")), "reward": number(raw.get("reward")),
         "correct": number(raw.get("correct")), "termination": text(raw.get("termination")),
         "segments": len(segments) if isinstance(segments, list) else number(segments),
+        "retries": number(raw.get("retries", 0)),
         "info": {key: number(value) if isinstance(value, float) else value
                  for key, value in (info if isinstance(info, dict) else {}).items()},
         "messages": [{"role": text(message.get("role")), "content": text(message.get("content"))}
