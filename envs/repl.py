@@ -276,7 +276,10 @@ class Repl(Env):
         """What a container of the instance says, with changed files and the original tests laid over it."""
         changed = {path: text for path, text in left.items() if original.get(path) != text}
         removed = " ".join(f"'{path}'" for path in original.keys() - left.keys() if "'" not in path)
-        command = f"rm -f -- {removed}; {scenario.test_command}" if removed else scenario.test_command
+        command = scenario.test_command
+        if "pytest" in command and " -rA" not in command:
+            command += " -rA"  # say what comes of each test
+        command = f"rm -f -- {removed}; {command}" if removed else command
         result = self.executor.test(scenario.docker_image, changed | tests, command, self.config.test_timeout)
         return outcomes_in(result.output)
 
@@ -295,7 +298,7 @@ class ReplEpisode(Episode):
         self.turns += 1
         self.asked = 0
         code = reply if self.config.prompt == "short" and not self.depth else find_block(reply)
-        if code is None:
+        if code is None or self.depth and self.depth >= self.config.max_sub_agent_depth:
             if self.depth:  # a sub-agent's answer
                 self.answer = final_part(reply)
                 return self._end()
@@ -476,7 +479,7 @@ def find_block(reply: str) -> str | None:
 def outcomes_in(text: str) -> dict[str, str]:
     """The outcomes in a log of `pytest -rA`, under the tests' names and their short forms (Class.test)."""
     results = {}
-    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) (\S+)", text, re.MULTILINE):
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE):
         results[name] = results[short_name(name)] = outcome
     return results
 
