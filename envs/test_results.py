@@ -146,7 +146,7 @@ def _run(tree, test_files, names, plain, timeout, backend, memory) -> dict[str, 
         paths = sorted(path for path in test_files if path in asked)
     if not paths:
         return {}
-    first, last = _canaries(paths[0], plain), _canaries(paths[-1], plain)
+    first, last = canaries(paths[0], plain), canaries(paths[-1], plain)
     must = first[2] | last[2]
     modules = [first[:2], *((path, _text(test_files[path])) for path in paths), last[:2]]
     if not plain:
@@ -156,8 +156,9 @@ def _run(tree, test_files, names, plain, timeout, backend, memory) -> dict[str, 
     job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=modules,
                names=None if names is None else [*names, *must])
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
+    size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
     done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), backend=backend, timeout=timeout + 10,
-                       cpu=int(timeout) + 10, memory=memory, output=2**20)
+                       cpu=int(timeout) + 10, memory=memory, output=2**20, disk=2 * size + 128)
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
@@ -172,12 +173,17 @@ def _judge(text, nonce, must, names) -> dict[str, str]:
         return {}  # the reporting process was killed
     if ["pytest", "LACKS"] in reports:
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
+    if said != nonce or ["", "END"] not in reports:
+        return {}  # an end before the end
+    return counted([report for report in reports if report[0]], must, names)
+
+
+def counted(reports, must: dict[str, str], names: list[str] | None) -> dict[str, str]:
+    """What counts of [(test, outcome)]: nothing, unless all came once and the canaries as they must."""
     results = dict(reports)
-    if said != nonce or len(results) != len(reports) or "" not in results:
-        return {}  # twice the same test, or an end before the end
-    if any(results.get(name) != outcome for name, outcome in must.items()):
+    if len(results) != len(reports) or any(results.get(name) != outcome for name, outcome in must.items()):
         return {}
-    results = {name: outcome for name, outcome in results.items() if name and name not in must}
+    results = {name: outcome for name, outcome in results.items() if name not in must}
     if names is None:
         return results
     modules = {name: results.get(name.partition("::")[0]) for name in names}
@@ -185,7 +191,7 @@ def _judge(text, nonce, must, names) -> dict[str, str]:
     return {name: outcome for name, outcome in results.items() if outcome}
 
 
-def _canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:
+def canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:
     """-> path of a module of tests in the folder of another one, its source, {test: what it must give}"""
     ids = [secrets.token_hex(4) for _ in range(9)]
     a, b = secrets.randbelow(10**6) + 1, secrets.randbelow(10**6) + 10**7

@@ -1,0 +1,803 @@
+"""Diffs for issues: what is judged, what is refused, what forges results and fails; rows; the exporter."""
+
+import concurrent.futures
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import envs
+from envs import BadInput, sandbox, swe, test_results
+from envs.swe import BadPatch, changed_paths, check_patch, find_patch
+from tools import executor_server, export_predictions
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = (swe.BUNDLED / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+ROWS = {row["instance_id"]: row for row in map(json.loads, LINES)}
+PLAIN = [name for name, row in ROWS.items() if row["plain"]]
+FIRST = "minibox__backoff-4"  # plain tests; two bugs in two files
+NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0)
+GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
+
+
+@pytest.fixture(scope="module")
+def env():
+    try:
+        return envs.make("swe", backend=os.environ.get("SANDBOX_BACKEND", "auto"))
+    except BadInput as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def unjudged(monkeypatch):
+    """An environment in which no test runs: no diff applies."""
+    monkeypatch.setattr(sandbox, "choose", lambda backend: backend)
+    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: None)
+    return envs.make("swe")
+
+
+def score(env, name, reply, **options):
+    return env.start(env.task_of(name), 0).step(reply, **options)
+
+
+def fenced(patch):
+    return f"```diff\n{patch}```"
+
+
+def addition(path, lines, old=0):
+    """A diff that puts lines in front of a file, or makes it."""
+    start = f"--- a/{path}" if old else "--- /dev/null"
+    return (f"{start}\n+++ b/{path}\n@@ -{old},{old} +1,{len(lines) + old} @@\n"
+            + "".join(f"+{line}\n" for line in lines))
+
+
+def in_front(name, path, lines):
+    first = (swe.BUNDLED / name / path).read_text().splitlines()[0]
+    return (f"--- a/{path}\n+++ b/{path}\n@@ -1,1 +1,{len(lines) + 1} @@\n"
+            + "".join(f"+{line}\n" for line in lines) + f" {first}\n")
+
+
+def module_of(name):
+    return f"{name.partition('__')[2].rpartition('-')[0]}/__init__.py"
+
+
+# ---- Verdicts
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow)
+                                           for name in ROWS if name != FIRST)])
+def test_the_reference_is_correct_and_scores_the_same_again(env, name):
+    reply = env.solution(env.task_of(name))
+    steps = [score(env, name, reply) for _ in range(2)]
+    assert steps[0] == steps[1] and steps[0].info == GOOD
+    assert (steps[0].reward, steps[0].terminated, steps[0].truncated) == (1.0, True, False)
+
+
+def halves(name):
+    """The reference, with one of its files or hunks at a time."""
+    for part in re.split(r"(?=^diff --git )", ROWS[name]["patch"], flags=re.MULTILINE)[1:]:
+        head, *found = re.split(r"(?=^@@ )", part, flags=re.MULTILINE)
+        for hunk in found:
+            yield head + hunk
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow)
+                                           for name in ROWS if name != FIRST)])
+def test_half_of_the_reference_scores_in_part(env, name):
+    infos = [score(env, name, fenced(half)).info for half in halves(name)]
+    assert all(info["applied"] == 1 and info["correct"] < 1 for info in infos) or len(infos) == 1
+    if name in (FIRST, "minibox__slugger-7", "minibox__textgrid-31", "minibox__quarters-18"):
+        assert any(0 < info["partial"] < 1 and info["pass_to_pass"] == 1 for info in infos)
+
+
+def test_the_partial_reward(env, monkeypatch):
+    half = fenced(next(halves(FIRST)))
+    partial = swe.Swe(swe.Config(reward="partial", backend=env.config.backend))
+    assert score(env, FIRST, half).reward == 0 and score(partial, FIRST, half).reward == 0.5
+    # What breaks another test gets nothing.
+    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: dict.fromkeys(
+        self.rows[name]["FAIL_TO_PASS"] + self.rows[name]["PASS_TO_PASS"][1:], "PASSED"))
+    info = score(partial, FIRST, half).info
+    assert info["fail_to_pass"] == 1 and 0 < info["pass_to_pass"] < 1 and info["partial"] == 0
+
+
+@pytest.mark.parametrize("reply", [
+    "", "no diff", "```diff\n```", "```python\nprint()\n```", "<think>```diff\nx", "@@ -1 +1 @@", "--- a/x",
+    "diff", "\0", "\ud800"])
+def test_a_reply_without_a_diff(unjudged, reply):
+    step = score(unjudged, FIRST, reply)
+    assert step.info == NONE and (step.reward, step.terminated) == (0, True)
+
+
+def test_a_diff_that_does_nothing(env):
+    path = "backoff/retry.py"
+    info = score(env, FIRST, fenced(in_front(FIRST, path, ["# nothing"]))).info
+    assert info == dict(GOOD, correct=0, fail_to_pass=0, partial=0)
+
+
+def test_a_diff_that_does_not_apply(env):
+    wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
+    assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
+    assert score(env, FIRST, fenced(addition("backoff/retry.py/x.py", ["1"]))).info["applied"] == 0
+    assert score(env, FIRST, fenced(addition("backoff", ["1"]))).info["applied"] == 0
+
+
+def test_a_failure_of_the_sandbox_is_no_verdict(env, monkeypatch):
+    def fail(*args, **options):
+        raise sandbox.SandboxError("no room")
+
+    monkeypatch.setattr(test_results, "run_tests", fail)
+    step = score(env, FIRST, env.solution(env.task_of(FIRST)))
+    assert step.truncated and not step.terminated and step.info["error"] == 1 and step.info["correct"] == 0
+
+
+@pytest.mark.slow
+def test_files_are_made_moved_and_deleted(env):
+    """A fix that moves a module, with the new name imported, and deletes another."""
+    name = "minibox__textgrid-31"
+    patch = ROWS[name]["patch"].replace(
+        "--- a/textgrid/layout.py\n+++ b/textgrid/layout.py", "rename from textgrid/layout.py\n"
+        "rename to textgrid/measure.py\n--- a/textgrid/layout.py\n+++ b/textgrid/measure.py").replace(
+        "diff --git a/textgrid/layout.py b/textgrid/layout.py\n",
+        "diff --git a/textgrid/layout.py b/textgrid/measure.py\nsimilarity index 80%\n")
+    assert score(env, name, fenced(patch)).info["fail_to_pass"] == 0  # nobody imports it
+    patch += addition("textgrid/layout.py", ["from textgrid.measure import pad, widths  # noqa: F401"])
+    assert score(env, name, fenced(patch)).info["format"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["bubblewrap", "namespaces"])
+def test_every_backend_gives_the_same(backend):
+    try:
+        env = envs.make("swe", backend=backend)
+    except BadInput:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"no {backend}")
+    for name in (FIRST, "minibox__routes-3"):
+        assert score(env, name, env.solution(env.task_of(name))).info == GOOD
+
+
+@pytest.mark.slow
+def test_many_at_once(env):
+    replies = [(name, reply) for name in PLAIN for reply in (
+        env.solution(env.task_of(name)), fenced(in_front(name, module_of(name), ["1"])))]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        infos = list(pool.map(lambda pair: score(env, *pair).info["correct"], replies * 4))
+    assert infos == [1, 0] * len(PLAIN) * 4
+
+
+# ---- What is refused unrun
+
+
+BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
+REFUSED = {
+    "the tests": BODY.format("a/tests/test_retry.py", "b/tests/test_retry.py"),
+    "other tests": addition("tests/test_more.py", ["pass"]),
+    "beside the tests": addition("tests/helpers.py", ["pass"]),
+    "tests elsewhere": addition("backoff/test_x.py", ["pass"]),
+    "tests in another case": BODY.format("a/Tests/X.py", "b/Tests/X.py"),
+    "tests by their end": addition("backoff/retry_test.py", ["pass"]),
+    "conftest": addition("conftest.py", ["pass"]),
+    "conftest below": addition("backoff/conftest.py", ["pass"]),
+    **{name: addition(name, ["x"]) for name in (
+        "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py",
+        "x.pth", "a/__pycache__/b.pyc", "x.dist-info/entry_points.txt", ".pytest.ini", "ConfTest.py")},
+    "above": BODY.format("a/../x.py", "b/../x.py"),
+    "above within": BODY.format("a/backoff/../../x", "b/backoff/../../x"),
+    "absolute": BODY.format("/etc/passwd", "/etc/passwd"),
+    "absolute after the prefix": BODY.format("a//etc/passwd", "b//etc/passwd"),
+    "git": addition(".git/hooks/post-checkout", ["x"]),
+    "git's files": addition("backoff/.gitattributes", ["x"]),
+    "symbolic link": "diff --git a/x b/x\nnew file mode 120000\n" + addition("x", ["/etc"]),
+    "becomes a link": "diff --git a/x b/x\nold mode 100644\nnew mode 120000\n",
+    "link in the index": "diff --git a/x b/x\nindex 12ab..34cd 120000\n" + BODY.format("a/x", "b/x"),
+    "submodule": "diff --git a/x b/x\nnew file mode 160000\n" + addition("x", ["Subproject commit 1"]),
+    "binary": "diff --git a/x b/x\nindex 1..2 100644\nGIT binary patch\nliteral 3\nKc$@(=00\n",
+    "binary files": "diff --git a/x b/x\nBinary files a/x and b/x differ\n",
+    "moves the tests": "diff --git a/tests/test_retry.py b/x.py\nsimilarity index 100%\n"
+                       "rename from tests/test_retry.py\nrename to x.py\n",
+    "becomes a test": "diff --git a/x b/tests/x\nsimilarity index 100%\nrename from x\nrename to tests/x\n",
+    "copies into tests": "diff --git a/x.py b/tests/x.py\ncopy from x.py\ncopy to tests/x.py\n",
+    "deletes the tests": "diff --git a/tests/test_retry.py b/tests/test_retry.py\ndeleted file mode 100644\n",
+    "one of two": addition("a.py", ["1"]) + addition("tests/b.py", ["1"]),
+    "quoted": BODY.format('"a/tests\\057x"', '"b/tests\\057x"'),
+    "no prefix": BODY.format("x.py", "x.py"),
+    "nothing": BODY.format("/dev/null", "/dev/null"),
+    "no hunk": "--- a/x\n+++ b/x\n",
+    "counts": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n-a\n+b\n",
+    "counts too small": "--- a/x\n+++ b/x\n@@ -1,1 +1,3 @@\n a\n-b\n+c\n",
+    "too many": "".join(addition(f"f{number}.py", ["1"]) for number in range(swe.MAX_FILES + 1)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_diffs_that_reach_for_more_are_refused(unjudged, name):
+    patch = REFUSED[name]
+    with pytest.raises(BadPatch):
+        check_patch(patch, ROWS[FIRST]["test_patch"])
+    step = score(unjudged, FIRST, fenced(patch))
+    assert step.info == dict(NONE, format=1) and step.reward == 0
+
+
+def test_a_file_of_the_test_patch_is_refused_whatever_its_name():
+    with pytest.raises(BadPatch, match="data/cases.json: belongs to the tests"):
+        check_patch(addition("data/Cases.json".lower(), ["x"]), addition("data/cases.json", ["y"]))
+
+
+def test_whatever_a_program_makes_of_a_diff_no_other_file_changes(env):
+    """Said in a way that programs may read differently: only what was checked is read back."""
+    sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "backoff/retry.py", ["# x"])
+    files = env.snapshot(FIRST)
+    assert swe.apply(files, sneaky, env.backend).keys() == {"backoff/retry.py"}
+    lines = files["backoff/retry.py"].decode().splitlines()
+    gone = f"--- a/backoff/retry.py\n+++ /dev/null\n@@ -1,{len(lines)} +0,0 @@\n" + "".join(
+        f"-{line}\n" for line in lines)
+    assert swe.apply(files, gone, env.backend) == {"backoff/retry.py": None}
+
+
+# ---- Forged results
+
+
+FORGERIES = {
+    "ends the process": ["import os", "os._exit(0)"],
+    "raises SystemExit": ["raise SystemExit(0)"],
+    "prints results": ["print('tests/test_retry.py::test_attempts_counts_all_calls PASSED')",
+                       "import os", "os.write(1, b'4 passed in 0.01s')"],
+    "writes to every file": [
+        "import os, json", "for number in range(200):", "    try:",
+        "        os.write(number, json.dumps(['', 'tests/test_retry.py::test_delays_have_a_cap', 'PASSED'])"
+        ".encode())",
+        "    except OSError: pass"],
+    "ends at exit": ["import atexit, os", "atexit.register(os._exit, 0)"],
+    "kills the reporter": ["import os", "os.kill(os.getppid(), 9)"],
+    "reads the reporter": ["import os", "open(f'/proc/{os.getppid()}/mem', 'rb')"],
+    "writes to the reporter's output": ["import os", "open(f'/proc/{os.getppid()}/fd/1', 'w').write('x')"],
+    "no assertion fails": ["import builtins", "builtins.AssertionError = type('E', (BaseException,), {})"],
+    "every failure is traced": ["import sys", "def trace(frame, event, arg):",
+                                "    return trace if event == 'call' else None", "sys.settrace(trace)"],
+    "changes the tests on disk": ["import glob", "for path in glob.glob('tests/*.py'):",
+                                  "    open(path, 'w').write('def test_nothing(): pass')"],
+}
+PYTEST_FORGERIES = {
+    "every report passes": [
+        "import _pytest.reports as r", "make = r.TestReport.from_item_and_call", "def fake(item, call):",
+        "    report = make(item, call)", "    report.outcome = 'passed'", "    return report",
+        "r.TestReport.from_item_and_call = fake"],
+    "no test runs": ["import _pytest.python", "_pytest.python.Function.runtest = lambda self: None"],
+    "raises is nothing": ["import contextlib, pytest",
+                          "pytest.raises = lambda *a, **k: contextlib.nullcontext()"],
+    "unittest is nothing": ["import unittest", "unittest.TestCase.assertEqual = lambda *a: None"],
+    "failures are skipped": ["import pytest, builtins", "builtins.AssertionError = pytest.skip.Exception"],
+    "expected failures": ["import pytest", "pytest.xfail('so')"],
+    "a plugin": ["import sys, types", "plugin = types.ModuleType('p')",
+                 "plugin.pytest_runtest_makereport = lambda item, call: None", "sys.modules['p'] = plugin"],
+}
+
+
+@pytest.mark.parametrize("name", [
+    "ends the process", "prints results", "kills the reporter",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in list(FORGERIES)[3:])])
+def test_forged_results_do_not_count(env, name):
+    info = score(env, FIRST, fenced(in_front(FIRST, "backoff/__init__.py", FORGERIES[name]))).info
+    assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FORGERIES, *PYTEST_FORGERIES])
+def test_forged_results_do_not_count_with_pytest(env, name):
+    instance = "minibox__routes-3"
+    lines = (FORGERIES | PYTEST_FORGERIES)[name]
+    info = score(env, instance, fenced(in_front(instance, "routes/__init__.py", lines))).info
+    assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
+
+
+@pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_configuration_in_the_tree_does_not_count(env, plain):
+    """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
+    code = b"def f():\n    return 1\n"
+    tests = {"tests/test_f.py": b"import f\ndef test_f():\n    assert f.f() == 2\n"}
+    hook = b"import os\nos._exit(0)\n"
+    files = {"f.py": code, "conftest.py": hook, "tests/conftest.py": hook, "sitecustomize.py": hook,
+             "pytest.ini": b"[pytest]\naddopts = --collect-only\n",
+             "tests/test_f.py": b"def test_f(): pass\n"}
+    assert test_results.run_tests(files, tests, plain=plain, backend=env.backend) == {
+        "tests/test_f.py::test_f": "FAILED"}
+
+
+# ---- Which tests pass
+
+
+@pytest.fixture(scope="module")
+def run_tests(env):
+    def run(code, tests, **options):
+        files = {"f.py": code.encode()}
+        tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
+        tests = {path: text.encode() for path, text in tests.items()}
+        return test_results.run_tests(files, tests, backend=env.backend, **options)
+    return run
+
+
+def test_plain_outcomes(run_tests):
+    tests = {"test_a.py": "import f\ndef test_a(): assert f.x == 1\ndef test_b(): assert f.x == 2\n"
+                          "def test_c(): f.loop()\ndef test_d(): raise SystemExit\ndef helper(): pass\n"
+                          "def test_e(missing): pass\nclass test_f: pass\n",
+             "test_b.py": "import nowhere\n", "test_c.py": "def test_last(): pass\n"}
+    code = "x = 1\ndef loop():\n    while True: pass\n"
+    assert run_tests(code, tests, plain=True, timeout=1.0) == {
+        "test_a.py::test_a": "PASSED", "test_a.py::test_b": "FAILED", "test_a.py::test_c": "FAILED",
+        "test_a.py::test_d": "FAILED", "test_a.py::test_e": "FAILED", "test_b.py": "ERROR",
+        "test_c.py::test_last": "PASSED"}
+    names = ["test_c.py::test_last", "test_b.py::test_x", "test_a.py::test_none", "other.py::test_a"]
+    assert run_tests(code, tests, names=names, plain=True) == {
+        "test_c.py::test_last": "PASSED", "test_b.py::test_x": "ERROR"}
+    assert run_tests(code, {}, plain=True) == {}
+
+
+def test_pytest_outcomes(run_tests):
+    tests = '''
+import pytest, unittest, f
+@pytest.fixture
+def broken(): raise ValueError
+@pytest.fixture
+def breaks(): yield; raise ValueError
+@pytest.mark.parametrize("x", [1, 2])
+def test_x(x): assert f.x == x
+def test_setup(broken): pass
+def test_teardown(breaks): pass
+def test_skip(): pytest.skip("so")
+@pytest.mark.xfail
+def test_marked(): assert 0
+def test_unmarked(): f.give_up()
+class TestC:
+    def test_m(self): assert f.x == 1
+class TestU(unittest.TestCase):
+    def test_u(self): self.assertEqual(f.x, 1)
+def test_exit(): raise SystemExit
+'''
+    path = "tests/test_f.py::"
+    expected = {"test_x[1]": "PASSED", "test_x[2]": "FAILED", "test_setup": "ERROR", "test_teardown": "ERROR",
+                "test_skip": "FAILED", "test_marked": "PASSED", "test_unmarked": "FAILED",
+                "TestC::test_m": "PASSED", "TestU::test_u": "PASSED", "test_exit": "FAILED"}
+    code = "x = 1\ndef give_up():\n    import pytest\n    pytest.xfail('so')\n"
+    assert run_tests(code, tests) == {path + name: outcome for name, outcome in expected.items()}
+
+
+@pytest.mark.slow
+def test_pytest_with_configuration_and_broken_modules(run_tests):
+    tests = {"tests/test_a.py": "import nowhere\n",
+             "tests/test_b.py": "def test_b(value): assert value == 3\n",
+             "tests/conftest.py": "import pytest\n@pytest.fixture\ndef value(): return 3\n",
+             "pytest.ini": "[pytest]\naddopts = -x -v\n"}
+    assert run_tests("", tests) == {"tests/test_a.py": "ERROR", "tests/test_b.py::test_b": "PASSED"}
+    names = ["tests/test_a.py::test_a", "tests/test_b.py::test_b", "tests/test_b.py::test_c"]
+    assert run_tests("", tests, names=names) == {names[0]: "ERROR", names[1]: "PASSED"}
+
+
+def test_results_are_cached_and_waited_for(monkeypatch):
+    calls, go = [], threading.Event()
+
+    def slow(*args):
+        calls.append(args)
+        go.wait(10)
+        return {"a": "PASSED"}
+
+    monkeypatch.setattr(test_results, "_run", slow)
+    monkeypatch.setattr(test_results, "_cache", test_results.collections.OrderedDict())
+    monkeypatch.setattr(sandbox, "choose", lambda backend: "bubblewrap")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        same = [pool.submit(test_results.run_tests, {"f.py": b"1"}, {"t.py": b""}) for _ in range(3)]
+        other = pool.submit(test_results.run_tests, {"f.py": b"2"}, {"t.py": b""})
+        time.sleep(0.1)
+        go.set()
+        assert [future.result() for future in [*same, other]] == [{"a": "PASSED"}] * 4
+    assert len(calls) == 2
+    monkeypatch.setattr(test_results, "MOST_CACHED", 3)
+    for number in range(5):
+        test_results.run_tests({"f.py": b"%d" % number}, {"t.py": b""})
+    assert len(test_results._cache) == 3
+
+
+def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
+    monkeypatch.setattr(sandbox, "choose", lambda backend: "bubblewrap")
+    monkeypatch.setattr(sandbox, "run", lambda *args, **options: sandbox.Result("bwrap: no", 1, 0.1))
+    for _ in range(2):
+        with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
+            test_results.run_tests({}, {"test_never.py": b""})
+
+
+MUST = {"c1": "PASSED", "c2": "FAILED"}
+
+
+@pytest.mark.parametrize("reports, expected", [
+    ([("c1", "PASSED"), ("a", "PASSED"), ("c2", "FAILED")], {"a": "PASSED"}),
+    ([("c1", "PASSED"), ("a", "PASSED")], {}),
+    ([("c1", "PASSED"), ("a", "PASSED"), ("c2", "PASSED")], {}),
+    ([("c1", "FAILED"), ("a", "PASSED"), ("c2", "FAILED")], {}),
+    ([("c1", "PASSED"), ("a", "FAILED"), ("a", "PASSED"), ("c2", "FAILED")], {}),
+    ([("c1", "PASSED"), ("c2", "FAILED"), ("c2", "FAILED")], {}),
+])
+def test_nothing_counts_without_the_canaries(reports, expected):
+    assert test_results.counted(reports, MUST, None) == expected
+    assert test_results.counted(reports, MUST, ["a", "b"]) == expected
+
+
+def test_unconfined_needs_a_word(monkeypatch):
+    with pytest.raises(BadInput, match="allow_unconfined=true"):
+        envs.make("swe", backend="unconfined")
+    monkeypatch.setattr(sandbox, "_unusable", lambda name: "not here")
+    with pytest.raises(BadInput, match="no sandbox for untrusted code"):
+        envs.make("swe")
+    assert envs.make("swe", allow_unconfined=True).backend == "unconfined"
+    tests = {"test_a.py": b"def test_a(): pass\n"}
+    found = test_results.run_tests({}, tests, plain=True, allow_unconfined=True)
+    assert found == {"test_a.py::test_a": "PASSED"}
+
+
+# ---- Diffs in replies
+
+
+DIFF = BODY.format("a/x", "b/x")
+
+
+@pytest.mark.parametrize("reply, expected", [
+    (DIFF, DIFF), (f"Here:\n{DIFF}", DIFF), (f"```diff\n{DIFF}```", DIFF), (f"```\n{DIFF}```", DIFF),
+    (f"a\n``` Diff\n{DIFF}\n```\nb", DIFF), (f"```patch\r\n{DIFF}```", DIFF), (f"```diff\n{DIFF}", DIFF),
+    (f"```python\nx\n```\n```diff\n{DIFF}```", DIFF), (f"```diff\nold\n```\nno:\n```diff\n{DIFF}```", DIFF),
+    (f"```diff\n{DIFF}```\n```python\nx = 1\n```", DIFF), ("```diff\n \n```", None), ("```diff", None),
+    ("x\n--- a\nb\n", None), ("```python\nx = 1\n```", None),
+])
+def test_the_diff_of_a_reply(reply, expected):
+    assert find_patch(reply) == expected
+
+
+@pytest.mark.parametrize("patch, expected", [
+    (DIFF, ["x"]), (BODY.format("a/x\t2020-01-01", "b/x\t2020-01-02"), ["x"]),
+    (addition("n/e w.py", ["1"]), ["n/e w.py"]), (DIFF.replace("\n", "\r\n"), ["x"]),
+    (f"commit 1\nAuthor: x\n\n{DIFF}-- \n2.39\n", ["x"]),
+    ("--- a/x\n+++ b/x\n@@ -1 +1,2 @@ f():\n a\n+--- a/tests/y\n@@ -9,2 +10 @@\n-++++ b/tests/y\n\n", ["x"]),
+    ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+b\n\\ No newline\n", ["x"]),
+    ("diff --git a/x b/x\ndeleted file mode 100644\nindex 1..0\n", ["x"]),
+    ("diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n", ["x", "y"]),
+])
+def test_the_files_of_a_diff(patch, expected):
+    assert changed_paths(patch) == expected
+
+
+PIECES = [*REFUSED.values(), *(row["patch"] for row in ROWS.values()), "```", "```diff\n", "\n", "--- a/x\n",
+          "+++ b/x\n", "@@ -1,3 +1,3 @@\n", "@@ -0,0 +999999999,999999999 @@\n", "\0", "\ud800", "\u2028",
+          "</think>", "<think>", "diff --git a/x b/x\n", "rename to \n", "rename\n", "new file mode 1\n",
+          "é" * 50, "-" * 300, "+" * 300, "\r"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_reply_gets_a_verdict(unjudged, seed):
+    rng = random.Random(seed)
+    episodes = [unjudged.start(unjudged.task_of(name), 0) for name in ROWS]
+    begin = time.process_time()
+    for _ in range(250):
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 6)))
+        for _ in range(rng.randint(0, 8)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(PIECES)[:rng.randint(0, 5)] + text[at + rng.randint(0, 3):]
+        episode = rng.choice(episodes)
+        episode.over = False
+        step = episode.step(text)
+        assert step.reward == 0 and step.info.keys() == NONE.keys() and step.terminated
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("text", [
+    "```diff\n" * 100_000, "--- a/x\n+++ b/x\n" * 50_000, "@@ -1 +1 @@\n" * 80_000, DIFF * 20_000,
+    "diff --git a/" + " b/" * 300_000, "`" * 1_000_000, " " * 1_000_000], ids=range(7))
+def test_long_replies_take_no_time(unjudged, text):
+    begin = time.process_time()
+    score(unjudged, FIRST, text)
+    find_patch(text)
+    assert time.process_time() - begin < 2
+
+
+# ---- Prompts
+
+
+def added(patch):
+    return {line[1:].strip() for line in patch.splitlines() if line[:1] == "+" and len(line.strip()) > 12}
+
+
+@pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "none"}, {"context": "oracle"},
+                                     {"hints": True}, {"max_context_chars": 500}, {"max_file_lines": 3}])
+def test_neither_the_reference_nor_the_tests_reach_a_prompt(unjudged, options):
+    env = envs.make("swe", **options)
+    for name, row in ROWS.items():
+        text = "\n".join(message["content"] for message in env.task_of(name).messages)
+        own = b"\n".join(env.snapshot(name).values()).decode() + row["problem_statement"]
+        for line in added(row["patch"]) | added(row["test_patch"]):
+            assert line not in text or line in own
+        for test in env.rows[name]["FAIL_TO_PASS"] + env.rows[name]["PASS_TO_PASS"]:
+            assert test.rpartition("::")[2].partition("[")[0] not in text
+        assert "tests/test_" not in text and row["base_commit"] not in text
+
+
+def test_what_a_prompt_shows(unjudged):
+    def user(**options):
+        return envs.make("swe", **options).task_of(FIRST).messages[-1]["content"]
+
+    assert user().startswith("Repository: minibox/backoff\n\nIssue:\nretry() tries once too often")
+    assert "\n\nbackoff/retry.py\n```\n\"\"\"Call until it works.\"\"\"\n" in user()
+    names = ["backoff/__init__.py", "backoff/retry.py", "backoff/schedule.py"]
+    assert user(context="tree").endswith("\n".join(["Files, by name:", *names]))
+    assert "Files" not in user(context="none") and "__init__" not in user(context="oracle")
+    assert "lines left out]" in user(max_file_lines=5)
+    assert user(max_context_chars=400).endswith("Other files:\nbackoff/retry.py\nbackoff/schedule.py")
+    first = envs.make("swe").task("train", 0)
+    assert first == envs.make("swe").task("train", 0) and first.data == {"instance_id": first.id}
+    assert json.loads(json.dumps(first.data)) == first.data
+
+
+def test_splits_are_disjoint(unjudged):
+    ids = {split: {unjudged.task(split, index).id for index in range(unjudged.num_tasks(split))}
+           for split in unjudged.splits}
+    assert len(ids["train"]) >= 4 and len(ids["test"]) >= 2 and ids["train"] | ids["test"] == ROWS.keys()
+    assert not ids["train"] & ids["test"]
+    assert envs.make("swe", test_share=0).num_tasks("train") == len(ROWS)
+    everything = envs.make("swe", test_share=1)
+    assert everything.num_tasks("test") == len(ROWS)
+    with pytest.raises(BadInput, match="test_share=0"):
+        everything.num_tasks("train")
+    with pytest.raises(IndexError):
+        unjudged.task("train", 99)
+    with pytest.raises(BadInput, match="split"):
+        unjudged.task("val", 0)
+
+
+# ---- Rows
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def many(count):
+    return [dict(ROWS[FIRST], instance_id=f"a__b-{number}") for number in range(count)]
+
+
+def ids(**options):
+    return list(envs.make("swe", export_only=True, **options).rows)
+
+
+def test_which_rows_are_taken(tmp_path):
+    file = write(tmp_path / "rows.jsonl", many(120))
+    assert ids(dataset=file) == [f"a__b-{number}" for number in range(100)]
+    assert ids(dataset=file, task_id_range="98-101") == [f"a__b-{number}" for number in range(98, 102)]
+    assert ids(dataset=file, task_id_range="98-101", task_ids="a__b-119, a__b-3") == ["a__b-119", "a__b-3"]
+    with pytest.raises(BadInput, match="task_ids: no instance a__b-120"):
+        ids(dataset=file, task_ids="a__b-120,a__b-1")
+    with pytest.raises(BadInput, match="no instances in .* at 130-140"):
+        ids(dataset=file, task_id_range="130-140")
+    (tmp_path / "rows.json").write_text(json.dumps(many(2)))
+    assert ids(dataset=str(tmp_path / "rows.json")) == ["a__b-0", "a__b-1"]
+
+
+def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if name == "a/broken":
+            raise ConnectionError("no network")
+        return types.SimpleNamespace(to_list=lambda: many(3))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    cache = str(tmp_path / "cache")
+    found = ids(dataset="princeton-nlp/SWE-bench_Lite", split="dev", cache_dir=cache, task_id_range="1-2")
+    assert found == ["a__b-1", "a__b-2"] and asked == [("princeton-nlp/SWE-bench_Lite", "dev")]
+    assert sorted(os.listdir(cache)) == ["task_a__b-1.json", "task_a__b-2.json"]
+    assert ids(cache_dir=cache, use_cache_only=True) == found and len(asked) == 1
+    assert ids(cache_dir=cache, use_cache_only=True, task_ids="a__b-2") == ["a__b-2"]
+    with pytest.raises(BadInput, match="task_a__b-9.json cannot be read"):
+        ids(cache_dir=cache, use_cache_only=True, task_ids="a__b-9")
+    with pytest.raises(BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
+        ids(dataset="a/broken")
+
+
+@pytest.mark.parametrize("change, field", [
+    ({"patch": None}, "patch"), ({"patch": "x"}, "patch"), ({"test_patch": " "}, "test_patch"),
+    ({"problem_statement": 3}, "problem_statement"), ({"repo": ""}, "repo"),
+    ({"base_commit": []}, "base_commit"),
+    ({"instance_id": "a/../b"}, "instance_id"), ({"instance_id": ".."}, "instance_id"),
+    ({"instance_id": 1}, "instance_id"), ({"FAIL_TO_PASS": "[1]"}, "FAIL_TO_PASS"),
+    ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS"),
+    ({"FAIL_TO_PASS": "tests"}, "FAIL_TO_PASS"), ({"PASS_TO_PASS": None}, "PASS_TO_PASS"),
+    ({"PASS_TO_PASS": {}}, "PASS_TO_PASS"), ({"version": 3}, "version"), ({"plain": "yes"}, "plain"),
+])
+def test_a_row_of_a_wrong_form_is_named(tmp_path, change, field):
+    file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], dict(many(1)[0], **change)])
+    with pytest.raises(BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
+        ids(dataset=file)
+    assert "\n" not in str(error.value)
+    row = {key: value for key, value in many(1)[0].items() if key != field}
+    if field not in ("version", "plain"):
+        with pytest.raises(BadInput, match=rf"row 0: field {field}: expected .* got 'None'"):
+            ids(dataset=write(tmp_path / "rows.jsonl", [row]))
+
+
+def test_lists_and_missing_texts_will_do(tmp_path):
+    row = dict(ROWS[FIRST], FAIL_TO_PASS=["t.py::a"], PASS_TO_PASS=[], version=None)
+    del row["hints_text"], row["created_at"], row["plain"]
+    file = write(tmp_path / "rows.jsonl", [row])
+    assert envs.make("swe", dataset=file, export_only=True).rows[FIRST]["FAIL_TO_PASS"] == ["t.py::a"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]\n", '"x"\n', "", "\xff"])
+def test_a_file_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "rows.jsonl").write_bytes(content.encode("latin-1"))
+    with pytest.raises(BadInput, match=r"rows\.jsonl"):
+        ids(dataset=str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("options, says", [
+    (dict(dataset="nothing.jsonl"), "expected a .jsonl"), (dict(dataset="x" * 300), "expected a .jsonl"),
+    (dict(use_cache_only=True), "cache_dir"), (dict(task_id_range="5"), "first-last"),
+    (dict(use_cache_only=True, cache_dir="nowhere"), "no instances in nowhere"), (dict(timeout=0), "above 0"),
+    (dict(test_share=2), "0 to 1"), (dict(snapshots="x"), "a dataset beside it"),
+    (dict(executor_url="http://a:1"), "no executor_url beside it"),
+    (dict(context="all"), "files, oracle, tree, none"),
+])
+def test_options_are_checked(options, says):
+    with pytest.raises(BadInput, match=says):
+        envs.make("swe", export_only=True, **options)
+
+
+def test_instances_that_nothing_can_judge_are_refused(tmp_path):
+    file = write(tmp_path / "rows.jsonl", many(1))
+    with pytest.raises(BadInput, match="snapshots=FOLDER .*executor_url=URL .*export_only=true"):
+        envs.make("swe", dataset=file)
+    env = envs.make("swe", dataset=file, export_only=True)
+    step = score(env, "a__b-0", env.solution(env.task_of("a__b-0")))
+    assert step.reward == 0 and step.info == dict(NONE, format=1, allowed=1)
+    assert "Files" not in env.task_of("a__b-0").messages[-1]["content"]
+
+
+def test_snapshots_of_ones_own(env, tmp_path):
+    file = write(tmp_path / "rows.jsonl", many(2))
+    shutil.copytree(swe.BUNDLED / FIRST, tmp_path / "a__b-0")
+    own = envs.make("swe", dataset=file, snapshots=str(tmp_path), backend=env.config.backend)
+    assert score(own, "a__b-0", own.solution(own.task_of("a__b-0"))).info == GOOD
+    with pytest.raises(BadInput, match="a__b-1: no such folder"):
+        own.task_of("a__b-1")
+
+
+# ---- Container images
+
+
+@pytest.fixture
+def images(env):
+    """An executor whose images are the repositories that come with this."""
+    server = executor_server.ExecutorServer(swe.BUNDLED, env.backend, concurrency=2)
+    threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_an_executor_gives_the_same_verdicts(images):
+    env = envs.make("swe", executor_url=images.url, image="{instance_id}")
+    for name in ("minibox__routes-3", FIRST):
+        assert score(env, name, env.solution(env.task_of(name))).info == GOOD
+        module = module_of(name)
+        for lines in (["# nothing"], ["import os", "os._exit(0)"], *PYTEST_FORGERIES.values()):
+            info = score(env, name, fenced(in_front(name, module, lines))).info
+            assert info["correct"] == info["partial"] == 0, lines
+    wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
+    assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
+
+
+class Answers:
+    url = "http://here"
+
+    def __init__(self, change):
+        self.change = change
+
+    def test(self, image, files, command, timeout):
+        self.image, self.files = image, files
+        nonce = next(path for path in files if path.endswith(".diff"))[1:-5]
+        return sandbox.Result(self.change(nonce), 0, 1.0)
+
+
+@pytest.mark.parametrize("answer, error", [
+    (lambda nonce: "python: not found", 1), (lambda nonce: f"\n{nonce}\n<xml\n{nonce}\n", 0),
+    (lambda nonce: f"\n{nonce}\n", 0), (lambda nonce: f"\n{nonce}\n<a/>\n{nonce}\n{nonce}\n", 0),
+    (lambda nonce: "", 1), (lambda nonce: f"{nonce} refused\n", 0),
+], ids=range(6))
+def test_answers_of_an_executor_that_are_no_results(answer, error):
+    env = envs.make("swe", executor_url="http://here:1")
+    env.executor = Answers(answer)
+    info = score(env, FIRST, env.solution(env.task_of(FIRST))).info
+    assert info["error"] == error and info["correct"] == info["fail_to_pass"] == 0
+    assert env.executor.image == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
+
+
+# ---- Predictions
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    for kind, step, number in (("val", 5, 0), ("val", 10, 0), ("val", 10, 1), ("train", 10, 0)):
+        folder = tmp_path / "episodes" / f"{kind}_step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        reply = f"<think>x</think>{fenced(DIFF.replace('+b', f'+{kind}{step}{number}'))}"
+        messages = [dict(role="user", content="?"), dict(role="assistant", content=reply)]
+        episode = dict(task_id="a__b-1", source="swe", number=number, messages=messages)
+        (folder / f"a__b-1_{number}.json").write_text(json.dumps(episode))
+        (folder / "summary.json").write_text(json.dumps(dict(episodes=2)))
+        (folder / "table.json").write_text("[]")
+        (folder / "other_0.json").write_text(json.dumps(episode | dict(source="countdown")))
+    return tmp_path
+
+
+def export(capsys, *flags):
+    code = export_predictions.main(list(map(str, flags)))
+    told = capsys.readouterr()
+    return json.loads(told.err if code else told.out)
+
+
+def test_predictions_of_a_run(run_folder, capsys):
+    out = run_folder / "p.jsonl"
+    for flags, expected in (([], "val100"), (["--sample", 1], "val101"), (["--step", 5], "val50"),
+                            (["--kind", "train"], "train100")):
+        told = export(capsys, "--run", run_folder, "--model", "m", "--out", out, *flags)
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert rows == [dict(instance_id="a__b-1", model_name_or_path="m",
+                             model_patch=DIFF.replace("+b", f"+{expected}"))]
+    assert told == dict(replies=1, instances=1, with_diff=1, without_diff=0, out=str(out))
+
+
+def test_predictions_of_replies(tmp_path, capsys):
+    replies = tmp_path / "r.jsonl"
+    write(replies, [dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
+                    dict(instance_id="a", reply="later")])
+    out = tmp_path / "new" / "p.jsonl"
+    told = export(capsys, "--replies", replies, "--model", "m", "--out", out)
+    assert told["replies"] == 3 and told["instances"] == 2 and told["without_diff"] == 1
+    assert [json.loads(line)["model_patch"] for line in out.read_text().splitlines()] == [DIFF, ""]
+
+
+@pytest.mark.parametrize("flags, says", [
+    ([], "expected --run or --replies"), (["--run", "{}"], "no episodes/val_step"),
+    (["--replies", "{}/none"], "none"), (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
+    (["--replies", "{}/odd.jsonl"], "line 1: expected instance"),
+    (["--replies", "{}/list.jsonl"], "line 1: expected instance"),
+])
+def test_what_cannot_be_exported_is_named(tmp_path, capsys, flags, says):
+    (tmp_path / "bad.jsonl").write_text('\n{"instance_id"\n')
+    (tmp_path / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    out = tmp_path / "p.jsonl"
+    told = export(capsys, *(flag.format(tmp_path) for flag in flags), "--model", "m", "--out", out)
+    assert says in told["error"] and not out.exists()
+
+
+def test_steps_that_are_not_there_are_named(run_folder, capsys):
+    told = export(capsys, "--run", run_folder, "--step", 7, "--model", "m", "--out", run_folder / "p")
+    assert "--step 7" in told["error"] and "5, 10" in told["error"]
+
+
+@pytest.mark.slow
+def test_the_exporter_as_a_program(run_folder):
+    program = [sys.executable, str(ROOT / "tools" / "export_predictions.py")]
+    done = subprocess.run([*program, "--run", run_folder, "--model", "m", "--out", run_folder / "p"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["instances"] == 1

@@ -1,0 +1,119 @@
+"""Diffs of a run, or of replies in a file, as the official evaluators of SWE-bench read them.
+
+    python tools/export_predictions.py --run runs/<run> --model mine --out predictions.jsonl
+    python tools/export_predictions.py --replies replies.jsonl --model mine --out predictions.jsonl
+
+Writes a line {"instance_id", "model_name_or_path", "model_patch"} for each instance. --run takes the episodes
+of environment swe that a training script wrote (with --log-episodes 1 all of them), of the last step of
+--kind unless --step says another, and of each instance the sample --sample. --replies takes lines with
+instance_id (or task_id) and reply (or response). Both may be given; of an instance the first one counts. A
+reply without a diff has an empty model_patch.
+
+Prints a line of JSON: what was read and written. What cannot be read is one line of JSON on standard error
+and exit status 1, and no file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from envs import BadInput, final_part
+from envs.swe import find_patch
+from tools.command_line import Parser, at_least, one_line
+
+
+def replies_of_run(run: Path, kind: str, step: int | None, sample: int) -> Iterator[tuple[str, str]]:
+    """(instance_id, last reply) of the episodes of one step."""
+    folders = {int(found[1]): path for path in (run / "episodes").glob(f"{kind}_step_*")
+               if (found := re.fullmatch(rf"{kind}_step_(\d+)", path.name))}
+    if not folders:
+        raise BadInput(f"--run {run}: no episodes/{kind}_step_*")
+    if step is not None and step not in folders:
+        raise BadInput(f"--step {step}: {run} has {kind} episodes of {', '.join(map(str, sorted(folders)))}")
+    folder = folders[max(folders) if step is None else step]
+    found = False
+    for path in sorted(folder.glob("*.json")):
+        episode = read(path.read_text(encoding="utf-8"), f"--run {run}: {path.name}")
+        if not isinstance(episode, dict) or not str(episode.get("source", "")).startswith("swe"):
+            continue  # a summary, a table, another environment
+        found = True
+        if episode.get("number") == sample:
+            try:
+                last = [turn["content"] for turn in episode["messages"] if turn["role"] == "assistant"][-1:]
+                yield text(episode["task_id"]), text("".join(last))
+            except (KeyError, TypeError) as error:
+                raise BadInput(f"--run {run}: {path.name}: expected task_id and messages") from error
+    if not found:
+        raise BadInput(f"--run {run}: no episodes of environment swe in {folder.name}")
+
+
+def replies_of_file(path: Path) -> Iterator[tuple[str, str]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"--replies {path}: line {number}"
+            row = read(line, where)
+            try:
+                name = row["instance_id"] if "instance_id" in row else row["task_id"]
+                yield text(name), text(row["reply"] if "reply" in row else row["response"])
+            except (KeyError, TypeError) as error:
+                raise BadInput(f"{where}: expected instance_id or task_id, and reply or response") from error
+
+
+def read(line: str, where: str):
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{where}: expected JSON ({one_line(error)[:100]})") from error
+
+
+def text(value) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description="Write diffs as the official evaluators of SWE-bench read them.")
+    parser.add_argument("--run", type=Path, help="a run's folder")
+    parser.add_argument("--kind", choices=("val", "train"), default="val", help="which of its episodes (val)")
+    parser.add_argument("--step", type=at_least(0), help="of which iteration (the last)")
+    parser.add_argument("--sample", type=at_least(0), default=0, help="which sample of an instance (0)")
+    parser.add_argument("--replies", type=Path, help="a .jsonl file of replies")
+    parser.add_argument("--model", required=True, help="what model_name_or_path says")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    try:
+        args = parser.parse_args(argv)
+        if not args.run and not args.replies:
+            raise BadInput("expected --run or --replies")
+        pairs = [*(replies_of_run(args.run, args.kind, args.step, args.sample) if args.run else ()),
+                 *(replies_of_file(args.replies) if args.replies else ())]
+        patches = {}
+        for name, reply in pairs:
+            patches.setdefault(name, find_patch(final_part(reply)) or "")
+        rows = [dict(instance_id=name, model_name_or_path=args.model, model_patch=patch)
+                for name, patch in patches.items()]
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(args.out)
+    except (BadInput, OSError, UnicodeDecodeError) as error:
+        print(json.dumps({"error": one_line(error)}), file=sys.stderr)
+        return 1
+    counts = Counter("with" if row["model_patch"] else "without" for row in rows)
+    print(json.dumps({"replies": len(pairs), "instances": len(rows), "with_diff": counts["with"],
+                      "without_diff": counts["without"], "out": str(args.out)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
