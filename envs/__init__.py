@@ -30,6 +30,7 @@ ENVS = {
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
     "repl": "envs.repl:Repl",
+    "swe": "envs.swe:Swe",
 }
 
 MAX_REPLY = 20_000  # characters that `final_part` keeps: bounds the time of a verifier
