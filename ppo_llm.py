@@ -26,25 +26,29 @@ to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import zlib
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -132,8 +136,18 @@ class Args:
     """longest prompt and response together; a longer history is cut and starts a new segment [tokens]"""
     temperature: float = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
-    max_concurrent: int = 8
-    """threads that step environments"""
+    max_concurrent: int = 0
+    """episodes in play at once, their sub-agents not counted; 0: all"""
+    env_threads: int = 8
+    """threads that call environments"""
+    max_turns: int = 0
+    """replies after which an episode ends; 0: the environment's own limit"""
+    episode_timeout: float = 0.0
+    """longest time that an episode may be in play; 0: any [s]"""
+    episode_retries: int = 2
+    """times that an episode whose environment fails is played again from its start"""
+    train_sub_agents: bool = False
+    """train an episode's sub-agents too, on what it is worth"""
     # Optimisation
     seed: int = 1
     """of everything random"""
@@ -221,6 +235,8 @@ class Args:
     """rows of the validation table"""
     track: bool = False
     """mirror the TensorBoard log to Weights & Biases"""
+    health_every: float = 60.0
+    """time between two looks at child processes and temporary space; 0: none [s]"""
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -260,7 +276,7 @@ class Args:
 
 
 LOWEST = dict.fromkeys((
-    "prompts_per_iteration", "group_size", "microbatch_tokens", "max_response_tokens", "max_concurrent",
+    "prompts_per_iteration", "group_size", "microbatch_tokens", "max_response_tokens", "env_threads",
     "epochs", "minibatches", "critic_epochs", "critic_minibatches", "eval_tasks", "eval_samples",
     "checkpoint_every", "threads", "vllm_max_seqs"), 1)  # the others: 0
 SHARES = ("log_episodes", "final_learning_rate", "clip_low", "gamma", "gae_lambda", "kl_gain",
@@ -274,7 +290,7 @@ METRICS = {
     "train/kl_loss": "k3 estimate of KL(policy || starting model) before the update, 0 without a reference "
                      "[nats/token]",
     "train/entropy": "mean entropy of the next-token distribution on response tokens [nats]",
-    "train/reward": "mean reward of all responses of the iteration",
+    "train/reward": "mean reward of the iteration's episodes, failed ones aside, as in all that follows",
     "train/advantage": "mean advantage, whitened, over the tokens trained on",
     "train/clipfrac": "share of trained tokens whose ratio was clipped",
     "train/approx_kl": "k3 estimate of KL(old policy || policy), mean of the minibatches [nats/token]",
@@ -283,7 +299,7 @@ METRICS = {
     "train/learning_rate": "the policy's learning rate, 0 where the critic trains alone",
     "train/global_step": "optimiser steps so far, the critic's included",
     "train/policy_steps": "optimiser steps of the policy in this iteration; --target-kl may end them early",
-    "train/pass@1": "share of the iteration's responses that are correct",
+    "train/pass@1": "share of the iteration's episodes that are correct",
     "kl/k1": "mean of logprobs - ref_logprobs before the update, 0 without a reference [nats/token]",
     "kl/coef": "weight of the penalty in the rewards [1/nats]",
     "critic/score": "episode rewards before the penalty: mean, max, min",
@@ -303,7 +319,10 @@ METRICS = {
     "rollout/throughput": "generated tokens per second of rollout [tokens/s]",
     "rollout/turns": "mean replies per episode",
     "rollout/finished": "share of the episodes that the environment ended",
-    "rollout/termination": "share by reason: done, truncated (environment's limit), length, context, error",
+    "rollout/termination": "share by reason: done, truncated (environment's limit), length, context, turns, "
+                           "timeout, error",
+    "rollout/retries": "times that an episode was played again because its environment failed",
+    "rollout/sub_agents": "mean number of sub-agents per episode",
     "mismatch/kl": "k3 estimate of KL(sampler || trainer) before the update [nats/token]",
     "mismatch/ratio_max": "largest trainer / sampler probability ratio of a token, before the cap",
     "mismatch/frac_capped": "share of tokens whose ratio exceeds --tis-cap",
@@ -311,6 +330,9 @@ METRICS = {
     "system/memory_usage": "resident memory of the process [GiB]",
     "system/cpu_utilization": "processor time over wall time since the record before [cores]",
     "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
+    "system/child_processes": "processes that this one has started, and theirs",
+    "system/temporary_space": "taken by the environments' work folders [GiB]",
+    "system/stale_folders": "those of them that were left behind: over an hour old, no process in them",
     "val/<source>/pass@1": "held-out correctness at --eval-temperature, mean over tasks and samples",
     "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
     "val/<source>/greedy": "held-out correctness of greedy decoding",
@@ -1023,20 +1045,23 @@ class Segment:
         assert len(self.response_ids) == len(self.response_mask) == len(self.rollout_logprobs)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Rollout:
     """One episode: its texts, its tokens (one segment, or more where the history was cut) and its score."""
 
     task: envs.Task
-    number: int  # within the group
-    episode: envs.Episode
+    number: int  # within the group; of a sub-agent, among its parent's
     messages: list[dict]
     segments: list[Segment]
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
-    turn_ends: list[tuple] = dataclasses.field(default_factory=list)  # (segment, position) of last tokens
-    termination: str = ""  # done, truncated (the environment's limit), length, context, error
+    termination: str = ""  # one of TERMINATIONS once it is over
     reward: float = 0.0
+    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
+    retries: int = 0
+    children: list[Rollout] = dataclasses.field(default_factory=list)  # sub-agents
+    parent: Rollout | None = None
+    key: int = 0  # that the engine knows it by
 
     @property
     def info(self) -> dict:
@@ -1045,6 +1070,28 @@ class Rollout:
     @property
     def correct(self) -> float:
         return float(self.info.get("correct", 0.0)) if self.termination in ("done", "truncated") else 0.0
+
+    @property
+    def family(self) -> list[Rollout]:
+        """Itself, then its sub-agents, each followed by its own."""
+        return [self, *(member for child in self.children for member in child.family)]
+
+    @property
+    def last_reply(self) -> str:
+        """Empty where there is none, and where the environment failed."""
+        said = [m["content"] for m in self.messages[len(self.task.messages):] if m["role"] == "assistant"]
+        return said[-1] if said and self.termination != "error" else ""
+
+    def restart(self):
+        """Back to the task alone."""
+        self.messages, self.segments = list(self.task.messages), [Segment(self.segments[0].prompt_ids)]
+        self.steps, self.turns, self.start, self.children = [], [], 0, []
+        self.retries += 1
+
+
+# done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
+# --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
+TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
 
 
 def episode_reward(rollout: Rollout) -> list[float]:
@@ -1060,12 +1107,12 @@ def episode_reward(rollout: Rollout) -> list[float]:
 def set_rewards(r, rewards):
     """Put a turn's reward at its last token; a single number is the last turn's."""
     if not isinstance(rewards, (list, tuple)):
-        rewards = [0.0] * (len(r.turn_ends) - 1) + [rewards]
-    if len(rewards) > max(len(r.turn_ends), 1):
-        raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turn_ends)} turns")
+        rewards = [0.0] * (len(r.turns) - 1) + [rewards]
+    if len(rewards) > max(len(r.turns), 1):
+        raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turns)} turns")
     r.reward = float(sum(rewards))
-    for (segment, position), reward in zip(r.turn_ends, rewards, strict=False):
-        r.segments[segment].rewards[position] = float(reward)
+    for (segment, _, end), reward in zip(r.turns, rewards, strict=False):
+        r.segments[segment].rewards[end - 1] = float(reward)
 
 
 def encode_prompt(messages, tokenizer, args):
@@ -1104,51 +1151,264 @@ def check_template(tokenizer, args, multi_turn):
                        "not read the tokens that it sampled; use --chat-template plain or another model")
 
 
+class Call:
+    """Work for a thread, whose result goes to a queue. Once `lost`, nobody waits for it."""
+
+    def __init__(self, results, work, r, *given):
+        self.results, self.work, self.r, self.given = results, work, r, given
+        self.begun = self.lost = False
+
+
+class EnvThreads:
+    """Threads that call environments. One whose call does not come back is left behind, not waited for."""
+
+    def __init__(self, count):
+        self.queue, self.count = queue.SimpleQueue(), count
+        for _ in range(count):
+            self.start()
+
+    def start(self, call=None):
+        """One more thread; call: what it does first."""
+        threading.Thread(target=self.work, args=(call,), daemon=True).start()
+
+    def work(self, call):
+        while call := call or self.queue.get():
+            call.begun = True
+            if not call.lost:
+                result = call.work(call.r, *call.given)
+                if call.lost:
+                    return  # another thread has taken this one's place
+                call.results.put((call.r, result))
+            call = None
+
+    def leave(self, call, first=None):
+        """Do not wait for a call any longer. first: a call that a thread in its place would begin with."""
+        call.lost = True
+        if call.begun:
+            self.start(first)
+        elif first:
+            self.queue.put(first)
+
+    def close(self):
+        for _ in range(self.count):
+            self.queue.put(None)
+
+
+class Play:
+    """The episodes of a rollout: who is to be answered by the engine or an environment, and how each ends.
+
+    One thread decides everything; others do no more than call env.start, step, resume and close.
+    """
+
+    CLOSING = 10.0  # longest wait for an environment that is being closed [s]
+
+    def __init__(self, engine, tokenizer, env, args, pool, rollouts):
+        self.engine, self.tokenizer, self.env, self.args, self.pool = engine, tokenizer, env, args, pool
+        self.waiting, self.keys = collections.deque(rollouts), itertools.count()
+        self.began = {}  # when each came into play: the episodes that are, without their sub-agents [s]
+        self.ready, self.asked = [], {}  # to be handed to the engine; what it works on, by key
+        self.live = {}  # envs.Episodes that are to be closed
+        self.calls, self.results = {}, queue.SimpleQueue()  # the threads' work on each
+        self.closing, self.closed = {}, queue.SimpleQueue()
+        self.called = {}  # the sub-agents that an episode waits for
+        for r in rollouts:
+            r.key = next(self.keys)
+
+    @property
+    def room(self) -> bool:
+        return bool(self.waiting) and len(self.began) < (self.args.max_concurrent or math.inf)
+
+    def ask(self, temperature):
+        """Fill the room that there is, and hand the engine what it is to answer."""
+        while self.room:
+            r = self.waiting.popleft()
+            self.began[r] = time.monotonic()
+            self.continue_if(fits(r, self.args), r)
+        for r in self.ready:
+            if not r.termination:  # it may have timed out since
+                self.engine.submit(r.key, r.segments[-1].ids, temperature)
+                self.asked[r.key] = r
+        self.ready = []
+
+    def continue_if(self, fit, r):
+        if fit:
+            self.ready.append(r)
+        else:
+            self.end(r, r.termination)
+
+    def hear(self):
+        """The engine's replies: each that ended goes to its environment."""
+        asked = time.monotonic()
+        replies = self.engine.collect() if self.engine.busy else []
+        self.patience = time.monotonic() - asked
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for _, ids, _ in replies]
+        for (key, ids, logprobs), text in zip(replies, texts, strict=True):
+            r = self.asked.pop(key)
+            if r.termination:
+                continue  # it timed out
+            segment, start = r.segments[-1], len(r.segments[-1].response_ids)
+            segment.append(ids, 1, logprobs)
+            r.turns.append((len(r.segments) - 1, start, start + len(ids)))
+            r.messages.append({"role": "assistant", "content": text})
+            if ids[-1] in self.engine.eos:
+                self.call(r, "step", text)
+            else:
+                self.end(r, "length")
+
+    def call(self, r, method, given):
+        self.calls[r] = call = Call(self.results, self.work, r, method, given)
+        self.pool.queue.put(call)
+
+    def work(self, r, method, given):
+        """In a thread: hand an episode a reply, or those of its sub-agents.  -> a Step, or what was raised"""
+        try:
+            if r not in self.live:
+                self.live[r] = self.env.start(r.task, self.args.seed)
+            step = None if r.termination else getattr(self.live[r], method)(given)
+            if r.termination:
+                self.drop(r, step)
+            elif (step.terminated or step.truncated) and not step.children:
+                self.release(r)
+            return step
+        except BaseException as error:
+            self.release(r)
+            return error
+
+    def release(self, r):
+        """Close an episode, whoever comes first; what it leaves behind must not end the run."""
+        if (episode := self.live.pop(r, None)) is not None:
+            with contextlib.suppress(BaseException):
+                episode.close()
+
+    def drop(self, r, step):
+        """A step that came too late: close its episode, and the sub-agents that it would have begun."""
+        self.release(r)
+        for _, self.live[r] in getattr(step, "children", ()):
+            self.release(r)
+
+    def settle(self):
+        """What the environments answered. While the engine has replies to work on, nothing waits for them."""
+        self.time_out()
+        results, began = [], time.monotonic()
+        while self.calls:
+            idle = not (results or self.ready or self.room or self.engine.busy)
+            # An engine that answers all prompts together is given all of them together; but where the clock
+            # runs, what takes longer than the replies did does not hold up the others.
+            late = self.args.episode_timeout and time.monotonic() - began > self.patience
+            wait = idle or not (self.engine.continuous or late)
+            try:
+                r, step = self.results.get(wait, timeout=0.1)
+            except queue.Empty:
+                if not wait:
+                    break
+                self.time_out()
+                continue
+            self.calls.pop(r, None)
+            results.append((r, step))
+        for r, step in sorted(results, key=lambda result: result[0].key):
+            if r.termination:
+                self.drop(r, step)
+            else:
+                self.take(r, step)
+
+    def take(self, r, step):
+        """Append a step's answer, call its sub-agents, or play the episode again where it failed."""
+        if isinstance(step, Exception):
+            tqdm.write(f"task {r.task.id}: the environment failed: {step!r}", sys.stderr)
+            if r.parent or r.retries == self.args.episode_retries:
+                self.end(r, "error")
+            else:
+                r.restart()
+                self.began[r] = time.monotonic()
+                self.ready.append(r)
+        elif isinstance(step, BaseException):
+            raise step
+        elif step.children:
+            self.called[r] = [self.sub_agent(r, *child) for child in step.children]
+            for child in self.called[r]:
+                self.continue_if(fits(child, self.args), child)
+        else:
+            r.steps.append(step)
+            r.messages += step.messages
+            r.termination = "done" if step.terminated else "truncated" if step.truncated else (
+                "turns" if len(r.turns) == self.args.max_turns else "")
+            self.continue_if(not r.termination and observe(r, self.tokenizer, self.args), r)
+
+    def sub_agent(self, parent, task, episode):
+        prompt = encode_prompt(task.messages, self.tokenizer, self.args)
+        child = Rollout(task, len(parent.children), list(task.messages), [Segment(prompt)], parent=parent,
+                        key=next(self.keys))
+        parent.children.append(child)
+        self.live[child] = episode
+        return child
+
+    def end(self, r, termination):
+        """The last of a step's sub-agents hands their replies to the parent."""
+        r.termination = termination
+        self.close(r)
+        self.began.pop(r, None)
+        called = self.called.get(r.parent, ())
+        if called and all(child.termination for child in called):
+            self.call(r.parent, "resume", [child.last_reply for child in self.called.pop(r.parent)])
+
+    def time_out(self):
+        """End the episodes that are over their time, and their sub-agents."""
+        limit = time.monotonic() - (self.args.episode_timeout or math.inf)
+        for root in [r for r, began in self.began.items() if began < limit]:
+            self.stop(root, "timeout")
+
+    def stop(self, root, termination):
+        del self.began[root]
+        for r in root.family:
+            self.called.pop(r, None)
+            if not r.termination:
+                r.termination = termination
+                self.close(r)
+
+    def close(self, r):
+        """Have a thread close an episode, at once where it is to end a step that takes too long."""
+        call, closing = self.calls.pop(r, None), None
+        if r in self.live:
+            self.closing[r] = closing = Call(self.closed, self.release, r)
+        if call:
+            self.pool.leave(call, closing)
+        elif closing:
+            self.pool.queue.put(closing)
+
+    def finish(self):
+        """End what is left, which is nothing unless the run ends here, and wait for what is being closed."""
+        for root in list(self.began):
+            self.stop(root, "error")
+        while self.closing:
+            try:
+                r, _ = self.closed.get(timeout=self.CLOSING)
+                del self.closing[r]
+            except queue.Empty:
+                tqdm.write(f"{len(self.closing)} episodes do not close; left behind", sys.stderr)
+                for call in self.closing.values():
+                    self.pool.leave(call)
+                break
+
+
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, pool, score):
     """Play num_samples episodes of each task, turn by turn.  -> Rollouts, those of a task side by side."""
     prompts = [encode_prompt(task.messages, tokenizer, args) for task in tasks]
-    rollouts = [Rollout(task, number, env.start(task, args.seed), list(task.messages), [Segment(prompt)])
+    rollouts = [Rollout(task, number, list(task.messages), [Segment(prompt)])
                 for task, prompt in zip(tasks, prompts, strict=True) for number in range(num_samples)]
-    ready, stepping = [key for key, r in enumerate(rollouts) if fits(r, args)], {}
-    while ready or engine.busy or stepping:
-        for key in ready:  # to be answered by the model
-            engine.submit(key, rollouts[key].segments[-1].ids, temperature)
-        replies = engine.collect() if engine.busy else []
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids, _ in replies]
-        for (key, ids, logprobs), text in zip(replies, texts, strict=True):
-            r = rollouts[key]
-            r.segments[-1].append(ids, 1, logprobs)
-            r.turn_ends.append((len(r.segments) - 1, len(r.segments[-1].response_ids) - 1))
-            r.messages.append({"role": "assistant", "content": text})
-            r.termination = "" if ids[-1] in engine.eos else "length"
-        answered = [key for key, _, _ in replies if not rollouts[key].termination]
-        for i in range(min(args.max_concurrent, len(answered))):
-            keys = answered[i::args.max_concurrent]
-            stepping[pool.submit(step_environments, [rollouts[key] for key in keys])] = keys
-        # While the engine has other replies to work on, nothing waits here for an environment.
-        done, _ = wait(stepping, timeout=0 if engine.busy else None,
-                       return_when=FIRST_COMPLETED if engine.continuous else ALL_COMPLETED)
-        stepped = sorted(key for future in done for key in stepping.pop(future))
-        ready = [key for key in stepped
-                 if not rollouts[key].termination and observe(rollouts[key], tokenizer, args)]
+    play = Play(engine, tokenizer, env, args, pool, rollouts)
+    try:
+        while play.waiting or play.began or engine.busy:
+            play.ask(temperature)
+            play.hear()
+            play.settle()
+    finally:
+        play.finish()
     for r in rollouts:
-        with contextlib.suppress(Exception):  # what an environment leaves behind must not end the run
-            r.episode.close()
-        set_rewards(r, score(r))
+        if r.termination != "error":
+            set_rewards(r, score(r))
+        for child in r.family[1:]:
+            set_rewards(child, r.reward)
     return rollouts
-
-
-def step_environments(rollouts):
-    """In a thread: hand each last reply to its environment. One that fails ends its episode, not the run."""
-    for r in rollouts:
-        try:
-            step = r.episode.step(r.messages[-1]["content"])
-            r.steps.append(step)
-            r.messages += step.messages
-            r.termination = "done" if step.terminated else "truncated" if step.truncated else ""
-        except Exception as error:
-            tqdm.write(f"task {r.task.id}: the environment failed: {error!r}", sys.stderr)
-            r.termination = "error"
 
 
 def fits(r, args, answer=()):
@@ -1178,12 +1438,19 @@ def observe(r, tokenizer, args):
 # Update: segments to a gradient
 
 
-def trainable_episodes(rollouts):
-    """The segments of each episode in which the policy said something."""
+def learners(r, args):
+    """The episodes that learn from r's reward: itself and, with --train-sub-agents, its sub-agents."""
+    members = r.family if args.train_sub_agents else [r]
+    return [member for member in members if "error" not in (r.termination, member.termination)]
+
+
+def trainable_episodes(rollouts, args):
+    """The segments of each episode in which the policy said something; a sub-agent is one of its own."""
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-    episodes = [[segment for segment in r.segments if any(segment.response_mask)] for r in rollouts]
+    episodes = [[segment for segment in member.segments if any(segment.response_mask)]
+                for r in rollouts for member in learners(r, args)]
     return [segments for segments in episodes if segments]
 
 
@@ -1371,6 +1638,9 @@ def evaluate(engine, tokenizer, env, args, pool, score):
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
     sampled = rollout(engine, tokenizer, env, tasks, n, args.eval_temperature, args, pool, score)
     greedy = rollout(engine, tokenizer, env, tasks, 1, 0.0, args, pool, score)
+    if failed := sum(r.termination == "error" for r in sampled + greedy):
+        tqdm.write(f"evaluation: {failed} of {len(sampled + greedy)} episodes are incorrect because their "
+                   "environment failed", sys.stderr)
     metrics = {}
     for source in sorted({task.source for task in tasks}):
         mine = [r for r in sampled if r.task.source == source]
@@ -1438,7 +1708,8 @@ class Run:
     """
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                  "print_samples", "track", "max_concurrent", "check_sync"}  # and vLLM's flags
+                  "print_samples", "track", "max_concurrent", "env_threads", "health_every",
+                  "check_sync"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
@@ -1586,6 +1857,71 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
 
 
+class HealthMonitor(threading.Thread):
+    """Looks after what environments leave behind: child processes and temporary folders; `latest` is logged.
+
+    Over a limit an error line goes to the log. Training goes on, whatever happens here.
+    """
+
+    LIMITS = {"system/child_processes": 256, "system/temporary_space": 50.0}  # processes, [GiB]
+    WARNING, STALE = 0.8, 3600.0  # share of a limit; age of a folder [s]
+
+    def __init__(self, log, every):
+        super().__init__(name="health", daemon=True)
+        self.log, self.every, self.ended, self.latest, self.told = log, every, threading.Event(), {}, {}
+        if every:
+            self.look()
+            self.start()
+
+    def run(self):
+        while not self.ended.wait(self.every):
+            self.look()
+
+    def close(self):
+        self.ended.set()
+        if self.every:
+            self.join(10)
+
+    def look(self):
+        try:
+            self.latest = self.measure()
+            for name, limit in self.LIMITS.items():
+                self.judge(name, self.latest[name], limit)
+        except Exception as error:
+            tqdm.write(f"the health monitor failed: {error!r}", sys.stderr)
+
+    def measure(self):
+        children = len(psutil.Process().children(recursive=True))
+        folders = [path for path in Path(tempfile.gettempdir()).glob("envs-*") if path.is_dir()]
+        size, stale = 0, []
+        for path in (Path(place, name) for folder in folders for place, _, names in os.walk(folder)
+                     for name in names):
+            with contextlib.suppress(OSError):  # what was listed may be gone
+                size += path.lstat().st_blocks * 512
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > self.STALE:
+                    stale.append(folder)
+        used = [Path(p.info["cwd"]) for p in psutil.process_iter(["cwd"]) if p.info["cwd"]] if stale else []
+        stale = [folder for folder in stale if not any(path.is_relative_to(folder) for path in used)]
+        if len(stale) > self.told.get("stale", 0):
+            tqdm.write(f"health: {len(stale)} work folders left behind, {stale[0]} among them", sys.stderr)
+        self.told["stale"] = len(stale)
+        return {"system/child_processes": children, "system/temporary_space": size / 2**30,
+                "system/stale_folders": len(stale)}
+
+    def judge(self, name, value, limit):
+        """Tell once, when a number comes near its limit and when it passes it."""
+        level = (value > self.WARNING * limit) + (value > limit)
+        if level > self.told.get(name, 0):
+            message = f"{name} is {value:g}, {'over' if level == 2 else 'near'} the limit of {limit:g}"
+            tqdm.write(f"health: {message}", sys.stderr)
+            if level == 2:
+                error = dict(type="HealthError", message=message, receipt=None)
+                self.log.write({"trace_id": self.log.trace_id, "error": error})
+        self.told[name] = level
+
+
 def flush_to_disk(path):
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -1600,13 +1936,15 @@ def replace_file(path, data):
     temporary.replace(path)
 
 
-def write_episodes(run, kind, rollouts, args, table_rows=0):
+def write_episodes(run, kind, rollouts, args, tokenizer, table_rows=0):
     """episodes/<kind>_step_<iteration>/: some of the episodes, a summary that adds up, a table of samples."""
     folder = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}"
+    # In validation always the same ones, so that checkpoints can be compared.
+    draw = kind if kind == "val" else folder.name
     chosen = [r for r in rollouts
-              if zlib.crc32(f"{folder.name} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes]
+              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes]
     table = [dict(prompt=r.task.messages[-1]["content"], response=r.messages[-1]["content"], reward=r.reward,
-                  is_correct=r.correct, data_source=r.task.source, metrics_json=json.dumps(r.info))
+                  is_correct=r.correct, data_source=r.task.source, metrics_json=json.dumps(finite(r.info)))
              for r in rollouts[:table_rows * args.eval_samples:args.eval_samples]]
     if not chosen and not table:
         return
@@ -1614,10 +1952,8 @@ def write_episodes(run, kind, rollouts, args, table_rows=0):
     for r in chosen:
         name = re.sub(r"[^\w.-]", "_", r.task.id, flags=re.ASCII)[:80]  # an id may hold anything
         name += "" if name == r.task.id else f"_{sha256(r.task.id)[:8]}"
-        episode = dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward,
-                       correct=r.correct, info=r.info, termination=r.termination, messages=r.messages,
-                       segments=[dataclasses.asdict(segment) for segment in r.segments])
-        (folder / f"{name}_{r.number}.json").write_text(json.dumps(episode, indent=1))
+        episode = json.dumps(finite(describe_episode(r, tokenizer)), indent=1, allow_nan=False)
+        (folder / f"{name}_{r.number}.json").write_text(episode)
     path = folder / "summary.json"
     old = json.loads(path.read_text()) if path.exists() else {}
     new = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
@@ -1629,6 +1965,41 @@ def write_episodes(run, kind, rollouts, args, table_rows=0):
         rows = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
         markdown = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         run.writer.add_text("val/samples", markdown, run.counters["iteration"])
+
+
+def describe_episode(r, tokenizer):
+    """An episode as it is written, its sub-agents within it; of each reply the tokens that were sampled."""
+    turns = []
+    for (number, start, end), step in itertools.zip_longest(r.turns, r.steps):
+        segment = r.segments[number]
+        turns.append(dict(reward=step.reward if step else 0.0, logprobs=segment.rollout_logprobs[start:end],
+                          tokens=token_texts(segment.response_ids[start:end], tokenizer)))
+    return dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward, correct=r.correct,
+                info=r.info, termination=r.termination, retries=r.retries, messages=r.messages, turns=turns,
+                segments=[dataclasses.asdict(segment) for segment in r.segments],
+                sub_agents=[describe_episode(child, tokenizer) for child in r.children])
+
+
+def token_texts(ids, tokenizer):
+    """The text, cut into what each token adds to it as far as that can be told."""
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    text, position, ends = decode(ids), 0, [0]
+    for end in range(1, len(ids) + 1):
+        near = ids[max(end - 32, 0):end]  # how a token joins on is decided here; to decode all is quadratic
+        position += len(decode(near)) - len(decode(near[:-1]))  # of half a character, the length is a guess
+        ends.append(max(ends[-1], min(position, len(text))) if end < len(ids) else len(text))
+    return [text[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def finite(value):
+    """JSON has no NaN and no infinity: None in their place, at any depth."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_samples(rollouts, args, title):
@@ -1645,24 +2016,28 @@ def spread(name, values):
 
 
 def rollout_metrics(rollouts, seconds):
-    """What the log says of an iteration's episodes."""
-    rewards, num_episodes = [r.reward for r in rollouts], len(rollouts)
-    shares = {end: sum(r.termination == end for r in rollouts) / num_episodes
-              for end in ("done", "truncated", "length", "context", "error")}
+    """What the log says of an iteration's episodes; those whose environment failed are but counted."""
+    played = [r for r in rollouts if r.termination != "error"]
+    rewards, num_played = [r.reward for r in played], max(len(played), 1)
+    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
     return {
-        "train/reward": sum(rewards) / num_episodes,
-        "train/pass@1": sum(r.correct for r in rollouts) / num_episodes,
+        "train/reward": sum(rewards) / num_played,
+        "train/pass@1": sum(r.correct for r in played) / num_played,
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
-        **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in rollouts]),
+        **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
         "response_length/clip_ratio": shares["length"] + shares["context"],
-        **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in rollouts]),
+        **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played]),
         "rollout/throughput": num_generated(rollouts) / seconds, "rollout/finished": shares["done"],
-        "rollout/turns": sum(m["role"] == "assistant" for r in rollouts for m in r.messages) / num_episodes,
+        "rollout/turns": sum(len(r.turns) for r in played) / num_played,
+        "rollout/retries": sum(r.retries for r in rollouts),
+        "rollout/sub_agents": sum(len(r.family) - 1 for r in played) / num_played,
         **{f"rollout/termination/{end}": share for end, share in shares.items()}}
 
 
 def num_generated(rollouts):
-    return sum(sum(segment.response_mask) for r in rollouts for segment in r.segments)
+    """Tokens that the policy chose, its sub-agents' included."""
+    return sum(sum(segment.response_mask) for r in rollouts for member in r.family
+               for segment in member.segments)
 
 
 # Main: set-up, then the loop
@@ -1770,7 +2145,7 @@ def main(args):
           f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}; "
           f"{args.first_policy_iteration - 1} iterations for the critic alone"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
-    pool = ThreadPoolExecutor(args.max_concurrent)
+    pool, health = EnvThreads(args.env_threads), HealthMonitor(run, args.health_every)
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
     rollouts = []
     gc.collect()
@@ -1789,7 +2164,7 @@ def main(args):
     def validate():
         with run.timed("eval"):
             metrics, samples = evaluate(engine, tokenizer, env, args, pool, score)
-        write_episodes(run, "val", samples, args, args.val_table_samples)
+        write_episodes(run, "val", samples, args, tokenizer, args.val_table_samples)
         print_samples(samples, args, "val")
         shown = [f"{name[4:]} {value:.3f}" for name, value in metrics.items()
                  if "@" in name or "greedy" in name]
@@ -1809,7 +2184,7 @@ def main(args):
         last = iteration == args.iterations
         if last or args.eval_every and iteration % args.eval_every == 0:
             unlogged.update(validate())
-        run.record(unlogged)
+        run.record(unlogged | health.latest)
         unlogged.clear()
         if last or iteration % args.checkpoint_every == 0:
             save()
@@ -1817,7 +2192,7 @@ def main(args):
     try:
         hand_over("start")
         if not run.state:
-            run.record(validate())
+            run.record(validate() | health.latest)
         if unlogged:  # the run ended when its weights could not be handed over
             finish(run.counters["iteration"])
         for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
@@ -1829,7 +2204,7 @@ def main(args):
                          for i in range(args.prompts_per_iteration)]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
                                    pool, score)
-            episodes = trainable_episodes(rollouts)
+            episodes = trainable_episodes(rollouts, args)
 
             metrics, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
             frozen, pad_id = iteration < args.first_policy_iteration, tokenizer.pad_token_id
@@ -1876,8 +2251,11 @@ def main(args):
                 shown = rollouts[0].segments[0]
                 tqdm.write(f"first prompt {tokenizer.decode(shown.prompt_ids)!r}, first response "
                            f"{tokenizer.decode(shown.response_ids)!r}")
+            if metrics["rollout/termination/error"] == 1:
+                tqdm.write(f"iteration {iteration}: the environment failed in every episode, so nothing is "
+                           "learned", sys.stderr)
             print_samples(rollouts, args, "train")
-            write_episodes(run, "train", rollouts, args)
+            write_episodes(run, "train", rollouts, args, tokenizer)
             shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
                      "grad": metrics["train/grad_norm"], "explained": metrics["critic/vf_explained_var"]}
             shown = {name: f"{value:.3f}" for name, value in shown.items()}
@@ -1897,6 +2275,8 @@ def main(args):
         evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
         run.fail(error, evidence)
     finally:
+        health.close()
+        pool.close()
         engine.close()
         progress.close()
         run.writer.close()

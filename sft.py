@@ -1080,7 +1080,8 @@ class Run:
     """
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                  "print_samples", "track", "max_concurrent", "check_sync"}  # and vLLM's flags
+                  "print_samples", "track", "max_concurrent", "env_threads", "health_every",
+                  "check_sync"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):

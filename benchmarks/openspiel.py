@@ -23,7 +23,6 @@ import re
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,7 +125,7 @@ def one_iteration(env, tasks, replies, spread, seconds):
     import grpo_llm
 
     args = SimpleNamespace(chat_template="plain", seed=1, max_response_tokens=2, max_context_tokens=9,
-                           max_concurrent=8)
+                           env_threads=8, max_concurrent=0, max_turns=0, episode_timeout=0, episode_retries=0)
 
     class Tokenizer:
         def __call__(self, text):
@@ -136,9 +135,10 @@ def one_iteration(env, tasks, replies, spread, seconds):
             return replies[ids[0]]
 
     sampler, began = Sampler(spread, seconds), time.perf_counter()
-    with ThreadPoolExecutor(args.max_concurrent) as pool:
-        rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, pool,
-                                    grpo_llm.episode_reward)
+    pool = grpo_llm.EnvThreads(args.env_threads)
+    rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, pool,
+                                grpo_llm.episode_reward)
+    pool.close()
     end = time.perf_counter()
     return end - began, end - sampler.ended, [r.reward for r in rollouts]
 

@@ -49,6 +49,19 @@ def test_advantages_follow_their_formulas(baseline, scale, balance):
         assert row == pytest.approx(reference_advantages(group, scale, baseline, balance), abs=1e-7)
 
 
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("baseline", ["mean", "loo"])
+def test_who_did_not_play_has_no_part_in_its_group(baseline, scale):
+    rng = random.Random(2)
+    rewards = torch.tensor([[rng.random() for _ in range(5)] for _ in range(32)], dtype=torch.float64)
+    played = torch.tensor([[bool(n >> k & 1) for k in range(5)] for n in range(32)])
+    found = grpo_llm.group_advantages(rewards, scale, baseline, 0.3, played)
+    for row, group, here in zip(found.tolist(), rewards.tolist(), played.tolist(), strict=True):
+        others = [reward for reward, there in zip(group, here, strict=True) if there]
+        expected = iter(reference_advantages(others, scale, baseline, 0.3) if len(others) > 1 else [0.0])
+        assert row == pytest.approx([next(expected) if there else 0.0 for there in here], abs=1e-7)
+
+
 def test_a_group_of_two_under_loo_gets_the_difference_of_its_rewards():
     assert grpo_llm.group_advantages(torch.tensor([[1.0, 0.0]]), baseline="loo").tolist() == [[1.0, -1.0]]
 

@@ -371,9 +371,9 @@ def test_equal_returns_explain_nothing_and_teach_nothing():
 # Rewards of turns
 
 
-def a_rollout(turn_ends=((0, 1), (0, 4), (1, 2))):
+def a_rollout(turns=((0, 0, 2), (0, 3, 5), (1, 0, 3))):
     segments = [plain_segment([1, 1, 0, 1, 1], [0.0] * 5), plain_segment([1, 1, 1], [0.0] * 3)]
-    return Rollout(envs.Task("t", "s", [], {}), 0, None, [], segments, turn_ends=list(turn_ends),
+    return Rollout(envs.Task("t", "s", [], {}), 0, [], segments, turns=list(turns),
                    termination="done")
 
 
@@ -391,7 +391,7 @@ def test_more_rewards_than_turns_are_refused():
     with pytest.raises(BadInput, match="4 rewards for 3 turns"):
         ppo_llm.set_rewards(a_rollout(), [0.0] * 4)
     with pytest.raises(BadInput, match="2 rewards for 0 turns"):
-        ppo_llm.set_rewards(a_rollout(turn_ends=()), [0.0, 0.0])
+        ppo_llm.set_rewards(a_rollout(turns=()), [0.0, 0.0])
 
 
 @pytest.mark.parametrize("rewards", [math.nan, math.inf, [0.0, math.nan, 0.0], [math.inf, -math.inf]])
@@ -399,19 +399,19 @@ def test_a_reward_that_is_not_finite_is_refused(rewards):
     with pytest.raises(FloatingPointError, match="task t is"):
         r = a_rollout()
         ppo_llm.set_rewards(r, rewards)
-        ppo_llm.trainable_episodes([r])
+        ppo_llm.trainable_episodes([r], Args())
 
 
 def test_episodes_in_which_the_policy_said_nothing_are_not_trained_on():
     r, silent = a_rollout(), a_rollout()
     silent.segments = [Segment([1])]
     r.segments.append(Segment([1]))
-    assert ppo_llm.trainable_episodes([silent, r]) == [r.segments[:2]]
+    assert ppo_llm.trainable_episodes([silent, r], Args()) == [r.segments[:2]]
 
 
 @pytest.mark.parametrize(("rewards", "total"), [([], 0.0), (-1.0, -1.0), ([-1.0], -1.0)])
 def test_an_episode_without_a_turn_has_a_reward_and_no_token_for_it(rewards, total):
-    r = a_rollout(turn_ends=())
+    r = a_rollout(turns=())
     ppo_llm.set_rewards(r, rewards)
     assert r.reward == total and not any(any(segment.rewards) for segment in r.segments)
 

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
 
 import pytest
 import torch
@@ -154,8 +155,9 @@ def trainer(request):
 
 @pytest.fixture(scope="module")
 def pool():
-    with ThreadPoolExecutor(4) as threads:
-        yield threads
+    threads = grpo_llm.EnvThreads(4)
+    yield threads
+    threads.close()
 
 
 @pytest.fixture
@@ -336,24 +338,6 @@ class Recording(envs.Episode):
         return Step([], 1.0, True, False, {"correct": 1.0})
 
 
-class Broken(envs.Episode):
-    def step(self, reply):
-        raise RuntimeError("out of order")
-
-
-def test_an_environment_that_raises_ends_its_episode_and_not_the_run(
-        monkeypatch, play, countdown_tiny, two_turn, capsys):
-    model, tokenizer = countdown_tiny
-    steps, started = [], []
-    monkeypatch.setattr(two_turn, "start", lambda task, seed: started.append(task) or (
-        Broken() if len(started) == 2 else Recording(steps)))
-    reply = reply_ids(tokenizer, wrong(two_turn))
-    rollouts = play(model, tokenizer, two_turn, Script(*[reply] * 3), 3)
-    assert [r.termination for r in rollouts] == ["done", "error", "done"]
-    assert [r.reward for r in rollouts] == [1.0, 0.0, 1.0]
-    assert "out of order" in capsys.readouterr().err
-
-
 def test_the_environments_own_limit_ends_as_truncated(monkeypatch, play, countdown_tiny, two_turn):
     class Late(envs.Episode):
         def step(self, reply):
@@ -371,7 +355,7 @@ def test_episodes_of_a_group_keep_their_own_tokens_as_others_end(play, countdown
     bad = reply_ids(tokenizer, wrong(two_turn))
     worse = bad[:1] + [bad[0]] + bad[2:]
     script = Script(right, bad, worse, right[:2], bad, right)
-    rollouts = play(model, tokenizer, two_turn, script, 4, max_concurrent=2)
+    rollouts = play(model, tokenizer, two_turn, script, 4)
     assert [r.termination for r in rollouts] == ["done", "done", "done", "length"]
     assert [r.correct for r in rollouts] == [1.0, 0.0, 1.0, 0.0]
     def sampled(r):
@@ -461,6 +445,429 @@ def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_
     script = Script()
     (r,) = play(model, tokenizer, two_turn, script, **flags)
     assert (r.termination, r.reward, r.segments[0].response_ids, script.prompts) == ("context", 0.0, [], [])
+
+
+# Many episodes: how many at once, how they end, and what of them fails
+
+
+class World(envs.Env):
+    """Its episodes do what `behave(episode, reply)` says; it knows which of them are open."""
+
+    multi_turn = True
+
+    def __init__(self, behave, on_start=None):
+        self.behave, self.on_start, self.lock = behave, on_start, threading.Lock()
+        self.attempts, self.started, self.open, self.most, self.closed = [], [], 0, 0, []
+
+    def task(self, split, index):
+        return envs.Task(f"t{index}", "world", [{"role": "user", "content": f"<{index}>"}], {})
+
+    def start(self, task, seed):
+        self.attempts.append(task.id)
+        if self.on_start:
+            self.on_start(self, task)
+        with self.lock:
+            self.started.append(task.id)
+            self.open += 1
+            self.most = max(self.most, self.open)
+        return Attempt(self, task)
+
+
+class Attempt(envs.Episode):
+    def __init__(self, world, task):
+        self.world, self.task, self.replies, self.ended = world, task, [], threading.Event()
+
+    def step(self, reply):
+        self.replies.append(reply)
+        return self.world.behave(self, reply)
+
+    def resume(self, replies):
+        return self.world.behave(self, replies)
+
+    def close(self):
+        with self.world.lock:
+            self.world.open -= 1
+            self.world.closed.append(self)
+        self.ended.set()
+        raise RuntimeError("whatever goes wrong here is of no consequence")
+
+
+class Speaker(grpo_llm.Engine):
+    """Replies that the prompt's text decides, a few at a time or all together."""
+
+    def __init__(self, tokenizer, say, continuous):
+        self.tokenizer, self.say, self.continuous = tokenizer, say, continuous
+        self.eos, self.waiting, self.most = [tokenizer.eos_token_id], [], 0
+
+    @property
+    def busy(self):
+        return bool(self.waiting)
+
+    def submit(self, key, prompt, temperature):
+        self.waiting.append((key, prompt))
+        self.most = max(self.most, len(self.waiting))
+
+    def collect(self):
+        count = min(2, len(self.waiting)) if self.continuous else len(self.waiting)
+        ended, self.waiting = self.waiting[:count], self.waiting[count:]
+        replies = [reply_ids(self.tokenizer, self.say(self.tokenizer.decode(ids))) for _, ids in ended]
+        return [(key, ids, [-1 - n / 100 for n in range(len(ids))])
+                for (key, _), ids in zip(ended, replies, strict=True)]
+
+
+def go_on(reward=0.0):
+    return Step([{"role": "user", "content": "!"}], reward, False, False, {"correct": 0.0})
+
+
+def over(reward=1.0):
+    return Step([], reward, True, False, {"correct": 1.0})
+
+
+@pytest.fixture(params=[False, True], ids=["together", "continuous"])
+def visit(request, trainer, pool):
+    """Plays tasks of a world. A reply is r and the number of those before it: r0, r1. -> Rollouts"""
+    def visit(world, num_tasks=1, num_samples=1, say=lambda text: f"r{text.count('!')}", pool=pool, **flags):
+        args = trainer.Args(**dict(chat_template="plain", max_response_tokens=40) | flags)
+        tokenizer, tasks = byte_tokenizer(None), [world.task("train", n) for n in range(num_tasks)]
+        visit.engine = Speaker(tokenizer, say, request.param)
+        return trainer.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args, pool,
+                               trainer.episode_reward)
+    return visit
+
+
+def texts(r):
+    return [m["content"] for m in r.messages]
+
+
+def three_turns(episode, reply):
+    return over() if len(episode.replies) == 1 + int(episode.task.id[1:]) % 3 else go_on(0.25)
+
+
+def all_closed_once(world):
+    return len(world.closed) == len(set(world.closed)) == len(world.started) and not world.open
+
+
+def kept(r):
+    """What a rollout leaves behind."""
+    return {name: value for name, value in vars(r).items() if name not in ("children", "parent")} | {
+        "children": [kept(child) for child in r.children]}
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_no_more_episodes_are_in_play_than_allowed_and_results_are_the_same(visit, trainer, threads):
+    found, pool = [], trainer.EnvThreads(threads)
+    for limit in (0, 1, 3, 99):
+        world = World(three_turns)
+        rollouts = visit(world, 7, 2, pool=pool, max_concurrent=limit)
+        found.append([kept(r) for r in rollouts])
+        assert all_closed_once(world) and len(world.started) == 14
+        assert world.most <= (limit or 14) and visit.engine.most <= (limit or 14)
+        assert limit not in (1, 3) or max(world.most, visit.engine.most) == limit
+    pool.close()
+    assert found[1:] == found[:1] * 3
+    assert [r.task.id for r in rollouts] == [f"t{n // 2}" for n in range(14)]
+    assert texts(rollouts[4]) == ["<2>", "r0", "!", "r1", "!", "r2"] and rollouts[4].reward == 1.5
+
+
+def test_an_episode_ends_after_max_turns_with_what_it_has_earned(visit):
+    world = World(lambda episode, reply: go_on(0.25))
+    (r,) = visit(world, max_turns=3)
+    assert (r.termination, r.reward, r.correct, len(r.turns)) == ("turns", 0.75, 0.0, 3)
+    assert texts(r)[-2:] == ["r2", "!"] and all_closed_once(world)
+    world = World(three_turns)  # an end of the environment's own in the last turn counts
+    assert [r.termination for r in visit(world, 3, max_turns=2)] == ["done", "done", "turns"]
+
+
+def test_an_episode_that_ends_for_want_of_room_is_closed(visit):
+    world = World(lambda episode, reply: go_on())
+    (r,) = visit(world, max_context_tokens=9, max_response_tokens=4)
+    assert (r.termination, len(r.turns)) == ("context", 1) and all_closed_once(world) and world.started
+    assert visit(world, max_context_tokens=5, max_response_tokens=4)[0].termination == "context"
+    assert len(world.started) == 1  # what has no room for a first reply is not even started
+
+
+# Time
+
+
+grpo_alone = pytest.mark.parametrize("trainer", [grpo_llm], indirect=True, ids=["grpo"])
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@grpo_alone
+@pytest.mark.parametrize("interrupted", [True, False], ids=["by-close", "never"])
+def test_a_step_that_hangs_ends_its_episode_and_its_thread_is_replaced(visit, trainer, interrupted):
+    """It may come back when the episode is closed, or never as far as we know."""
+    forever, late = threading.Event(), []
+
+    def behave(episode, reply):
+        if episode.task.id == "t1" and len(episode.replies) == 2:
+            late.append((episode.ended if interrupted else forever).wait(60))
+            return over(5.0)
+        return three_turns(episode, reply)
+
+    world, pool = World(behave), trainer.EnvThreads(1)
+    rollouts = visit(world, 3, pool=pool, episode_timeout=0.8, max_concurrent=1)
+    assert [r.termination for r in rollouts] == ["done", "timeout", "done"]
+    assert all_closed_once(world)
+    forever.set()
+    until(lambda: late)
+    time.sleep(0.05)
+    r = rollouts[1]  # the answer came too late
+    assert (r.reward, r.correct, len(r.steps), texts(r)) == (0.25, 0.0, 1, ["<1>", "r0", "!", "r1"])
+    assert late == [True]
+    pool.close()
+
+
+@grpo_alone
+def test_a_step_that_takes_long_does_not_hold_up_the_others_where_the_clock_runs(visit, trainer):
+    others = threading.Event()
+
+    def behave(episode, reply):
+        if episode.task.id == "t1" and len(episode.replies) == 2:
+            assert others.wait(30)
+        elif episode.task.id == "t2" and len(episode.replies) == 3:
+            others.set()
+        return three_turns(episode, reply)
+
+    rollouts = visit(World(behave), 3, episode_timeout=60.0)
+    assert [r.termination for r in rollouts] == ["done"] * 3 and not rollouts[1].retries
+
+
+@grpo_alone
+def test_time_outs_are_not_waited_for_where_the_start_or_the_engine_is_slow(visit, trainer):
+    forever, pool = threading.Event(), trainer.EnvThreads(1)
+    world = World(three_turns, lambda world, task: task.id == "t0" and forever.wait(60))
+    slow, quick = visit(world, 2, pool=pool, episode_timeout=0.8, max_concurrent=1)
+    assert (slow.termination, quick.termination) == ("timeout", "done")
+    assert world.started == ["t1"] and all_closed_once(world)
+    forever.set()
+    until(lambda: len(world.closed) == 2)  # what has come too late is closed all the same
+    assert all_closed_once(world)
+    pool.close()
+
+    def say(text):
+        time.sleep(0.1)
+        return "r"
+
+    world = World(lambda episode, reply: go_on())
+    (r,) = visit(world, say=say, episode_timeout=0.3)
+    assert r.termination == "timeout" and all_closed_once(world)
+
+
+# Environments that fail
+
+
+def failing(times):
+    """The first attempts at t0 fail as they start, those at t2 in the second turn; then all goes well."""
+    def on_start(world, task):
+        if task.id == "t0" and world.attempts.count("t0") <= times:
+            raise OSError("no room")
+
+    def behave(episode, reply):
+        early = episode.world.attempts.count("t2") <= times
+        if early and episode.task.id == "t2" and len(episode.replies) == 2:
+            raise OSError("lost")
+        return three_turns(episode, reply)
+
+    return World(behave, on_start)
+
+
+def test_an_episode_whose_environment_fails_is_played_again_from_its_start(visit, capsys):
+    world, expected = failing(1), visit(World(three_turns), 3)
+    rollouts = visit(world, 3)
+    assert capsys.readouterr().err.count("the environment failed") == 2
+    assert [r.retries for r in rollouts] == [1, 0, 1]
+    assert [kept(r) | {"retries": 0} for r in rollouts] == [kept(r) for r in expected]
+    assert world.attempts.count("t0") == world.started.count("t2") == 2 and all_closed_once(world)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_after_the_last_retry_an_episode_ends_as_an_error(visit, trainer, retries, capsys):
+    world = failing(99)
+    rollouts = visit(world, 3, episode_retries=retries)
+    assert [r.termination for r in rollouts] == ["error", "done", "error"]
+    assert [r.retries for r in rollouts] == [retries, 0, retries]
+    assert [r.reward for r in rollouts] == [0.0, 1.25, 0.0] and not rollouts[2].correct
+    assert world.attempts.count("t0") == world.started.count("t2") == retries + 1
+    assert capsys.readouterr().err.count("the environment failed") == 2 * (retries + 1)
+    assert all_closed_once(world)
+    metrics = trainer.rollout_metrics(rollouts, 1.0)
+    assert metrics["train/reward"] == 1.25 and metrics["train/pass@1"] == 1.0
+    assert metrics["rollout/termination/error"] == pytest.approx(2 / 3)
+    assert metrics["rollout/retries"] == 2 * retries and metrics["rollout/turns"] == 2
+    nothing = trainer.rollout_metrics([rollouts[0]], 1.0)
+    assert all(math.isfinite(value) for value in nothing.values()) and nothing["train/reward"] == 0
+
+
+def test_what_is_no_step_is_a_failure_of_the_environment(visit):
+    world = World(lambda episode, reply: None)
+    (r,) = visit(world, episode_retries=1)
+    assert (r.termination, r.retries) == ("error", 1) and all_closed_once(world)
+
+
+@pytest.mark.parametrize("where", ["engine", "environment"])
+def test_an_interruption_closes_every_episode(visit, where):
+    def behave(episode, reply):
+        if where == "environment" and episode.task.id == "t3":
+            raise KeyboardInterrupt
+        return go_on()
+
+    def say(text):
+        if where == "engine" and text.startswith("<3>") and "!" in text:
+            raise KeyboardInterrupt
+        return "r"
+
+    world = World(behave)
+    with pytest.raises(KeyboardInterrupt):
+        visit(world, 5, say=say)
+    assert all_closed_once(world) and world.started
+
+
+# Sub-agents
+
+
+def family(episode, reply):
+    """t0 asks two sub-agents, the first of which asks one of its own and the second never ends."""
+    world, task = episode.world, episode.task
+
+    def ask(*names):
+        pairs = []
+        for name in names:
+            child = envs.Task(name, "world", [{"role": "user", "content": f"<{name}>"}], {})
+            pairs.append((child, world.start(child, 1)))
+        return Step([{"role": "user", "content": "never read"}], 100.0, False, False, {}, tuple(pairs))
+
+    if isinstance(reply, list):
+        episode.heard = reply
+        return over(2.0) if task.id == "a" else go_on(0.5)
+    if task.id == "t0":
+        return ask("a", "b", "c") if len(episode.replies) == 1 else over(1.0)
+    if task.id == "a":
+        return ask("a/a")
+    if task.id == "c":
+        raise OSError("lost")
+    return over(3.0) if task.id == "a/a" else go_on(4.0)
+
+
+def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(visit, capsys):
+    world = World(family)
+    r, alone = visit(world, 2, say=lambda text: f"{text.split('>')[0]}{text.count('!')}", max_turns=2)
+    assert all_closed_once(world) and [e.task.id for e in world.closed].count("c") == 1
+    assert texts(r) == ["<0>", "<00", "!", "<01"]
+    a, b, c = r.children
+    (below,) = a.children
+    assert (r.termination, r.reward, [s.reward for s in r.steps]) == ("done", 1.5, [0.5, 1.0])
+    assert [child.termination for child in (a, below, b, c)] == ["done", "done", "turns", "error"]
+    assert c.retries == 0  # its parent hears nothing of it
+    heard = {e.task.id: e.heard for e in world.closed if hasattr(e, "heard")}
+    assert heard == {"t0": ["<a0", "<b1", ""], "a": ["<a/a0"]}
+    assert [m.task.id for m in r.family] == ["t0", "a", "a/a", "b", "c"] and not alone.children
+    for member in r.family[1:4]:
+        assert member.reward == r.reward and "never read" not in str(member.messages)
+        (segment,) = member.segments
+        said = [m["content"] for m in member.messages if m["role"] == "assistant"]
+        assert [segment.response_ids[start:end] for _, start, end in member.turns] == [
+            reply_ids(byte_tokenizer(None), text) for text in said]
+        for _, start, end in member.turns:
+            assert segment.response_mask[start:end] == [1] * (end - start)
+            assert segment.rollout_logprobs[start:end] == [-1 - n / 100 for n in range(end - start)]
+
+
+def test_sub_agents_learn_only_when_told_to(visit, trainer, capsys):
+    rollouts = visit(World(family), 2, say=lambda text: "r", max_turns=2)
+    r, alone = rollouts
+    members = [r, *r.family[1:4]]
+    tokens = sum(sum(s.response_mask) for m in [*r.family, alone] for s in m.segments)
+    assert trainer.num_generated(rollouts) == tokens
+    assert trainer.rollout_metrics(rollouts, 1.0)["rollout/sub_agents"] == 2
+    for train in (False, True):
+        args = trainer.Args(group_size=2, train_sub_agents=train)
+        expected = [s for m in (members if train else [r]) for s in m.segments]
+        if trainer is grpo_llm:
+            (group,) = trainer.trainable_groups(rollouts, args)
+            assert group == expected + alone.segments
+            assert {s.advantage for s in expected} == {(r.reward - alone.reward) / 2}
+        else:
+            episodes = trainer.trainable_episodes(rollouts, args)
+            assert episodes == [[s] for s in expected + alone.segments]
+            for m in members[1:]:  # what the parent has earned, at the last token
+                rewards = m.segments[0].rewards
+                assert rewards[m.turns[-1][2] - 1] == r.reward and sum(map(bool, rewards)) == 1
+
+
+@grpo_alone
+def test_a_retry_throws_sub_agents_away_and_a_time_out_ends_them(visit, trainer):
+    def behave(episode, reply):
+        if isinstance(reply, list) and episode.world.started.count("t0") == 1:
+            raise OSError("lost")
+        if isinstance(reply, list):
+            return over(1.0)
+        return family(episode, reply) if episode.task.id == "t0" else over(1.0)
+
+    world = World(behave)
+    (r,) = visit(world)
+    assert (r.termination, r.retries, len(r.children), len(r.turns)) == ("done", 1, 3, 1)
+    assert all_closed_once(world) and len(world.started) == 8
+    forever = threading.Event()
+
+    def hang(episode, reply):
+        if episode.task.id == "b":
+            episode.ended.wait(60)
+            return family(episode, ["too late"])
+        if episode.task.id == "c":
+            forever.wait(60)
+            return Attempt(episode.world, envs.Task("t0", "world", [], {})).step("r")  # with sub-agents
+        return family(episode, reply)
+
+    world = World(hang)
+    (r,) = visit(world, episode_timeout=0.8)
+    assert [m.termination for m in r.family] == ["timeout", "done", "done", "timeout", "timeout"]
+    assert not r.steps and all_closed_once(world) and len(world.started) == 5
+    forever.set()
+    until(lambda: len(world.closed) == 8)
+    assert all_closed_once(world)
+
+
+# What is written of an episode
+
+
+def test_the_tokens_of_a_turn_are_its_text(trainer, countdown_tiny):
+    tokenizer = byte_tokenizer(None)
+    for text in ("plain", "é and 漢字 \U0001f600!", "", "two\nlines  "):
+        ids = reply_ids(tokenizer, text)
+        tokens = trainer.token_texts(ids, tokenizer)
+        assert len(tokens) == len(ids) and "".join(tokens) == text
+    cut = tokenizer("ab漢", add_special_tokens=False).input_ids[:-1]
+    assert "".join(trainer.token_texts(cut, tokenizer)) == tokenizer.decode(cut)
+    tokenizer = countdown_tiny[1]
+    ids = reply_ids(tokenizer, "18 + 14 = 32; 32 + 6 = 38")
+    assert "".join(trainer.token_texts(ids, tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_an_episode_is_written_with_its_turns_and_its_sub_agents(visit, trainer, capsys):
+    r, _ = visit(World(family), 2, say=lambda text: "reply é", max_turns=2)
+    r.segments[0].rollout_logprobs[0] = -math.inf
+    written = json.loads(json.dumps(trainer.finite(trainer.describe_episode(r, byte_tokenizer(None))),
+                                    allow_nan=False))
+    assert [turn["reward"] for turn in written["turns"]] == [0.5, 1.0]
+    assert written["turns"][0]["logprobs"][:2] == [None, -1.01]
+    assert written["termination"] == "done" and len(written["segments"]) == 1
+
+    def check(episode, r):
+        said = [m["content"] for m in r.messages if m["role"] == "assistant"]
+        assert ["".join(turn["tokens"]) for turn in episode["turns"]] == said
+        assert all(len(turn["tokens"]) == len(turn["logprobs"]) for turn in episode["turns"])
+        assert episode["task_id"] == r.task.id and set(episode) == set(written)
+        for below, child in zip(episode["sub_agents"], r.children, strict=True):
+            check(below, child)
+
+    check(written, r)
 
 
 # PPO: what is earned where, and who learns from it
@@ -610,7 +1017,7 @@ def scored(reward, correct, termination="done", lengths=(2,)):
     """A finished rollout; one segment per length."""
     segments = [Segment([3], [4] * n, [1] * n, [0.0] * n) for n in lengths]
     steps = [Step([], reward, True, False, {"correct": correct})]
-    return Rollout(envs.Task("t", "s", [], {}), 0, None, [], segments, steps, termination, reward)
+    return Rollout(envs.Task("t", "s", [], {}), 0, [], segments, steps, termination, reward)
 
 
 def test_groups_whose_rewards_and_correctness_are_equal_are_left_out():
@@ -632,11 +1039,38 @@ def test_every_segment_of_an_episode_has_its_advantage_and_empty_ones_go():
     assert [(len(s.response_ids), s.advantage) for s in group] == [(2, 0.5), (3, 0.5)]
 
 
+def test_a_group_that_lost_a_member_is_the_others(capsys):
+    args = Args(group_size=4, baseline="loo", scale_rewards=True)
+    failed = scored(9.0, 1.0, "error")
+    (group,) = grpo_llm.trainable_groups([scored(1.0, 1.0), failed, scored(0.0, 0.0), scored(0.5, 0.0)], args)
+    alone = Args(group_size=3, baseline="loo", scale_rewards=True)
+    (expected,) = grpo_llm.trainable_groups([scored(1.0, 1.0), scored(0.0, 0.0), scored(0.5, 0.0)], alone)
+    assert [s.advantage for s in group] == pytest.approx([s.advantage for s in expected])
+    assert failed.segments[0] not in group or failed.segments[0].advantage == 0
+    # Two that differ are enough; one, none, or two that are equal teach nothing.
+    for others in (1, 2, 3, 4):
+        members = [scored(float(n), 0.0) for n in range(4 - others)] + [failed] * others
+        assert len(grpo_llm.trainable_groups(members, Args(group_size=4))) == (others <= 2)
+    assert not grpo_llm.trainable_groups([scored(0.5, 0.0), failed, scored(0.5, 0.0), failed], args)
+
+
+def test_an_episode_whose_environment_failed_is_nothing_to_ppo():
+    def episode(reward, termination="done"):
+        segments = [ppo_llm.Segment([3], [4, 5], [1, 1], [0.0, 0.0], [0.0, reward])]
+        return ppo_llm.Rollout(envs.Task("t", "s", [], {}), 0, [], segments, [], termination, reward)
+
+    played = [episode(0.25), episode(1.0, "timeout"), episode(0.0, "length")]
+    with_failed = [played[0], episode(50.0, "error"), *played[1:], episode(-9.0, "error")]
+    expected = ppo_llm.trainable_episodes(played, ppo_llm.Args())
+    assert len(expected) == 3 and ppo_llm.trainable_episodes(with_failed, ppo_llm.Args()) == expected
+    assert ppo_llm.trainable_episodes(with_failed[-1:], ppo_llm.Args()) == []
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_mask_truncated_leaves_cut_responses_out_of_the_loss_but_in_the_baseline(masked):
     args = Args(group_size=4, mask_truncated=masked)
     rollouts = [scored(1.0, 1.0), scored(0.0, 0.0, "length"), scored(0.0, 0.0, "context"),
-                scored(0.0, 0.0, "error")]
+                scored(0.0, 0.0, "turns")]
     (group,) = grpo_llm.trainable_groups(rollouts, args)
     assert [s.advantage for s in group] == ([0.75, -0.25] if masked else [0.75, -0.25, -0.25, -0.25])
     only_cut = [scored(0.0, 0.0, "length"), scored(0.5, 0.0, "context")] * 2
@@ -735,7 +1169,7 @@ GAMES = {
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("limit", [90, 130, 180, 400, 4000])
-def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game, limit):
+def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game, limit, pool):
     env = envs.make(GAMES[game][0], **GAMES[game][1])
     tokenizer = sft.new_tokenizer(env.vocabulary)
     for index in range(3):
@@ -744,9 +1178,8 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game, limit)
         # The rollout leaves room for its longest reply: both cut at the same turns if no reply is shorter.
         longest = max(len(ids) for ids in Prompter(messages, tokenizer).said)
         args = Args(seed=0, max_response_tokens=longest, max_context_tokens=limit)
-        with ThreadPoolExecutor(1) as pool:
-            r, = grpo_llm.rollout(Prompter(messages, tokenizer), tokenizer, env, [task], 1, 1.0, args, pool,
-                                  grpo_llm.episode_reward)
+        r, = grpo_llm.rollout(Prompter(messages, tokenizer), tokenizer, env, [task], 1, 1.0, args, pool,
+                              grpo_llm.episode_reward)
         rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
         if r.termination == "context":
             assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it

@@ -670,6 +670,67 @@ def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path):
     assert validate(folder)["ok"]
 
 
+# Environments that fail
+
+
+FLAKY = """
+import zlib
+from envs.countdown import Countdown
+
+class Flaky(Countdown):
+    often = {often}
+
+    def start(self, task, seed):
+        episode = super().start(task, seed)
+        step = episode.step
+        def fails(reply):
+            if "train" in task.id and zlib.crc32(reply.encode()) % 100 < self.often:
+                raise ConnectionError("no answer")
+            return step(reply)
+        episode.step = fails
+        return episode
+"""
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
+    path = write_module(tmp_path, FLAKY.format(often=50))
+    size = dict(prompts_per_iteration=12) if script is ppo_llm else {}
+    folder = train(script, tmp_path / "run", env=f"{path}:Flaky", episode_retries=1, log_episodes=1.0,
+                   eval_every=0, iterations=2, **size)
+    assert validate(folder, strict=True)["ok"]
+    for record in records(folder)[1:]:
+        step = f"train_step_{record['iteration']:06d}"
+        episodes = [json.loads(path.read_text()) for path in (folder / "episodes" / step).glob("countdown*")]
+        failed = [episode for episode in episodes if episode["termination"] == "error"]
+        played = [episode for episode in episodes if episode["termination"] != "error"]
+        assert failed and played and all(episode["retries"] == 1 for episode in failed)
+        assert record["rollout/termination/error"] == len(failed) / len(episodes)
+        assert record["rollout/retries"] == sum(episode["retries"] for episode in episodes) > len(failed)
+        mean = sum(episode["reward"] for episode in played) / len(played)
+        assert record["train/reward"] == record["critic/score/mean"] == pytest.approx(mean)
+        if script is grpo_llm:
+            assert record["rollout/groups_incomplete"] == len({episode["task_id"] for episode in failed})
+        else:  # what failed has no numbers of an update
+            assert all(s["returns"] is None for episode in failed for s in episode["segments"])
+            assert all(s["returns"] for episode in played for s in episode["segments"])
+
+
+@pytest.mark.parametrize("script", RL)
+def test_when_every_environment_fails_one_line_says_so_and_nothing_is_learned(script, tmp_path, capsys):
+    path = write_module(tmp_path, FLAKY.format(often=100))
+    folder = train(script, tmp_path / "run", env=f"{path}:Flaky", eval_every=0, eval_tasks=2, iterations=2)
+    said = [line for line in capsys.readouterr().err.splitlines() if "every episode" in line]
+    assert [line[:11] for line in said] == ["iteration 1", "iteration 2"]
+    verdict = validate(folder, strict=True)
+    assert verdict["ok"] and verdict["errors"] == 0, verdict
+    assert [record["opt_steps"] for record in records(folder)] == [0, 0, 0]
+    assert records(folder)[-1]["rollout/termination/error"] == 1
+    weights = load_file(folder / "checkpoints" / "step_000002" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor)
+               for name, tensor in load_file(Path(TINY) / "model.safetensors").items())
+
+
 # Episodes
 
 
@@ -689,6 +750,10 @@ def test_episodes_are_written_with_a_summary_that_adds_up(script, tmp_path):
         assert len({(e["task_id"], e["number"]) for e in episodes}) == len(episodes)
         for episode in episodes:
             assert episode["messages"][-1]["role"] == "assistant"
+            (turn,), ids = episode["turns"], episode["segments"][0]["response_ids"]
+            assert "".join(turn["tokens"]) == episode["messages"][-1]["content"]
+            assert len(turn["tokens"]) == len(ids) and turn["reward"] == episode["reward"]
+            assert turn["logprobs"] == episode["segments"][0]["rollout_logprobs"]
             for s in episode["segments"]:
                 assert len(s["response_ids"]) == len(s["response_mask"]) == len(s["rollout_logprobs"])
         if "val" in name:
@@ -710,6 +775,9 @@ def test_a_share_of_the_episodes_is_written_and_a_resume_writes_the_same_ones(tm
     assert written[0] == written[1]
     files = [path for path in written[0] if path.split("/")[-1].startswith("countdown")]
     assert 0 < len(files) < 0.6 * (4 * 16 + 3 * 12)
+    tried = [{path.name for path in (whole / "episodes" / f"val_step_00000{n}").glob("countdown*")}
+             for n in (0, 2, 4)]
+    assert tried[0] == tried[1] == tried[2] != set()  # the same ones, so that they can be compared
     table = json.loads(written[0]["episodes/val_step_000004/table.json"])
     assert len(table) == 3
 
