@@ -322,7 +322,7 @@ class ReplEpisode(Episode):
             return self._gone()
         return self._continue()
 
-    def end(self) -> Step:
+    def end(self, reason: str) -> Step:
         """The conversation is cut off: what it is worth so far."""
         return self._end(truncated=True)
 
@@ -422,11 +422,16 @@ class ReplEpisode(Episode):
             with selectors.DefaultSelector() as ready:
                 ready.register(pipe, selectors.EVENT_WRITE)
                 while data:
-                    if not ready.select(max(0.0, deadline - time.monotonic())):
-                        raise WorkerGone
-                    data = data[pipe.write(data) or 0:]
+                    if self._ready(ready, deadline):
+                        data = data[pipe.write(data) or 0:]
         except (OSError, ValueError) as error:  # ValueError: closed by another thread
             raise WorkerGone from error
+
+    def _ready(self, selector, deadline: float) -> bool:
+        """Whether the pipe of a selector is ready; false now and then, as none is told that it was closed."""
+        if self.closed or time.monotonic() > deadline:
+            raise WorkerGone
+        return bool(selector.select(0.2))
 
     def _receive(self, timeout: float) -> dict:
         """The worker's next line. It is not to be trusted: WorkerGone for anything but an object of JSON."""
@@ -436,8 +441,8 @@ class ReplEpisode(Episode):
             with selectors.DefaultSelector() as ready:
                 ready.register(pipe, selectors.EVENT_READ)
                 while not parts or not parts[-1].endswith(b"\n"):
-                    if not ready.select(max(0.0, deadline - time.monotonic())):
-                        raise WorkerGone
+                    if not self._ready(ready, deadline):
+                        continue
                     parts.append(pipe.read(2**16))
                     size += len(parts[-1])
                     if not parts[-1] or size > MOST_MESSAGE:
