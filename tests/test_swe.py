@@ -92,8 +92,8 @@ def halves(name):
             yield head + hunk
 
 
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow)
-                                           for name in ROWS if name != FIRST)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_half_of_the_reference_scores_in_part(env, name):
     infos = [score(env, name, fenced(half)).info for half in halves(name)]
     assert all(info["applied"] == 1 and info["correct"] < 1 for info in infos) or len(infos) == 1
