@@ -75,7 +75,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
     `files` that decides over tests (conftest.py, pytest.ini, ...) and is not in test_files is left out.
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
-    plain: no pytest, for tests that are module-level functions without arguments; ten times as fast.
+    plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
     A test may take half of what is left of `timeout` [s]. A skipped test is FAILED, one that is marked xfail
     and does fail is PASSED. ERROR: its module cannot be imported, or its fixtures failed.
 
