@@ -77,13 +77,28 @@ def grep(pattern, path="."):
     return "\n".join(found) or "no match"
 
 
+def git_apply(patch, *options):
+    """What git has against a patch; empty: it is applied."""
+    done = library("subprocess").run(["git", "apply", "--whitespace=nowarn", *options, "-"],
+                                     input=patch.encode(), capture_output=True)
+    return done.stderr.decode(errors="replace").strip() or "failed" if done.returncode else ""
+
+
 def apply_patch(patch, old=None, new=None):
     """apply_patch(diff): a unified diff. apply_patch(path, old, new): the one place with `old` gets `new`."""
     if old is None:
-        done = library("subprocess").run(["git", "apply", "--recount", "--whitespace=nowarn", "-"],
-                                         input=(patch.strip("\n") + "\n").encode(), capture_output=True)
-        if done.returncode:
-            raise ValueError(f"the patch does not apply: {done.stderr.decode(errors='replace').strip()}")
+        patch = patch.strip("\n") + "\n"
+        if error := git_apply(patch):
+            # The counts after @@ may be wrong. Git can count, but takes the head of a next file for a line.
+            heads = r"(?m)^(?=--- .*\n\+\+\+ )"
+            parts = [patch] if "diff --git " in patch else library("re").split(heads, patch)
+            parts = [part for part in parts if "+++ " in part]
+            for check in (["--check"], []) if parts else ():
+                error = next(filter(None, (git_apply(part, "--recount", *check) for part in parts)), "")
+                if error:
+                    break
+        if error:
+            raise ValueError(f"the patch does not apply: {error}")
         return True
     with open(patch, encoding="utf-8", newline="") as file:  # the ends of its lines stay as they are
         text = file.read()
