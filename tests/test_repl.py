@@ -392,7 +392,7 @@ def test_a_conversation_cut_off_ends_with_a_score(shop):
     env, task = shop()
     with Play(env, task) as play:
         play(FIX_TOTAL + ";" + FIX_CHEAPEST)
-        step = play.episode.end()
+        step = play.episode.end("length")
     assert step.truncated and step.reward == 1 and step.messages == []
 
 
@@ -447,6 +447,14 @@ def test_apply_patch_of_a_diff(play):
     assert "True" in play(f"print(apply_patch({diff!r}))") and "min(" in play("read('shop/price.py')")
     text = play(f"apply_patch({diff!r})")
     assert "ValueError: the patch does not apply" in text and "price.py" in text
+    both = "".join(f"--- a/{name}\n+++ b/{name}\n@@ -1{count} +1 @@\n-1\n+2\n"
+                   for name in ("x", "y") for count in ("%s",))
+    for count in ("", ",9"):  # right and wrong
+        play("for name in 'xy': open(name, 'w').write('1\\n')")
+        assert play(f"apply_patch({both % (count, count)!r}); bash('cat x y')") == "2\n2"
+    assert "does not apply" in play(f"apply_patch({both % (',9', ',9')!r})")
+    play("open('x', 'w').write('1\\n')")  # of two files one: nothing is changed
+    assert "does not apply" in play(f"apply_patch({both % (',9', ',9')!r})") and play("read('x')") == "1"
     new = "--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+x = 1\n"
     assert play(f"apply_patch({new!r}); read('new.py')") == "x = 1"
     assert "ValueError" in play("apply_patch('--- a/../x\\n+++ b/../x\\n@@ -0,0 +1 @@\\n+x\\n')")
@@ -654,7 +662,7 @@ def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
                 break
             play.text(step)
         else:
-            step = play.episode.end()
+            step = play.episode.end("length")
     assert step.info["correct"] == step.reward == 0
     assert time.monotonic() - start < 90 and gone(marker)
 
@@ -711,7 +719,7 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
 def test_episodes_that_never_ran_code_can_be_closed(shop):
     env, task = shop()
     env.start(task, 1).close()
-    step = env.start(task, 1).end()
+    step = env.start(task, 1).end("length")
     assert step.truncated and step.reward == 0
 
 
