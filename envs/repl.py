@@ -239,7 +239,7 @@ class Repl(Env):
         scenario = self.scenario(task)
         if not scenario.patch:
             return None
-        quoted = scenario.patch.replace("\\", "\\\\").replace('"""', '\\"""')
+        quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), scenario.patch.replace("\\", "\\\\"))
         return f'```python\napply_patch("""\n{quoted}""")\nfinish()\n```'
 
     def demonstration(self, task: Task) -> list[Message] | None:
