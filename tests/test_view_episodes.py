@@ -4,6 +4,7 @@ The slow tests use the page in Chromium (apt-get install chromium chromium-drive
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import zlib
 from pathlib import Path
 from urllib.parse import urlencode
 
+import psutil
 import pytest
 
 from tests.run_folders import command_line
@@ -338,6 +340,14 @@ class Page:
         self.wait("document.body?.dataset.ready && Number(document.body.dataset.done) === search && "
                   "(!byKey.has(state.e) || (document.getElementById('detail').dataset.drawn ?? '') === "
                   "String(drawing))")
+
+    def processor_times(self):
+        """{process of the browser: seconds so far}"""
+        times = {}
+        for process in psutil.Process(self.driver.service.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times[process.pid] = sum(process.cpu_times()[:2])
+        return times
 
     def find(self, selector):
         from selenium.webdriver.common.by import By
@@ -730,16 +740,19 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         return run
 
     few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
-    ready, written = {}, {}
+    ready, written, used = {}, {}, {}
     for run in (few, many):
         start = time.process_time()
         page = open_page(run)
         written[run] = time.process_time() - start
+        before = page.processor_times()
+        page.go()
+        used[run] = sum(seconds - before.get(pid, 0) for pid, seconds in page.processor_times().items())
         ready[run] = int(page.wait("document.body.dataset.ready"))
     assert "5,000 of 5,000 episodes" in page.sums()
     took = page.js("""
         const times = {}, timed = async (name, work) => { const start = performance.now(); await work();
-            times[name] = performance.now() - start; };
+            times[name] = Math.min(times[name] ?? Infinity, performance.now() - start); };
         let turns = 0;
         const count = setInterval(() => turns++, 1);
         state.q = "word7 word8";
@@ -747,15 +760,14 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         clearInterval(count);
         times.turns = turns;
         times.found = shown.length;
-        await timed("again", filter);
+        for (let i = 0; i < 3; i++) await timed("again", filter);
         times.same = shown.length === times.found;
         state.q = "";
         await filter();
-        await timed("filter", async () => { state.step = "7"; await filter(); });
-        kept.clear();
+        for (const step of "567") await timed("filter", async () => { state.step = step; await filter(); });
         const detail = document.getElementById("detail"), pause = () => new Promise(r => setTimeout(r));
-        await timed("open", async () => { open(all[2500], false);
-            while (detail.dataset.key !== all[2500].key) await pause(); });
+        for (const ep of [all[500], all[2500], all[4500]]) await timed("open", async () => { open(ep, false);
+            while (detail.dataset.key !== ep.key) await pause(); });
         times.rows = document.querySelectorAll(".row").length;
         times.shown = shown.length;
         return times;""")
@@ -763,8 +775,10 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
     each = sum(file.stat().st_size for file in files) / len(files)
     print(f"{len(files)} episodes of {each / 1e3:.1f} KB, a page of {size / 1e6:.1f} MB, written in "
           f"{written[many]:.1f} s of processor time; in the browser [ms]: "
-          f"list {ready[many]} (of 50 episodes {ready[few]}), {took}")
-    assert ready[many] < 25 * ready[few]  # a hundred times the episodes
+          f"list {ready[many]} (of 50 episodes {ready[few]}), {took}; "
+          f"processor time of opening it {used[many]:.2f} s (of 50 episodes {used[few]:.2f} s)")
+    # Other processes may stop this one at any time, so: processor time, and the shortest of several.
+    assert used[many] < 10 * used[few]  # a hundred times the episodes
     assert took["open"] < took["search"]  # one of the chunks, not all of them
     assert took["again"] < took["search"] and took["filter"] < took["search"]
     assert 0 < took["found"] < 5000 and took["same"] and took["turns"] > 5  # the page stays awake
