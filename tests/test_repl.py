@@ -184,6 +184,14 @@ def test_prompts_hold_no_answers(prompt):
         assert "PASSED" not in text and "expected_output" not in text and "@@" not in text
 
 
+def test_solutions_hold_the_patches_to_the_letter():
+    env = make()
+    for name in BUNDLED:
+        task = find(env, name)
+        call = ast.parse(repl.find_block(env.solution(task))).body[0].value
+        assert call.args[0].value == f"\n{env.scenario(task).patch}" and call.func.id == "apply_patch"
+
+
 def test_number_of_turns_and_sub_agents_are_told():
     assert "7 replies" in make(max_turns=7).task("train", 0).messages[0]["content"]
     assert "llm_query" in make().task("train", 0).messages[0]["content"]
@@ -237,7 +245,7 @@ def check_tiny(env, index):
 
 def test_tiny_tasks_are_solved_by_demonstration_and_solution():
     env = make(**TINY)
-    for index in range(4):
+    for index in range(2):
         check_tiny(env, index)
 
 
@@ -628,7 +636,10 @@ ATTACKS = {
     "a huge answer": "finish('x' * 10**8)",
     "a deep answer": "finish([[[]]])",
 }
-SLOW_ATTACKS = {"stops the parent", "not in time at all", "the disk", "memory bit by bit", "fork bomb"}
+FAST_ATTACKS = {"kills the parent", "garbage on all pipes", "forged end", "forged folder", "no questions",
+                "questions past the limit", "forks", "memory", "strange names", "a loop of links",
+                "no more folder", "output of a process that stays", "closed output", "replaced names",
+                "a deep answer"}
 
 
 @pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
@@ -644,7 +655,7 @@ def test_what_ends_the_interpreter_is_told(shop, code):
 
 
 @pytest.mark.parametrize("code", [
-    pytest.param(code, id=name, marks=[pytest.mark.slow] * (name in SLOW_ATTACKS))
+    pytest.param(code, id=name, marks=[pytest.mark.slow] * (name not in FAST_ATTACKS))
     for name, code in ATTACKS.items()])
 def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
     env, task = shop(turn_timeout=3.0, max_queries=4)
@@ -1020,6 +1031,7 @@ def test_mutants_change_one_expression_in_place(text, expected):
     assert mutants(text) == expected
 
 
+@pytest.mark.slow
 def test_mutants_of_the_bundled_repositories():
     """All parse, differ from their source and each other, and their patches lead back."""
     sources = make_scenarios.bundled_sources()
