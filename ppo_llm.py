@@ -1058,6 +1058,7 @@ class Rollout:
     reward: float = 0.0
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
+    cut: str = ""  # the termination, while the environment is asked what the episode is worth so far
     retries: int = 0
     children: list[Rollout] = dataclasses.field(default_factory=list)  # sub-agents
     parent: Rollout | None = None
@@ -1069,7 +1070,7 @@ class Rollout:
 
     @property
     def correct(self) -> float:
-        return float(self.info.get("correct", 0.0)) if self.termination in ("done", "truncated") else 0.0
+        return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
 
     @property
     def family(self) -> list[Rollout]:
@@ -1085,13 +1086,14 @@ class Rollout:
     def restart(self):
         """Back to the task alone."""
         self.messages, self.segments = list(self.task.messages), [Segment(self.segments[0].prompt_ids)]
-        self.steps, self.turns, self.start, self.children = [], [], 0, []
+        self.steps, self.turns, self.start, self.children, self.cut = [], [], 0, [], ""
         self.retries += 1
 
 
 # done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
 # --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
 TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
+CUTS = ("length", "context", "turns")
 
 
 def episode_reward(rollout: Rollout) -> list[float]:
@@ -1267,7 +1269,7 @@ class Play:
             step = None if r.termination else getattr(self.live[r], method)(given)
             if r.termination:
                 self.drop(r, step)
-            elif (step.terminated or step.truncated) and not step.children:
+            elif method == "end" or (step.terminated or step.truncated) and not step.children:
                 self.release(r)
             return step
         except BaseException as error:
@@ -1323,6 +1325,11 @@ class Play:
                 self.ready.append(r)
         elif isinstance(step, BaseException):
             raise step
+        elif r.cut:
+            if step:  # beside what its last reply earned
+                earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
+                r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+            self.end(r, r.cut)
         elif step.children:
             self.called[r] = [self.sub_agent(r, *child) for child in step.children]
             for child in self.called[r]:
@@ -1343,7 +1350,12 @@ class Play:
         return child
 
     def end(self, r, termination):
-        """The last of a step's sub-agents hands their replies to the parent."""
+        """Where a limit of ours ends an episode, its environment judges what there is. Then it is over, and
+        the last of a step's sub-agents hands their replies to the parent.
+        """
+        if termination in CUTS and r in self.live and not r.cut:
+            r.cut, r.termination = termination, ""
+            return self.call(r, "end", termination)
         r.termination = termination
         self.close(r)
         self.began.pop(r, None)

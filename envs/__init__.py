@@ -74,6 +74,10 @@ class Episode:
         """After the children of a step: the last reply of each, '' where there is none. Ends the step."""
         raise NotImplementedError
 
+    def end(self, reason: str) -> Step | None:
+        """A limit of the caller ends the episode: a last step for what there is (None: worth nothing)."""
+        return None
+
     def close(self) -> None:
         """Release what the episode holds (processes, folders, connections).
 

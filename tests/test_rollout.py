@@ -457,6 +457,7 @@ class World(envs.Env):
 
     def __init__(self, behave, on_start=None):
         self.behave, self.on_start, self.lock = behave, on_start, threading.Lock()
+        self.judge = lambda episode, reason: None
         self.attempts, self.started, self.open, self.most, self.closed = [], [], 0, 0, []
 
     def task(self, split, index):
@@ -484,6 +485,9 @@ class Attempt(envs.Episode):
     def resume(self, replies):
         return self.world.behave(self, replies)
 
+    def end(self, reason):
+        return self.world.judge(self, reason)
+
     def close(self):
         with self.world.lock:
             self.world.open -= 1
@@ -510,7 +514,8 @@ class Speaker(grpo_llm.Engine):
     def collect(self):
         count = min(2, len(self.waiting)) if self.continuous else len(self.waiting)
         ended, self.waiting = self.waiting[:count], self.waiting[count:]
-        replies = [reply_ids(self.tokenizer, self.say(self.tokenizer.decode(ids))) for _, ids in ended]
+        said = [self.say(self.tokenizer.decode(ids)) for _, ids in ended]
+        replies = [reply_ids(self.tokenizer, text)[:-1 if text == "cut" else None] for text in said]
         return [(key, ids, [-1 - n / 100 for n in range(len(ids))])
                 for (key, _), ids in zip(ended, replies, strict=True)]
 
@@ -584,6 +589,31 @@ def test_an_episode_that_ends_for_want_of_room_is_closed(visit):
     assert (r.termination, len(r.turns)) == ("context", 1) and all_closed_once(world) and world.started
     assert visit(world, max_context_tokens=5, max_response_tokens=4)[0].termination == "context"
     assert len(world.started) == 1  # what has no room for a first reply is not even started
+
+
+@pytest.mark.parametrize("reason, flags", [
+    ("turns", dict(max_turns=2)), ("context", dict(max_context_tokens=9, max_response_tokens=4)),
+    ("length", dict(say=lambda text: "cut" if "!" in text else "r0"))])
+def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, trainer, reason, flags):
+    asked = []
+
+    def judge(episode, reason):
+        asked.append((reason, episode.ended.is_set()))
+        return Step([{"role": "user", "content": "never read"}], 0.5, False, True, {"correct": 1.0})
+
+    world = World(lambda episode, reply: go_on(0.25))
+    world.judge = judge
+    for r in visit(world, 2, **flags):
+        turns = 1 if reason == "context" else 2
+        assert (r.termination, r.correct, len(r.turns), len(r.steps)) == (reason, 1.0, turns, turns)
+        earned = 0.5 if reason == "turns" else 0.25  # the reply that was cut has earned nothing itself
+        assert sum(step.reward for step in r.steps) == 0.5 + earned
+        assert "never read" not in "".join(texts(r))
+    assert asked == [(reason, False)] * 2 and all_closed_once(world)
+    failing = World(lambda episode, reply: go_on(0.25))
+    failing.judge = lambda episode, reason: 1 / 0
+    (r,) = visit(failing, episode_retries=1, **flags)
+    assert (r.termination, r.retries, r.correct) == ("error", 1, 0.0) and all_closed_once(failing)
 
 
 # Time
