@@ -129,6 +129,13 @@ def play(shop):
         yield playing
 
 
+def some(attempts, *fast):
+    """The attempts as parameters; those not named are slow ones."""
+    assert set(fast) < set(attempts)
+    return [pytest.param(code, id=name, marks=[pytest.mark.slow] * (name not in fast))
+            for name, code in attempts.items()]
+
+
 def processes(marker):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -219,13 +226,13 @@ def test_tasks_are_the_same_in_every_process():
 
 
 def test_tiny_train_and_test_share_nothing():
-    env = make(train_tasks=2000, **TINY)
+    env = make(train_tasks=1000, **TINY)
     seen = {}
     for split in env.splits:
         tasks = [env.task(split, index) for index in range(env.num_tasks(split))]
         seen[split] = {(task.messages[0]["content"], env.scenario(task).files["m.py"]) for task in tasks}
         assert all(task.source == "repl/tiny" and task.id.startswith(f"repl-tiny-{split}-") for task in tasks)
-    assert len(seen["train"]) > 1000 and len(seen["test"]) > 200 and not seen["train"] & seen["test"]
+    assert len(seen["train"]) > 500 and len(seen["test"]) > 200 and not seen["train"] & seen["test"]
 
 
 def check_tiny(env, index):
@@ -405,14 +412,21 @@ def test_a_conversation_cut_off_ends_with_a_score(shop):
 
 
 def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
-    env, task = shop(turn_timeout=2.0)
+    env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:
         play("x = 1")
         start = time.monotonic()
         text = play(f"{FIX_TOTAL}\nprint('begun')\nwhile True: pass")
-        assert text == "begun\n(stopped after 2 s; a new interpreter was started, files are as they are)"
-        assert 2 <= time.monotonic() - start < 12
+        assert text == "begun\n(stopped after 1 s; a new interpreter was started, files are as they are)"
+        assert 1 <= time.monotonic() - start < 11
         assert "NameError" in play("x") and "sum(prices)" in play("read('shop/price.py')")
+        assert play("1") == "1"
+
+
+@pytest.mark.slow
+def test_time_outs_in_blocks(shop):
+    env, task = shop(turn_timeout=2.0)
+    with Play(env, task) as play:
         assert play("while True:\n    try:\n        while True: pass\n    except BaseException: pass"
                     ).startswith("(stopped")
         assert "(stopped after 1.6 s)" in play("bash('echo so far; sleep 30')")
@@ -561,14 +575,14 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("code", UNCHANGED.values(), ids=UNCHANGED)
+@pytest.mark.parametrize("code", some(UNCHANGED, "edits the tests", "deletes the tests", "conftest"))
 def test_what_is_put_beside_or_into_the_tests_counts_for_nothing(shop, code):
     env, task = shop(reward_mode="partial")
     step = outcome(env, task, code, "finish()")
     assert step.info["modified"] == step.info["partial"] == step.info["correct"] == step.reward == 0
 
 
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
+@pytest.mark.parametrize("code", some(CHEATS, "prints outcomes", "ends with 0", "hooks the tests", "runs on"))
 def test_cheats_gain_nothing(shop, code):
     env, task = shop()
     step = outcome(env, task, code, "finish()")
@@ -636,13 +650,9 @@ ATTACKS = {
     "a huge answer": "finish('x' * 10**8)",
     "a deep answer": "finish([[[]]])",
 }
-FAST_ATTACKS = {"kills the parent", "garbage on all pipes", "forged end", "forged folder", "no questions",
-                "questions past the limit", "forks", "memory", "strange names", "a loop of links",
-                "no more folder", "output of a process that stays", "closed output", "replaced names",
-                "a deep answer"}
 
 
-@pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
+@pytest.mark.parametrize("code", some(ENDINGS, "os._exit", "garbage"))
 def test_what_ends_the_interpreter_is_told(shop, code):
     env, task = shop()
     with Play(env, task) as play:
@@ -654,9 +664,8 @@ def test_what_ends_the_interpreter_is_told(shop, code):
     assert step.terminated and step.reward == 1
 
 
-@pytest.mark.parametrize("code", [
-    pytest.param(code, id=name, marks=[pytest.mark.slow] * (name not in FAST_ATTACKS))
-    for name, code in ATTACKS.items()])
+@pytest.mark.parametrize("code", some(ATTACKS, "kills the parent", "garbage on all pipes", "forged folder",
+                                      "questions past the limit", "strange names"))
 def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
     env, task = shop(turn_timeout=3.0, max_queries=4)
     start, marker = time.monotonic(), uuid.uuid4().hex
@@ -808,11 +817,11 @@ def test_limits_on_questions(shop):
 
 
 def test_waiting_for_sub_agents_takes_none_of_the_blocks_time(shop):
-    env, task = shop(turn_timeout=2.0)
+    env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:
         step = play.step("x = llm_query('a')\nprint(len(x))")
         assert step.children
-        time.sleep(2.5)
+        time.sleep(1.2)
         assert play.text(play.episode.resume(["y" * 100_000])).startswith("200")  # cut to 20,000 and a line
 
 
