@@ -5,6 +5,7 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
     KILLS=10 pytest -m slow tests/test_runs.py
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -12,10 +13,12 @@ import os
 import random
 import re
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
 import peft
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -1118,3 +1121,49 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
         written = [{str(path.relative_to(f)): path.read_bytes() for path in f.glob("episodes/*/*")}
                    for f in (whole, folder)]
         assert written[0] == written[1] and written[0]
+
+
+SLEEPER = """
+import zlib
+from envs.repl import Repl, ReplEpisode
+
+class Sleeper(Repl):
+    def start(self, task, seed):
+        return Asleep(self, task, self.scenario(task), self.scenario(task).files, depth=0)
+
+class Asleep(ReplEpisode):
+    def step(self, reply):
+        return super().step("import time; time.sleep(0.2)")
+
+def reward(rollout):
+    return zlib.crc32(rollout.messages[1]["content"].encode()) % 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo_llm.py", "ppo_llm.py"])
+def test_a_trainer_killed_amid_its_sandboxes_leaves_no_process_and_goes_on(script, tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    flags = ["--env", f"{tmp_path}/sleeper.py:Sleeper", "--reward-fn", f"{tmp_path}/sleeper.py:reward",
+             "--env-kwargs", "scenarios=tiny", "prompt=short", "max_turns=6", "--prompts-per-iteration", 4,
+             "--group-size", 8, "--max-concurrent", 32, "--env-threads", 32, "--iterations", 3,
+             "--checkpoint-every", 1, "--eval-every", 0, "--eval-tasks", 1, "--eval-samples", 1,
+             "--run-dir", tmp_path / "run"]
+    flags += ["--critic-warmup", 0] if script == "ppo_llm.py" else []
+    run = process(script, *flags)
+    sandboxes = []
+    while run.poll() is None and not (
+            len(sandboxes) >= 32 and (tmp_path / "run" / "checkpoints" / "state.json").exists()):
+        time.sleep(0.02)
+        with contextlib.suppress(psutil.Error):
+            sandboxes = psutil.Process(run.pid).children()
+    within = psutil.Process(run.pid).children(recursive=True)
+    assert len(within) >= 64  # each with its interpreter
+    run.kill()
+    run.communicate()
+    assert not psutil.wait_procs(within, timeout=60)[1]
+    output, _ = (again := process(script, *flags)).communicate(timeout=600)
+    assert again.returncode == 0, output
+    verdict = validate(tmp_path / "run")
+    assert verdict["ok"] and verdict["resumes"] == 1, verdict
+    assert records(tmp_path / "run")[-1]["iteration"] == 3
