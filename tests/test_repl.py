@@ -273,6 +273,7 @@ def check_expressions(env, task):
         assert score["partial"] < 1 or number == parts[3]
 
 
+@pytest.mark.slow
 def test_wrong_expressions_fail():
     env = make(**TINY)
     check_expressions(env, env.task("test", 3))
@@ -285,6 +286,7 @@ def test_wrong_expressions_of_40_tasks_fail():
         check_expressions(env, env.task("train", index))
 
 
+@pytest.mark.slow
 def test_replies_of_a_random_player_of_tiny_tasks():
     env, rng = make(max_turns=2, **TINY), random.Random(1)
     task = env.task("train", 5)
