@@ -12,6 +12,7 @@ actions *is* that of the update: its graph is kept, no observation is stored, an
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
     python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
     python a2c_vecenv.py --num-envs 16384 --num-steps 4 --network nature --dtype bfloat16 --cudagraphs
+    torchrun --nproc_per_node=2 a2c_vecenv.py --num-envs 1024   # shared by two GPUs or CPU cores
     python a2c_vecenv.py --self-test                            # a toy world in 20 s: JSON, exit code 0 or 1
 
 Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampled and greedy.
@@ -19,6 +20,7 @@ Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampl
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -27,18 +29,21 @@ import json
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 import tyro
 from PIL import Image
 from torch import nn
@@ -48,7 +53,7 @@ from tqdm import tqdm
 
 import envs
 from envs import BadInput
-from envs.vec_env import VEC_ENVS, make_vec
+from envs.vec_env import VEC_ENVS, join_states, make_vec, state_of_rows
 
 
 @dataclasses.dataclass
@@ -109,7 +114,9 @@ class Args:
     device: str = "auto"
     """auto (CUDA if there is one), cpu, cuda, cuda:1, ..."""
     threads: int = 1
-    """CPU threads; a second one hardly helps networks of this size"""
+    """CPU threads of a process; a second one hardly helps networks of this size"""
+    dist_timeout: float = 1800.0
+    """longest wait for another process, under torchrun [s]"""
 
     # Evaluation, log and checkpoints
     eval_every: int = 100
@@ -142,9 +149,10 @@ class Args:
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 1 or more")
         finite = ("learning_rate", "max_grad_norm", "entropy_coef", "value_coef", "eval_every",
                   "keep_checkpoints")
-        largest = dict(gamma=1, gae_lambda=1, seed=2**31) | dict.fromkeys(finite, sys.float_info.max)
-        for name, top in largest.items():
-            if not 0 <= getattr(self, name) <= top or name == "max_grad_norm" and not self.max_grad_norm:
+        largest = dict(gamma=1, gae_lambda=1, seed=2**31, dist_timeout=1e9)
+        for name, top in (largest | dict.fromkeys(finite, sys.float_info.max)).items():
+            value = getattr(self, name)
+            if not 0 <= value <= top or name in ("max_grad_norm", "dist_timeout") and not value:
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 to {top:g}")
         for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
                            ("iterations", "log_every"), ("log_every", "update_every")):
@@ -185,7 +193,7 @@ METRICS = {
     "iteration": "rollouts so far",
     "env_steps": "environment steps so far",
     "opt_steps": "optimiser steps so far",
-    "system/memory_usage": "resident memory of the process [GiB]",
+    "system/memory_usage": "resident memory of the process (of the first, if there are several) [GiB]",
     "system/gpu_memory": "most GPU memory used so far [GiB], with CUDA",
 }
 
@@ -219,9 +227,14 @@ def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entro
     return policy_loss + value_coef * value_loss - entropy_coef * entropies.mean(), policy_loss, value_loss
 
 
-def choose_actions(logits, greedy=False):
-    """An action from each row of logits (E, A), on their device: the first of A clocks to ring."""
-    clocks = 1.0 if greedy else torch.empty_like(logits).exponential_()
+def choose_actions(logits, greedy=False, others=(0, 0)):
+    """An action from each row of logits (E, A), on their device: the first of A clocks to ring.
+
+    others: so many rows before and after these are another process's. Their clocks are drawn too, and left
+    alone, so that a row gets the same ones whoever holds it.
+    """
+    (E, A), (before, after) = logits.shape, others
+    clocks = 1.0 if greedy else logits.new_empty(before + E + after, A).exponential_()[before:before + E]
     return (logits.softmax(-1) / clocks).argmax(-1)                                          # (E,)
 
 
@@ -282,12 +295,220 @@ def precision(args, device):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
+# Processes: those that torchrun started, if it did. Each holds all weights and its share of the environments.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_processes(args):
+    """Join the processes of torchrun, if it started this one.  -> the device of this process
+
+    Of several GPUs each process sees its own alone, as vLLM wants it too.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return choose_device(args)
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
+    if not args.run_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise BadInput("--run-dir: needed with torchrun --max-restarts, or a restart would begin a new run")
+    if args.device != "cpu":
+        number, seen = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = (seen.split(",") if seen else [*map(str, range(64))])[number]
+    device = choose_device(args)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=args.dist_timeout)
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))
+    Peers.store = own_part(store, number, count)
+    dist.init_process_group(backend, store=Peers.store, rank=number, world_size=count, timeout=patience)
+    watch = threading.Thread(target=Peers.watch, name="peers", daemon=True)
+    watch.start()
+    atexit.register(Peers.close, watch)
+    return device
+
+
+def own_part(store, number, count):
+    """The part of torchrun's store that belongs to this start. The store still holds what the processes of an
+    earlier one wrote: that one of them failed, and addresses where nobody listens any more.
+    """
+    mine = os.urandom(8).hex()
+    store.set(f"hello/{number}", mine)
+    while True:
+        if number == 0:
+            names = [mine, *(store.get(f"hello/{other}").decode() for other in range(1, count))]
+            store.set("names", " ".join(names))  # again, until nobody reads an old one
+            if all(store.check([f"heard/{other}/{mine}"]) for other in range(1, count)):
+                return dist.PrefixStore(mine, store)
+        else:
+            names = store.get("names").decode().split()
+            if names[number:number + 1] == [mine]:
+                store.set(f"heard/{number}/{names[0]}", "")
+                return dist.PrefixStore(names[0], store)
+        time.sleep(0.05)
+
+
+def end_processes():
+    if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM ends all groups at exit
+        dist.destroy_process_group()
+
+
+def say(text, file=None):
+    """Print beside the progress bar, in the first process alone."""
+    if rank() == 0:
+        tqdm.write(text, file)
+
+
+class Peers:
+    """Word of a process that failed: the others end, without a receipt of their own."""
+
+    store, first, ended = None, False, threading.Event()
+
+    @classmethod
+    def tell(cls):
+        """Let the others know that this process fails.  -> whether it is the first, as far as can be known"""
+        answers = []
+
+        def ask():
+            with contextlib.suppress(RuntimeError):  # the store is gone with torchrun
+                answers.append(cls.store.add("failed", 1))
+
+        if cls.store:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(10)  # over a link that is cut, no answer comes
+        cls.first = not answers or answers == [1]
+        return cls.first
+
+    @classmethod
+    def watch(cls):
+        with contextlib.suppress(RuntimeError):
+            while not cls.ended.wait(1):
+                # What waits for a process that is gone fails by itself; but with NCCL it does not.
+                if cls.store.check(["failed"]) and not cls.ended.wait(5) and not cls.first:
+                    os._exit(1)
+
+    @classmethod
+    def close(cls, watch):
+        """Python must not end while a thread asks the store."""
+        cls.ended.set()
+        watch.join(10)
+        if watch.is_alive():
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class Preempted(Exception):
+    """SIGTERM came, as from a cluster that takes its machines back: save, and end well."""
+
+    asked = at_once = False
+    before = None  # the handler that was there
+
+    @classmethod
+    def listen(cls):
+        cls.asked = False
+        if threading.current_thread() is threading.main_thread():
+            cls.before = signal.signal(signal.SIGTERM, cls.on_signal)
+
+    @classmethod
+    def forget(cls):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, cls.before)
+
+    @classmethod
+    def on_signal(cls, *_):
+        cls.asked = True
+        if cls.at_once:
+            cls.at_once = False
+            raise cls
+
+
+def together(work, at_once=False):
+    """work() in every process.  -> what each returned, in order of ranks.
+
+    What ends the run well in one of them, SIGTERM or a sampler that is gone, is raised in all, between two
+    collective operations. at_once: SIGTERM interrupts the work, which must be without such operations.
+    """
+    result = problem = None
+    try:
+        try:
+            Preempted.at_once = at_once
+            result = None if Preempted.asked else work()
+        finally:
+            Preempted.at_once = False
+        if Preempted.asked:
+            raise Preempted
+    except (OSError, Preempted) as error:
+        problem = error
+    results = [(result, problem)] * num_ranks()
+    if dist.is_initialized():
+        dist.all_gather_object(results, (result, problem))
+    for _, problem in results:
+        if problem:
+            raise problem
+    return [result for result, _ in results]
+
+
+def total(tensor):
+    """The sum of a tensor over all processes, in its place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def share(size):
+    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    return range(rank() * size // num_ranks(), (rank() + 1) * size // num_ranks())
+
+
+def whole(rows, env):
+    """The columns of all processes, from those of this one's rows.  (..., env.num_envs) -> (..., all)"""
+    return total(nn.functional.pad(rows, env.others))  # x + 0 is x, whatever the order of the sum
+
+
+def gathered(item):
+    """Of each process its item, in the order of ranks. For what is no tensor, and not in every iteration."""
+    items = [item] * num_ranks()
+    if num_ranks() > 1:
+        dist.all_gather_object(items, item)
+    return items
+
+
+def from_rank_0(work):
+    """What work() of rank 0 returns, on every rank; or its BadInput."""
+    try:
+        results = [work() if rank() == 0 else None]
+    except BadInput as error:
+        results = [error]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(results)
+    if isinstance(results[0], BadInput):
+        raise results[0]
+    return results[0]
+
+
+def sum_gradients(agent):
+    """Over processes, by one sum of one flat tensor."""
+    grads = [weight.grad for weight in agent.parameters()]
+    flat = total(torch.cat([grad.flatten() for grad in grads]))
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))  # channels_last stays so
+
+
 # Rollout and evaluation
 
 
 def make_env(args, num_envs, device):
+    """This process's share of num_envs environments."""
+    rows = share(num_envs)
     goal = {"alpha": args.alpha} if args.env_id in VEC_ENVS else {}
-    return make_vec(args.env_id, num_envs, device, **goal | envs.parse_options(args.env_kwargs))
+    env = make_vec(args.env_id, len(rows), device, **goal | envs.parse_options(args.env_kwargs))
+    env.others = rows.start, num_envs - rows.stop
+    return env
 
 
 def rollout(agent, env, obs, episodes, args):
@@ -299,7 +520,7 @@ def rollout(agent, env, obs, episodes, args):
     steps = []
     for _ in range(args.num_steps):
         logits, values = forward(agent, obs, args)
-        actions = choose_actions(logits.detach())
+        actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
         # V of the last observation of an episode that was cut (0 without the bootstrap): what the environment
         # returned is already the first observation of the next one.
@@ -316,8 +537,8 @@ def rollout(agent, env, obs, episodes, args):
             truncated=truncated, done=done, cut_values=cut_values,
             dist=info.get("dist", torch.zeros_like(rewards)).clone(),
             ended_return=episodes["return"] * done, ended_length=episodes["length"] * done))
-        for total in episodes.values():
-            total.masked_fill_(done, 0)
+        for so_far in episodes.values():
+            so_far.masked_fill_(done, 0)
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
@@ -337,20 +558,23 @@ def evaluate(agent, env, args, greedy):
     -> success rate, lower median of the steps of successes, mean return
     """
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    obs = env.reset(args.seed + 1_000_000)  # starts that training seeds do not begin with
-    rows = torch.arange(env.num_envs, device=env.device)
+    first = env.others[0]
+    obs = env.reset(args.seed + 1_000_000 + first)  # starts that training seeds do not begin with
+    rows = torch.arange(first, first + env.num_envs, device=env.device)
+    due = (args.eval_episodes - rows + args.eval_envs - 1) // args.eval_envs                 # of each row
     played, returns, lengths = (torch.zeros(env.num_envs, device=env.device) for _ in range(3))
-    found = []
-    while sum(map(len, found)) < args.eval_episodes:
-        obs, rewards, terminated, _, info = env.step(choose_actions(forward(agent, obs, args)[0], greedy))
+    found, all_due = [torch.zeros(0, 3, device=env.device)], int(due.sum())
+    while sum(map(len, found)) < all_due:
+        logits, _ = forward(agent, obs, args)
+        obs, rewards, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
         returns += rewards
         lengths += 1
-        counts = info["reset_mask"] & (played * env.num_envs + rows < args.eval_episodes)
+        counts = info["reset_mask"] & (played < due)
         if counts.any():
             found.append(torch.stack([returns, lengths, terminated & env.has_goal], -1)[counts])
         played += info["reset_mask"]
         returns, lengths = returns * ~info["reset_mask"], lengths * ~info["reset_mask"]
-    returns, lengths, success = torch.cat(found).unbind(-1)
+    returns, lengths, success = torch.cat(gathered(torch.cat(found).cpu())).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
     return success.mean().item(), steps, returns.mean().item()
 
@@ -381,17 +605,19 @@ def rollout_means(batch, num_actions):
     return torch.cat([torch.stack(means), counts])
 
 
-def window_metrics(window, batch, returns, args, has_goal):
+def window_metrics(window, batch, returns, args, env):
     """A record: means over the rollouts of its window, percentiles and values of the last one.
 
-    All is computed on the device and crosses to the host in one tensor.
+    All is computed on the device, of all processes' rows, and crosses to the host in one tensor.
     """
-    values = batch["values"]
-    percentiles = batch["dist"].flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
+    distances, values, returns = whole(torch.stack([batch["dist"], batch["values"], returns]), env)
+    means = torch.stack(window).mean(0)
+    means[:len(MEANS)] *= env.num_envs / args.num_envs
+    percentiles = distances.flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
     errors = (returns - values).var(correction=0)
     explained = 1 - errors / returns.var(correction=0).clamp(min=1e-8)
     last = torch.stack([*percentiles, values.mean(), values.std(correction=0), explained]).double()
-    numbers = torch.cat([last, torch.stack(window).mean(0)]).tolist()
+    numbers = torch.cat([last, total(means)]).tolist()
     names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
     metrics = dict(zip(names, numbers, strict=False))
     metrics["action_hist"] = [round(count * len(window)) for count in numbers[len(names):]]
@@ -399,7 +625,7 @@ def window_metrics(window, batch, returns, args, has_goal):
     episodes = max(metrics["reset_rate"], 1e-12)  # ended per step
     metrics["episode_return"] /= episodes
     metrics["episode_length"] /= episodes
-    metrics["success_rate"] = metrics["done_rate"] / episodes if has_goal else 0.0
+    metrics["success_rate"] = metrics["done_rate"] / episodes if env.has_goal else 0.0
     return metrics
 
 
@@ -428,10 +654,10 @@ class RunFolder:
     """The log (train_log.jsonl and TensorBoard), checkpoints, receipts; and the counters.
 
     A folder that holds a checkpoint is continued. Whatever a kill could tear is written beside its place,
-    flushed to the disk and renamed.
+    flushed to the disk and renamed. Only rank 0 reads and writes; the others hold a copy, for its numbers.
     """
 
-    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track", "dist_timeout"}
 
     def __init__(self, args, meta):
         self.args, self.meta, self.state, self.checkpoint = args, meta, None, ""
@@ -482,7 +708,10 @@ class RunFolder:
         self.meta["run_id"] = run_id
 
     def open(self):
-        """Write the meta line; or cut the log to the checkpoint and mark the place."""
+        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        self.log = self.writer = None
+        if rank():
+            return
         path, content = self.dir / "train_log.jsonl", json.dumps({"meta": self.meta}).encode() + b"\n"
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
@@ -511,16 +740,24 @@ class RunFolder:
             if name != "action_hist":
                 if not math.isfinite(value):
                     raise FloatingPointError(f"{name} is {value}")
-                self.writer.add_scalar(name, value, self.counters["iteration"])
+                if self.writer:
+                    self.writer.add_scalar(name, value, self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.since = (now, env_steps)
 
     def write(self, line):
-        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self.log.flush()
+        if self.log:
+            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self.log.flush()
+
+    def close(self):
+        if self.writer:
+            self.writer.close()
 
     def save(self, state):
         """checkpoints/step_<iteration>.pt, complete or not at all; then drop the oldest."""
+        if rank():
+            return
         path = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}.pt"
         elapsed = time.perf_counter() - self.started
         state = state | self.counters | dict(elapsed=elapsed, log_bytes=self.log.tell(), meta=self.meta)
@@ -543,6 +780,10 @@ class RunFolder:
 
     def fail(self, error, env, batch):
         """Leave a receipt, with the last frames of four environments, and end with a non-zero exit."""
+        if not Peers.tell():
+            raise SystemExit(f"rank {rank()}: ended, because another process failed")
+        if rank():
+            raise error
         what = dict(type=type(error).__name__, message=str(error))
         folder = self.dir / "receipts" / self.trace_id
         receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
@@ -611,30 +852,40 @@ def main(args):
     """Train.  -> the last evaluation"""
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
     torch.set_num_threads(args.threads)
+    Preempted.listen()
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
-    device = choose_device(args)
+    device = start_processes(args)
+    for name in ("num_envs", "eval_envs"):
+        if getattr(args, name) < num_ranks():
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: expected one or more for each "
+                           f"of {num_ranks()} processes")
     env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
     torch.manual_seed(args.seed)
     agent = Agent(env, args.network, args.hidden_size).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    run = RunFolder(args, meta_line(args, env))
-    obs = env.reset(args.seed)
-    episodes = {name: torch.zeros(args.num_envs, device=device) for name in ("return", "length")}
+    run = from_rank_0(lambda: RunFolder(args, meta_line(args, env)))
+    obs = env.reset(args.seed + env.others[0])
+    episodes = {name: torch.zeros(env.num_envs, device=device) for name in ("return", "length")}
     if run.state:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
         if run.state["env"] is not None:
-            obs = env.load_state_dict(run.state["env"])
-            episodes = {name: run.state["episodes"][name].to(device) for name in episodes}
+            rows = share(args.num_envs)
+            obs = env.load_state_dict(state_of_rows(run.state["env"], rows))
+            episodes = {name: tensor[rows.start:rows.stop].to(device)
+                        for name, tensor in run.state["episodes"].items()}
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
-    start_tracking(run, args)
+    if rank() == 0:
+        start_tracking(run, args)
     run.open()
-    print(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
-          f"{args.num_envs * args.num_steps} steps a rollout, {args.update_every} of them an optimiser step; "
-          f"{sum(p.numel() for p in agent.parameters()):,} weights on {device}"
-          + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
-    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
+    say(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
+        f"{args.num_envs * args.num_steps} steps a rollout, {args.update_every} of them an optimiser step; "
+        f"{sum(p.numel() for p in agent.parameters()):,} weights on {device}"
+        + (f", {num_ranks()} processes" if num_ranks() > 1 else "")
+        + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
+    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], unit="it",
+                    disable=bool(rank()) or None)
     window, batch, metrics = [], None, {}
 
     try:
@@ -651,17 +902,20 @@ def main(args):
                              batch["done"], args.gamma, args.gae_lambda)
             returns = advantages + values
             if args.normalize_advantages:
-                advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+                everyone = whole(advantages, env)
+                advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
 
-            # 3. Update: one gradient on the whole rollout.
-            share = 1 - args.anneal * (iteration - 1) / args.iterations
+            # 3. Update: one gradient on the whole rollout, the sum over processes of means by their rows.
+            left = 1 - args.anneal * (iteration - 1) / args.iterations
             loss, policy_loss, value_loss = a2c_loss(
                 batch["logprobs"], batch["entropies"], batch["values"], advantages, returns, args.value_coef,
-                args.entropy_coef * share)
-            (loss / args.update_every).backward()
+                args.entropy_coef * left)
+            (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
             grad_norm = torch.zeros_like(loss)
             if iteration % args.update_every == 0:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * share
+                optimizer.param_groups[0]["lr"] = args.learning_rate * left
+                if num_ranks() > 1:
+                    sum_gradients(agent)
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -677,7 +931,7 @@ def main(args):
             last = iteration == args.iterations
             if iteration % args.log_every:
                 continue
-            metrics = window_metrics(window, batch, returns, args, env.has_goal)
+            metrics = window_metrics(window, batch, returns, args, env)
             window = []
             if last or args.eval_every and iteration % args.eval_every == 0:
                 metrics |= evaluation_metrics(agent, eval_env, args)
@@ -686,20 +940,37 @@ def main(args):
             shown = {name: f"{metrics[name]:.3f}" for name in SHOWN if name in metrics}
             progress.set_postfix(shown, refresh=False)
             if progress.disable:
-                print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
-            if last or iteration % args.checkpoint_every == 0:
+                say(f"{iteration}/{args.iterations} " + " ".join(f"{name} {n}" for name, n in shown.items()))
+            stopped = stop_asked()
+            if last or stopped or iteration % args.checkpoint_every == 0:
                 if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
                     raise FloatingPointError("a weight is not finite any more")
                 run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                              env=env.state_dict(), episodes=episodes))
+                              env=join_states(gathered(env.state_dict())),
+                              episodes={name: whole(episodes[name], env) for name in episodes}))
+            if stopped:
+                say(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give the same "
+                    f"command with --run-dir {run.dir}")
+                break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, env, batch)
     finally:
         progress.close()
-        run.writer.close()
+        run.close()
+        Preempted.forget()
         env.close()
         eval_env.close()
+    end_processes()
     return metrics
+
+
+def stop_asked():
+    """Whether SIGTERM came to any process. A record's end is when the run can stop and lose nothing."""
+    try:
+        together(lambda: None)
+    except Preempted:
+        return True
+    return False
 
 
 def release_memory():
@@ -729,4 +1000,4 @@ if __name__ == "__main__":
         args = tyro.cli(Args)
         sys.exit(self_test()) if args.self_test else main(args)
     except BadInput as problem:
-        sys.exit(f"error: {problem}")
+        sys.exit(f"error: {problem}" if Peers.tell() else 1)

@@ -26,6 +26,7 @@ to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import copy
@@ -41,6 +42,7 @@ import platform
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +51,7 @@ import time
 import traceback
 import zlib
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -58,11 +60,14 @@ import peft
 import psutil
 import requests
 import torch
+import torch.distributed as dist
 import transformers
 import tyro
 from dotenv import load_dotenv
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -93,6 +98,8 @@ class Args:
     """auto (CUDA where there is one), cpu, cuda, cuda:1"""
     threads: int = 1
     """CPU threads of torch [threads]; the small default model gains nothing from more"""
+    dist_timeout: float = 1800.0
+    """longest wait for another process, under torchrun [s]"""
     lora_rank: int = 0
     """rank of the LoRA adapter; 0 trains all weights"""
     lora_alpha: int = 32
@@ -282,7 +289,7 @@ LOWEST = dict.fromkeys((
 SHARES = ("log_episodes", "final_learning_rate", "clip_low", "gamma", "gae_lambda", "kl_gain",
           "vllm_gpu_memory")
 POSITIVE = ("temperature", "eval_temperature", "learning_rate", "critic_learning_rate", "max_grad_norm",
-            "vllm_gpu_memory", "vllm_cpu_cache", "vllm_timeout")
+            "vllm_gpu_memory", "vllm_cpu_cache", "vllm_timeout", "dist_timeout")
 
 METRICS = {
     "train/policy_loss": "policy loss without the entropy bonus, mean over the tokens trained on",
@@ -426,16 +433,20 @@ def hidden_states(decoder, batch):
     prompts, rows = batch["prompts"], batch["prompt_of_row"]
     valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    start = prompts.shape[1] - 1 if len(prompts) < len(rows) else 0  # what is computed once, where it pays
+    start = prompts.shape[1] - 1 if batch["share_prompts"] else 0  # what is computed once
     cache = new_cache(decoder) if start else None
     if start:
-        decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
-                position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
-                past_key_values=cache, use_cache=True)
+        before = decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
+                         position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
+                         past_key_values=cache, use_cache=True).last_hidden_state
         cache.batch_select_indices(rows)
     inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
     hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
                      past_key_values=cache, use_cache=bool(start)).last_hidden_state
+    if start and dist.is_initialized():
+        # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output. Nothing
+        # else reads that of the last layer: its keys and values would meet weights that are gone.
+        hidden = hidden + 0 * before[:, -1].sum()
     return hidden[:, prompts.shape[1] - 1 - start:]
 
 
@@ -444,18 +455,293 @@ def token_logprobs(model, batch, temperature, hidden=None):
 
     hidden: the decoder's states (R, T, H), where they are computed already.
     """
-    decoder, head = decoder_and_head(model)
-    hidden = hidden_states(decoder, batch) if hidden is None else hidden
-    chosen = batch["chosen"]                                                             # (R, T)
-    values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
-    zeros = torch.zeros(chosen.shape, device=chosen.device)
-    return [zeros.to(value.dtype).masked_scatter(chosen, value)[batch["row_of_segment"]] for value in values]
+    def of_pass(hidden):
+        decoder, head = decoder_and_head(model)
+        hidden = hidden_states(decoder, batch) if hidden is None else hidden
+        chosen = batch["chosen"]                                                         # (R, T)
+        values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
+        zeros = torch.zeros(chosen.shape, device=chosen.device)
+        return [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in values]
+
+    return as_forward(model, of_pass, None) if hidden is None else of_pass(hidden)
 
 
 def decoder_and_head(model):
     """The transformer without its head, and the head, beneath PEFT's wrapper if there is one."""
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     return base.get_decoder(), base.get_output_embeddings()
+
+
+# Processes: those that torchrun started, if it did. Each holds a part of the weights (FSDP2) and plays its
+# share of the episodes; all know all episodes, so that each computes the same advantages, order and metrics.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_processes(args):
+    """Join the processes of torchrun, if it started this one.  -> the device of this process
+
+    Of several GPUs each process sees its own alone, as vLLM wants it too.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return choose_device(args)
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
+    if not args.run_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise BadInput("--run-dir: needed with torchrun --max-restarts, or a restart would begin a new run")
+    if args.device != "cpu":
+        number, seen = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = (seen.split(",") if seen else [*map(str, range(64))])[number]
+    device = choose_device(args)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=args.dist_timeout)
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))
+    Peers.store = own_part(store, number, count)
+    dist.init_process_group(backend, store=Peers.store, rank=number, world_size=count, timeout=patience)
+    watch = threading.Thread(target=Peers.watch, name="peers", daemon=True)
+    watch.start()
+    atexit.register(Peers.close, watch)
+    return device
+
+
+def own_part(store, number, count):
+    """The part of torchrun's store that belongs to this start. The store still holds what the processes of an
+    earlier one wrote: that one of them failed, and addresses where nobody listens any more.
+    """
+    mine = os.urandom(8).hex()
+    store.set(f"hello/{number}", mine)
+    while True:
+        if number == 0:
+            names = [mine, *(store.get(f"hello/{other}").decode() for other in range(1, count))]
+            store.set("names", " ".join(names))  # again, until nobody reads an old one
+            if all(store.check([f"heard/{other}/{mine}"]) for other in range(1, count)):
+                return dist.PrefixStore(mine, store)
+        else:
+            names = store.get("names").decode().split()
+            if names[number:number + 1] == [mine]:
+                store.set(f"heard/{number}/{names[0]}", "")
+                return dist.PrefixStore(names[0], store)
+        time.sleep(0.05)
+
+
+def end_processes():
+    if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM ends all groups at exit
+        dist.destroy_process_group()
+
+
+def say(text, file=None):
+    """Print beside the progress bar, in the first process alone."""
+    if rank() == 0:
+        tqdm.write(text, file)
+
+
+class Peers:
+    """Word of a process that failed: the others end, without a receipt of their own."""
+
+    store, first, ended = None, False, threading.Event()
+
+    @classmethod
+    def tell(cls):
+        """Let the others know that this process fails.  -> whether it is the first, as far as can be known"""
+        answers = []
+
+        def ask():
+            with contextlib.suppress(RuntimeError):  # the store is gone with torchrun
+                answers.append(cls.store.add("failed", 1))
+
+        if cls.store:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(10)  # over a link that is cut, no answer comes
+        cls.first = not answers or answers == [1]
+        return cls.first
+
+    @classmethod
+    def watch(cls):
+        with contextlib.suppress(RuntimeError):
+            while not cls.ended.wait(1):
+                # What waits for a process that is gone fails by itself; but with NCCL it does not.
+                if cls.store.check(["failed"]) and not cls.ended.wait(5) and not cls.first:
+                    os._exit(1)
+
+    @classmethod
+    def close(cls, watch):
+        """Python must not end while a thread asks the store."""
+        cls.ended.set()
+        watch.join(10)
+        if watch.is_alive():
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class Preempted(Exception):
+    """SIGTERM came, as from a cluster that takes its machines back: save, and end well."""
+
+    asked = at_once = False
+    before = None  # the handler that was there
+
+    @classmethod
+    def listen(cls):
+        cls.asked = False
+        if threading.current_thread() is threading.main_thread():
+            cls.before = signal.signal(signal.SIGTERM, cls.on_signal)
+
+    @classmethod
+    def forget(cls):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, cls.before)
+
+    @classmethod
+    def on_signal(cls, *_):
+        cls.asked = True
+        if cls.at_once:
+            cls.at_once = False
+            raise cls
+
+
+def together(work, at_once=False):
+    """work() in every process.  -> what each returned, in order of ranks.
+
+    What ends the run well in one of them, SIGTERM or a sampler that is gone, is raised in all, between two
+    collective operations. at_once: SIGTERM interrupts the work, which must be without such operations.
+    """
+    result = problem = None
+    try:
+        try:
+            Preempted.at_once = at_once
+            result = None if Preempted.asked else work()
+        finally:
+            Preempted.at_once = False
+        if Preempted.asked:
+            raise Preempted
+    except (OSError, Preempted) as error:
+        problem = error
+    results = [(result, problem)] * num_ranks()
+    if dist.is_initialized():
+        dist.all_gather_object(results, (result, problem))
+    for _, problem in results:
+        if problem:
+            raise problem
+    return [result for result, _ in results]
+
+
+def total(tensor):
+    """The sum of a tensor over all processes, in its place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def share(size):
+    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    return range(rank() * size // num_ranks(), (rank() + 1) * size // num_ranks())
+
+
+def shard(model, device):
+    """A model on its device. Under torchrun each process keeps a part of each weight (FSDP2); a layer's are
+    gathered when it computes.
+    """
+    if not dist.is_initialized():
+        return model.to(device)
+    mesh = dist.init_device_mesh(device.type, (num_ranks(),))
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    for module in [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]:
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    model.as_forward = lambda function, *given: function(*given)
+    register_fsdp_forward_method(model, "as_forward")
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
+    model.reshard()
+    return model
+
+
+def as_forward(model, function, *given):
+    """function(*given) as the model's forward pass: what it calls of a sharded model has whole weights."""
+    if not isinstance(model, FSDPModule):
+        return function(*given)
+    result = model.as_forward(function, *given)
+    if not torch.is_grad_enabled():
+        model.reshard()  # else its backward pass does; until then it shows whole parameters
+    return result
+
+
+def gather_weights(model, whole):
+    """Whole weights on each process, until they are let go: meanwhile none waits for another to compute."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(not whole and module is not model, recurse=False)
+            module.unshard() if whole else module.reshard()
+
+
+def plain(tensor):
+    """A tensor whose parts lie in several processes as a whole one, in all of them; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def saved_weights(model):
+    """(name, tensor) of an adapter's weights, or of all; to be read to the end by all processes together."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(model, peft.PeftModel) or name in trained:
+            yield name, plain(tensor)
+
+
+def whole_weights(model):
+    """What save_pretrained is to write of a sharded model, on the CPU; None where it can see for itself."""
+    if dist.is_initialized():
+        # Without the second name of a tied head.
+        once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        keep = once if rank() == 0 else ()  # the first process writes
+        return {name: tensor.cpu() for name, tensor in saved_weights(model) if name in keep}
+    return None
+
+
+def optimizer_state(optimizer):
+    """As torch saves it, with whole tensors: it loads into any number of processes."""
+    state = optimizer.state_dict()
+    return state | dict(state={index: {name: plain(value).cpu() for name, value in moments.items()}
+                               for index, moments in state["state"].items()})
+
+
+def split(tensor, parameter):
+    """A whole tensor as the parameter is: this process's part of it where that is sharded."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    mesh, tensor = parameter.device_mesh, tensor.to(parameter.device)
+    return distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
+
+
+def load_optimizer(optimizer, state):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.load_state_dict(state | dict(state={
+        index: {name: value if name == "step" else split(value, parameters[index])
+                for name, value in moments.items()} for index, moments in state["state"].items()}))
+
+
+def deal(sizes):
+    """Items for each process, evenly by size: the largest first, to whoever has least.
+
+    -> the indices of each rank's items, the same in every process
+    """
+    loads, hands = [0] * num_ranks(), [[] for _ in range(num_ranks())]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        least = loads.index(min(loads))
+        hands[least].append(index)
+        loads[least] += sizes[index]
+    return [sorted(hand) for hand in hands]
+
+
+def seed_of(text):
+    """A seed for `uniform` that a text names."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 # Engine: load, generate, sync
@@ -553,30 +839,51 @@ def pad(rows, value, device, left=False, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-def sample(logits, temperature):
-    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,)."""
+def uniform(state):
+    """A number in [0, 1) from each row's own state, so that none depends on what is sampled beside it:
+    splitmix64 (Steele et al., OOPSLA 2014, fig. 17), whose state grows by GAMMA from number to number.
+
+    state (B,) int64, which wraps around -> (B,) float64
+    """
+    z = state
+    for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    z = z ^ (z >> 31 & (1 << 33) - 1)
+    return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+GAMMA = -0x61c8864680b583eb
+
+
+def sample(logits, temperature, uniform):
+    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,).
+
+    uniform (B,) float64 in [0, 1): a random number for each row.
+    """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
         # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
         # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
         cdf = logprobs.double().exp().cumsum(-1)
-        uniform = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, uniform, right=True).clamp(max=cdf.shape[1] - 1)
+        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        tokens = tokens.clamp(max=cdf.shape[1] - 1)
     else:
         tokens = logprobs.argmax(-1, keepdim=True)                                       # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, temperature, tokenizer):
+def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
+    seeds: one for each response, which decides its random numbers; without them torch's generator does.
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
     decoder, head = decoder_and_head(model)
     device, size, unique = model.device, head.out_features, {}
+    seeds = (torch.randint(2**62, (len(prompts),)) if seeds is None else torch.tensor(seeds)).to(device)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
@@ -590,14 +897,15 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        token, logprob = sample(head(hidden)[row], temperature)                          # (live,)
+        seeds = seeds + GAMMA
+        token, logprob = sample(head(hidden)[row], temperature, uniform(seeds))          # (live,)
         ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
         done = done | torch.isin(token, eos)
         ended = int(done.sum())
         if t + 1 == max_new_tokens or ended == len(done):
             break
         if ended > len(done) // 8:
-            live, row, token, done = (x[~done] for x in (live, row, token, done))
+            live, row, token, seeds, done = (x[~done] for x in (live, row, token, seeds, done))
         pairs, row = torch.unique(row * size + token, return_inverse=True)
         parent, tokens = pairs // size, (pairs % size)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
@@ -655,8 +963,11 @@ class Engine:
     def sync_weights(self, model):
         """Hand over the trained weights."""
 
+    def wake(self):
+        """Before a rollout, in all processes together."""
+
     def sleep(self):
-        """Give the device's memory back until the next hand-over."""
+        """Give the device's memory back until the next hand-over or rollout."""
 
     def close(self):
         """Drop what is still asked."""
@@ -675,20 +986,26 @@ class HfEngine(Engine):
     def busy(self) -> bool:
         return bool(self.waiting)
 
-    def submit(self, key: int, prompt: list[int], temperature: float):
-        self.waiting.append((key, prompt, temperature))
+    def wake(self):
+        gather_weights(self.model, whole=True)
+
+    def sleep(self):
+        gather_weights(self.model, whole=False)
+
+    def submit(self, key: int, prompt: list[int], temperature: float, seed: int = 0):
+        self.waiting.append((key, prompt, temperature, seed))
 
     def collect(self):
         """-> [(key, response_ids, logprobs)]"""
         waiting, self.waiting, replies = self.waiting, [], []
         limit = self.args.max_response_tokens
         # A cached token costs far less memory than a trained one, hence the factor.
-        longest = max(len(prompt) for _, prompt, _ in waiting) + limit
+        longest = max(len(prompt) for _, prompt, *_ in waiting) + limit
         rows = max(1, 16 * self.args.microbatch_tokens // longest)
         for start in range(0, len(waiting), rows):
-            keys, prompts, temperatures = zip(*waiting[start:start + rows], strict=True)
+            keys, prompts, temperatures, seeds = zip(*waiting[start:start + rows], strict=True)
             with precision(self.args, self.model.device):
-                sampled = generate(self.model, prompts, limit, temperatures[0], self.tokenizer)
+                sampled = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
             replies += [(key, *reply) for key, reply in zip(keys, sampled, strict=True)]
         return replies
 
@@ -746,7 +1063,7 @@ class VllmEngine(Engine):
     def busy(self):
         return bool(self.running)
 
-    def submit(self, key, prompt, temperature):
+    def submit(self, key, prompt, temperature, seed=0):
         params = self.vllm.SamplingParams(temperature=temperature, **self.sampling)
         prompt = self.vllm.TokensPrompt(prompt_token_ids=prompt)
         self.llm.llm_engine.add_request(str(key), prompt, params, lora_request=self.lora)
@@ -779,7 +1096,7 @@ class VllmEngine(Engine):
                 shutil.rmtree(before.lora_path)
         else:
             # state_dict names a tied head, which named_parameters leaves out and vLLM would then not change.
-            weights = list(model.state_dict().items())
+            weights = list(saved_weights(model))
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -812,7 +1129,7 @@ class VllmServers(Engine):
         self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
         self.waiting, self.asked, self.count = {}, {}, 0
         self.number, self.path, self.pushes, self.locks, self.names, self.failed = 0, None, {}, {}, {}, set()
-        self.tag, self.problem = os.urandom(4).hex(), "closed"
+        self.tag, self.problem = together(os.urandom(4).hex)[0], "closed"
         for url in (url.rstrip("/") for url in args.vllm_url):
             self.pushes[url], self.locks[url] = 0, threading.Lock()
             self.names[url], longest = self.persist(url, functools.partial(self.describe, url))
@@ -824,9 +1141,13 @@ class VllmServers(Engine):
     def busy(self):
         return bool(self.waiting or self.asked)
 
-    def submit(self, key, prompt, temperature):
+    def submit(self, key, prompt, temperature, seed=0):
         # Replies to one prompt are one request, which halves their cost; greedy ones may not be.
         self.waiting.setdefault((tuple(prompt), temperature, 0 if temperature else key), []).append(key)
+
+    @property
+    def adapter(self) -> str:
+        return f"policy-{self.tag}-{self.number}"
 
     def describe(self, url):
         card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
@@ -894,7 +1215,7 @@ class VllmServers(Engine):
         """Hand the weights in self.path to a server. What it had cached was computed with older ones."""
         if self.lora:
             # Under a new name: one loaded in place is read from the disk again by every batch of requests.
-            name = f"policy-{self.tag}-{self.number}"
+            name = self.adapter
             loaded = {card["id"] for card in self.call(url, "/v1/models")["data"]}
             if name not in loaded:
                 self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=self.path))
@@ -911,10 +1232,13 @@ class VllmServers(Engine):
 
     def sync_weights(self, model):
         self.number += 1
-        before, self.path = self.path, write_weights(model, self.folder / f"{self.tag}-{self.number}")
+        before, self.path = self.path, write_weights(model, self.folder / f"{self.tag}-{self.number}", 0)
         for url in self.names:
-            self.persist(url, functools.partial(self.push, url))
-        if before:
+            if rank() == 0:
+                self.persist(url, functools.partial(self.push, url))
+            elif self.lora:
+                self.names[url] = self.adapter
+        if before and rank() == 0:
             shutil.rmtree(before, ignore_errors=True)
 
     def close(self):
@@ -924,13 +1248,17 @@ class VllmServers(Engine):
         self.session.close()
 
 
-def write_weights(model, folder):
-    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path."""
-    if isinstance(model, peft.PeftModel):
-        model.save_pretrained(folder)
-    else:
+def write_weights(model, folder, only=None):
+    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path.
+
+    only: the one process that writes them; otherwise each does, in a folder of its own.
+    """
+    writes = only in (None, rank())
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in saved_weights(model) if writes}
+    if writes and isinstance(model, peft.PeftModel):
+        model.save_pretrained(folder, state_dict=tensors)
+    elif writes:
         folder.mkdir(parents=True)
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")  # copies, so that a tied head is written too
     return str(folder.resolve())
 
@@ -940,9 +1268,11 @@ def make_engine(model, tokenizer, args, folder):
     if args.engine == "hf":
         return HfEngine(model, tokenizer, args)
     eos, lora = eos_ids(model, tokenizer), isinstance(model, peft.PeftModel)
-    shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed run
     if args.vllm_url:
+        shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed run
         return VllmServers(args, eos, lora, folder)
+    folder = folder / str(rank())
+    shutil.rmtree(folder, ignore_errors=True)
     return VllmEngine(args, eos, model.device, model.peft_config["default"].r if lora else 0, folder)
 
 
@@ -954,13 +1284,15 @@ def check_sync(engine, model, tokenizer, args):
     length = min(256, args.max_context_tokens - args.max_response_tokens)
     prompt = np.random.default_rng(0).integers(len(tokenizer), size=length).tolist()
     for key in range(8):
-        engine.submit(key, prompt, args.temperature)
+        engine.submit(key, prompt, args.temperature, key)
     segments = []
     while engine.busy:
         for _, ids, logprobs in engine.collect():
             segments.append(Segment(prompt))
             segments[-1].append(ids, 1, logprobs)
-    store_logprobs(model, segments, "old_logprobs", args, tokenizer.pad_token_id)
+    for segment in segments:  # as many passes in each process
+        batch = collate([segment], tokenizer.pad_token_id, model.device)
+        write_logprobs(model, [segment], batch, "old_logprobs", args)
     difference = float(np.mean(np.abs(np.concatenate(
         [np.subtract(segment.old_logprobs, segment.rollout_logprobs) for segment in segments]))))
     if not difference <= SYNC_TOLERANCE[args.dtype]:
@@ -979,9 +1311,9 @@ class Critic(torch.nn.Module):
     The decoder is the critic's own; or the policy's, whose loss the value loss then joins.
     """
 
-    def __init__(self, decoder, hidden_size, shared):
+    def __init__(self, decoder, hidden_size, policy=None):
         super().__init__()
-        self.decoder, self.policy = (None, [decoder]) if shared else (decoder, [])  # a list: not our weights
+        self.decoder, self.policy = None if policy else decoder, [policy]  # a list: not our weights
         self.head = torch.nn.Linear(hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -991,7 +1323,11 @@ class Critic(torch.nn.Module):
 
         hidden: the decoder's states (R, T, H), where they are computed already.
         """
-        hidden = hidden_states(self.decoder or self.policy[0], batch) if hidden is None else hidden
+        if hidden is None and self.decoder:
+            hidden = hidden_states(self.decoder, batch)
+        elif hidden is None:
+            policy = self.policy[0]
+            hidden = as_forward(policy, lambda: hidden_states(decoder_and_head(policy)[0], batch))
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             values = self.head(hidden.float()).squeeze(-1)
         return values[batch["row_of_segment"]]
@@ -1008,7 +1344,8 @@ def make_critic(policy, backbone, args):
         return None
     if args.critic == "own":
         decoder, _ = decoder_and_head(add_lora(backbone, args) if args.lora else backbone)
-    return Critic(decoder, head.in_features, args.critic == "shared").to(policy.device)
+    critic = Critic(decoder, head.in_features, policy if args.critic == "shared" else None)
+    return shard(critic, policy.device)
 
 
 # Rollout: tasks to scored token sequences
@@ -1063,6 +1400,7 @@ class Rollout:
     children: list[Rollout] = dataclasses.field(default_factory=list)  # sub-agents
     parent: Rollout | None = None
     key: int = 0  # that the engine knows it by
+    draws: str = ""  # names its random numbers
 
     @property
     def info(self) -> dict:
@@ -1083,6 +1421,11 @@ class Rollout:
         said = [m["content"] for m in self.messages[len(self.task.messages):] if m["role"] == "assistant"]
         return said[-1] if said and self.termination != "error" else ""
 
+    @property
+    def reply_seed(self) -> int:
+        """Of the next reply's random numbers."""
+        return seed_of(f"{self.draws} {self.retries} {len(self.turns)}")
+
     def restart(self):
         """Back to the task alone."""
         self.messages, self.segments = list(self.task.messages), [Segment(self.segments[0].prompt_ids)]
@@ -1101,7 +1444,7 @@ def episode_reward(rollout: Rollout) -> list[float]:
 
     rollout.steps are the environment's answers, their .info the named parts, rollout.messages the texts. A
     list has a number for each turn; a single number comes with the last one. A reply cut by the length limit
-    never reaches the environment and so earns nothing.
+    never reaches the environment; Episode.end judges what was there before it.
     """
     return [step.reward for step in rollout.steps]
 
@@ -1228,7 +1571,7 @@ class Play:
             self.continue_if(fits(r, self.args), r)
         for r in self.ready:
             if not r.termination:  # it may have timed out since
-                self.engine.submit(r.key, r.segments[-1].ids, temperature)
+                self.engine.submit(r.key, r.segments[-1].ids, temperature, r.reply_seed)
                 self.asked[r.key] = r
         self.ready = []
 
@@ -1343,8 +1686,9 @@ class Play:
 
     def sub_agent(self, parent, task, episode):
         prompt = encode_prompt(task.messages, self.tokenizer, self.args)
-        child = Rollout(task, len(parent.children), list(task.messages), [Segment(prompt)], parent=parent,
-                        key=next(self.keys))
+        number = len(parent.children)
+        child = Rollout(task, number, list(task.messages), [Segment(prompt)], parent=parent,
+                        key=next(self.keys), draws=f"{parent.draws} {parent.retries}.{number}")
         parent.children.append(child)
         self.live[child] = episode
         return child
@@ -1402,25 +1746,37 @@ class Play:
                 break
 
 
-def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, pool, score):
-    """Play num_samples episodes of each task, turn by turn.  -> Rollouts, those of a task side by side."""
+def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, pool, score, kind="train",
+            first=0):
+    """Play num_samples episodes of each of this process's tasks, turn by turn.  -> the Rollouts of all
+    processes, those of a task side by side.
+
+    kind, and the number of the first task among all of that kind, name the random numbers of the replies.
+    """
     prompts = [encode_prompt(task.messages, tokenizer, args) for task in tasks]
-    rollouts = [Rollout(task, number, list(task.messages), [Segment(prompt)])
-                for task, prompt in zip(tasks, prompts, strict=True) for number in range(num_samples)]
-    play = Play(engine, tokenizer, env, args, pool, rollouts)
-    try:
-        while play.waiting or play.began or engine.busy:
-            play.ask(temperature)
-            play.hear()
-            play.settle()
-    finally:
-        play.finish()
-    for r in rollouts:
-        if r.termination != "error":
-            set_rewards(r, score(r))
-        for child in r.family[1:]:
-            set_rewards(child, r.reward)
-    return rollouts
+    rollouts = [Rollout(task, number, list(task.messages), [Segment(prompt)],
+                        draws=f"{args.seed} {kind} {position} {number}")
+                for position, (task, prompt) in enumerate(zip(tasks, prompts, strict=True), first)
+                for number in range(num_samples)]
+
+    def play_all():
+        play = Play(engine, tokenizer, env, args, pool, rollouts)
+        try:
+            while play.waiting or play.began or engine.busy:
+                play.ask(temperature)
+                play.hear()
+                play.settle()
+        finally:
+            play.finish()
+        for r in rollouts:
+            if r.termination != "error":
+                set_rewards(r, score(r))
+            for child in r.family[1:]:
+                set_rewards(child, r.reward)
+        return rollouts
+
+    engine.wake()
+    return [r for part in together(play_all, at_once=True) for r in part]
 
 
 def fits(r, args, answer=()):
@@ -1478,6 +1834,47 @@ def microbatches(segments, budget):
     yield part
 
 
+def deal_groups(groups):
+    """Whole groups for each process, evenly by tokens.  -> a list of segments for each rank"""
+    hands = deal([sum(len(segment.ids) for segment in group) for group in groups])
+    return [[segment for index in hand for segment in groups[index]] for hand in hands]
+
+
+def passes(groups, args, pad_id, device):
+    """This process's passes over its share of the groups.  -> (segments, what collate makes of them) of each
+
+    All processes take part in every pass and call each layer equally often, since FSDP2 gathers its weights:
+    one that has fewer adds some that count 0, and all share prompts or none does.
+    """
+    parts = [list(microbatches(hand, args.microbatch_tokens)) if hand else [] for hand in deal_groups(groups)]
+    filler = min((segment for group in groups for segment in group), key=lambda segment: len(segment.ids))
+    for now in itertools.zip_longest(*parts, fillvalue=()):
+        part = now[rank()] or [filler]
+        batch = collate(part, pad_id, device)
+        if not now[rank()]:
+            batch["response_mask"].zero_()
+        if dist.is_initialized():
+            batch["share_prompts"] = any(map(pays_to_share, now)) and min(
+                len(segment.prompt_ids) for part in now for segment in part or [filler]) > 1
+        yield part, batch
+
+
+def pays_to_share(part):
+    """Whether to compute shared prompts once saves more than the second gathering of weights costs."""
+    rows = {segment.key: len(segment.prompt_ids) for segment in part}
+    saved = sum(rows.values()) - sum(map(len, {tuple(segment.prompt_ids) for segment in part}))
+    return saved > sum(len(segment.ids) for segment in part) / 4
+
+
+def tell_others(groups, name):
+    """What the passes of each process have written into segment.<name>, into the same segment in all."""
+    if dist.is_initialized():
+        hands = deal_groups(groups)
+        told = together(lambda: [getattr(segment, name) for segment in hands[rank()]])
+        for segment, value in zip(itertools.chain(*hands), itertools.chain(*told), strict=True):
+            setattr(segment, name, value)
+
+
 def collate(segments, pad_id, device):
     """Tensors of a pass. Prompts (U, P), padded left, and responses (R, T), padded right, each different one
     once, since equal ones have equal log-probabilities; all else by segment, (B, T).
@@ -1492,7 +1889,7 @@ def collate(segments, pad_id, device):
         responses=pad([response for _, response, _ in rows], pad_id, device),
         valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
         chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
-        row_of_segment=torch.tensor(row_of_segment, device=device))
+        share_prompts=len(prompts) < len(rows), row_of_segment=torch.tensor(row_of_segment, device=device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
         if getattr(segments[0], name) is not None:
             batch[name] = pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32)
@@ -1500,26 +1897,33 @@ def collate(segments, pad_id, device):
 
 
 @torch.no_grad()
-def store_logprobs(model, segments, name, args, pad_id):
-    """Write the model's log-probabilities of each response into segment.<name>."""
-    for part in microbatches(segments, args.microbatch_tokens):
-        with precision(args, model.device):
-            logprobs, _ = token_logprobs(model, collate(part, pad_id, model.device), args.temperature)
-        for segment, row in zip(part, logprobs.tolist(), strict=True):
-            setattr(segment, name, row[:len(segment.response_ids)])
+def write_logprobs(model, part, batch, name, args):
+    """Write the model's log-probabilities of a pass's responses into segment.<name>."""
+    with precision(args, model.device):
+        logprobs, _ = token_logprobs(model, batch, args.temperature)
+    for segment, row in zip(part, logprobs.tolist(), strict=True):
+        setattr(segment, name, row[:len(segment.response_ids)])
+
+
+def store_logprobs(model, groups, name, args, pad_id):
+    """write_logprobs of all groups; under torchrun of each in one process, which tells the others."""
+    for part, batch in passes(groups, args, pad_id, model.device):
+        write_logprobs(model, part, batch, name, args)
+    tell_others(groups, name)
 
 
 @torch.no_grad()
-def store_values(critic, segments, args, pad_id):
+def store_values(critic, episodes, args, pad_id):
     """Write the critic's value before each response token into segment.values; 0 without a critic."""
-    for segment in segments:
+    for segment in itertools.chain(*episodes):
         segment.values = [0.0] * len(segment.response_ids)
-    for part in microbatches(segments, args.microbatch_tokens) if critic else ():
-        device = critic.head.weight.device
+    device = critic.head.weight.device if critic else None
+    for part, batch in passes(episodes, args, pad_id, device) if critic else ():
         with precision(args, device):
-            values = critic(collate(part, pad_id, device))
+            values = critic(batch)
         for segment, row in zip(part, values.tolist(), strict=True):
             segment.values = row[:len(segment.response_ids)]
+    tell_others(episodes, "values")
 
 
 def estimate_advantages(episodes, kl_coef, args):
@@ -1568,8 +1972,12 @@ def policy_terms(model, batch, args, critic=None):
 
     A critic that shares the policy's backbone is trained in the same pass.
     """
-    hidden = hidden_states(decoder_and_head(model)[0], batch)
-    logprobs, entropy = token_logprobs(model, batch, args.temperature, hidden)
+    def of_pass():
+        hidden = hidden_states(decoder_and_head(model)[0], batch)
+        values = critic(batch, hidden) if critic else None
+        return *token_logprobs(model, batch, args.temperature, hidden), values
+
+    logprobs, entropy, values = as_forward(model, of_pass)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
     per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip_low,
                                              args.clip_high)
@@ -1579,14 +1987,17 @@ def policy_terms(model, batch, args, critic=None):
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
     if critic:
-        value_loss, measured = value_terms(critic, batch, args, hidden)
+        value_loss, measured = value_terms(critic, batch, args, values)
         loss, logged = loss + args.value_coef * value_loss, logged | measured
     return loss, logged
 
 
-def value_terms(critic, batch, args, hidden=None):
-    """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}"""
-    values = critic(batch, hidden)
+def value_terms(critic, batch, args, values=None):
+    """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}
+
+    values: the critic's (B, T), where they are computed already.
+    """
+    values = critic(batch) if values is None else values
     errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], args.value_clip)
     return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
@@ -1601,10 +2012,10 @@ def update(model, optimizer, terms, episodes, epochs, minibatches, args, pad_id,
     totals, norms, num_seen, device = {}, [], 0, parameters[0].device
     for chosen in [part for _ in range(1 if frozen else epochs) for part in
                    np.array_split(torch.randperm(len(episodes)).numpy(), min(minibatches, len(episodes)))]:
-        segments = [segment for index in chosen for segment in episodes[index]]
-        num_tokens, kl = sum(sum(segment.response_mask) for segment in segments), 0.0
-        for part in microbatches(segments, args.microbatch_tokens):
-            batch = collate(part, pad_id, device)
+        minibatch = [episodes[index] for index in chosen]
+        num_tokens = sum(sum(segment.response_mask) for segments in minibatch for segment in segments)
+        kl = torch.zeros((), dtype=torch.float64, device=device)
+        for _, batch in passes(minibatch, args, pad_id, device):
             mask = batch["response_mask"]
             with precision(args, device), torch.set_grad_enabled(not frozen):
                 per_token, logged = terms(model, batch, args)
@@ -1619,16 +2030,17 @@ def update(model, optimizer, terms, episodes, epochs, minibatches, args, pad_id,
         num_seen += num_tokens
         if frozen:
             continue
-        if args.target_kl and kl > args.target_kl:
+        if args.target_kl and total(kl) > args.target_kl:
             optimizer.zero_grad(set_to_none=True)
             break
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
+        norms.append(plain(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
         if not torch.isfinite(norms[-1] + loss):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    *means, norm = torch.stack([*(total / num_seen for total in totals.values()),
-                                torch.stack(norms or [torch.zeros(())]).mean().double().to(device)]).tolist()
+    means = total(torch.stack([*totals.values()])) / num_seen
+    norm = torch.stack(norms or [torch.zeros((), device=device)]).mean().double()
+    *means, norm = torch.cat([means, norm[None]]).tolist()  # one host transfer
     return dict(zip(totals, means, strict=True)), norm, len(norms)
 
 
@@ -1646,15 +2058,17 @@ UPDATE_METRICS = (
 def evaluate(engine, tokenizer, env, args, pool, score):
     """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts."""
     n = args.eval_samples
-    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    sampled = rollout(engine, tokenizer, env, tasks, n, args.eval_temperature, args, pool, score)
-    greedy = rollout(engine, tokenizer, env, tasks, 1, 0.0, args, pool, score)
+    mine = share(min(args.eval_tasks, env.num_tasks("test")))
+    tasks = [env.task("test", index) for index in mine]
+    torch.manual_seed(args.seed + rank())  # vLLM's draws, the same at every evaluation
+    sampled, greedy = (
+        rollout(engine, tokenizer, env, tasks, samples, temperature, args, pool, score, "val", mine.start)
+        for samples, temperature in ((n, args.eval_temperature), (1, 0.0)))
     if failed := sum(r.termination == "error" for r in sampled + greedy):
         tqdm.write(f"evaluation: {failed} of {len(sampled + greedy)} episodes are incorrect because their "
                    "environment failed", sys.stderr)
     metrics = {}
-    for source in sorted({task.source for task in tasks}):
+    for source in sorted({r.task.source for r in greedy}):
         mine = [r for r in sampled if r.task.source == source]
         correct = np.array([r.correct for r in mine]).reshape(-1, n)                     # (tasks, n)
         parts = {name for r in mine for name, value in r.info.items() if not isinstance(value, str)}
@@ -1721,11 +2135,12 @@ class Run:
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
                   "print_samples", "track", "max_concurrent", "env_threads", "health_every",
-                  "check_sync"}  # and vLLM's flags
+                  "check_sync", "dist_timeout"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
-        self.args, self.meta, self.state, self.checkpoint = args, meta, None, None
+        self.args, self.meta, self.state, self.checkpoint = args, together(lambda: meta)[0], None, None
+        meta = self.meta
         self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -1735,6 +2150,8 @@ class Run:
         self.find_checkpoint()
         if (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
+        if len(seen := set(together(lambda: self.checkpoint))) > 1:
+            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - start["elapsed"]
@@ -1774,7 +2191,10 @@ class Run:
         self.meta["run_id"] = old["run_id"]
 
     def open(self):
-        """Write the meta line; or cut the log to the checkpoint and mark the place."""
+        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        self.log = self.writer = None
+        if rank():
+            return
         path, iteration = self.dir / "train_log.jsonl", self.counters["iteration"] if self.state else -1
         content = json.dumps({"meta": self.meta}).encode() + b"\n"
         if self.state:
@@ -1815,16 +2235,28 @@ class Run:
         for name, value in values.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"{name} is {value}")
-            self.writer.add_scalar(name, value, self.counters["iteration"])
+            if self.writer:
+                self.writer.add_scalar(name, value, self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
 
     def write(self, line):
-        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self.log.flush()
+        if self.log:
+            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self.log.flush()
+
+    def close(self):
+        if self.writer:
+            self.writer.close()
 
     def save(self, model, tokenizer, state):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest."""
+        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
+
+        Under torchrun the first process writes it, with the weights of all.
+        """
+        weights = whole_weights(model)
+        if rank():
+            return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         elapsed = time.perf_counter() - self.started
@@ -1832,7 +2264,7 @@ class Run:
         try:
             os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
@@ -1856,7 +2288,14 @@ class Run:
 
     def fail(self, error, evidence):
         """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""
-        what = dict(type=type(error).__name__, message=str(error))
+        if not Peers.tell():
+            raise SystemExit(f"rank {rank()}: ended, because another process failed")
+        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            lost = ConnectionError(f"another process is gone or does not answer: {first_line(error)}")
+            lost.__cause__, error = error, lost
+        if rank():
+            self.log = (self.dir / "train_log.jsonl").open("ab")
+        what = dict(type=type(error).__name__, message=str(error), rank=rank())
         folder = self.dir / "receipts" / self.trace_id
         receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
@@ -1866,7 +2305,7 @@ class Run:
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {rank()}; receipt: {folder})")
 
 
 class HealthMonitor(threading.Thread):
@@ -2104,7 +2543,8 @@ def main(args):
     load_dotenv(".env")
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    device = choose_device(args)
+    Preempted.listen()
+    device = start_processes(args)
     if args.engine == "vllm" and not args.vllm_url:
         import_vllm(device)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
@@ -2125,9 +2565,9 @@ def main(args):
         model = add_lora(base, args, run.checkpoint)
     else:
         model = load_weights(run.checkpoint) if run.checkpoint else base
-    model.to(device)
+    model = shard(model, device)
     engine = make_engine(model, tokenizer, args, run.dir / "sync")
-    reference = load_weights(args.model).to(device) if args.kl_coef and not args.lora else None
+    reference = shard(load_weights(args.model), device) if args.kl_coef and not args.lora else None
     critic = make_critic(model, backbone, args)
     del base, backbone
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -2141,15 +2581,16 @@ def main(args):
     terms = functools.partial(policy_terms, critic=critic if args.critic == "shared" else None)
     cursor, unlogged = 0, {}  # tasks drawn so far; numbers of an iteration that is trained but not logged yet
     if run.state:
-        optimizer.load_state_dict(run.state["optimizer"])
+        load_optimizer(optimizer, run.state["optimizer"])
         cursor, unlogged, kl_coef = (run.state[name] for name in ("cursor", "unlogged", "kl_coef"))
-        if critic:
-            critic.load_state_dict(run.state["critic"], strict=False)  # frozen weights are not in it
+        with torch.no_grad():
+            for name, weight in critic_weights.items():
+                weight.copy_(split(run.state["critic"][name], weight))
         if critic_optimizer:
-            critic_optimizer.load_state_dict(run.state["critic_optimizer"])
+            load_optimizer(critic_optimizer, run.state["critic_optimizer"])
     start_tracking(run, args)
     run.open()
-    print(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
+    say(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
           f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
           f"{args.epochs * args.minibatches} optimiser step(s) of the policy and "
           f"{args.critic_epochs * args.critic_minibatches if critic_optimizer else 0} of the critic on them, "
@@ -2157,9 +2598,10 @@ def main(args):
           f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}; "
           f"{args.first_policy_iteration - 1} iterations for the critic alone"
           + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
-    pool, health = EnvThreads(args.env_threads), HealthMonitor(run, args.health_every)
-    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=None, unit="it")
-    rollouts = []
+    pool, health = EnvThreads(args.env_threads), HealthMonitor(run, 0 if rank() else args.health_every)
+    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=bool(rank()) or None,
+                    unit="it")
+    rollouts, saved = [], run.counters["iteration"]
     gc.collect()
     gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
 
@@ -2167,30 +2609,34 @@ def main(args):
 
     def hand_over(what):
         with run.timed("sync"):
-            engine.sync_weights(model)
+            together(lambda: engine.sync_weights(model))
             if args.engine != "hf" and (what in unchecked or args.check_sync):
-                difference = check_sync(engine, model, tokenizer, args)
-                tqdm.write(f"sampler and trainer differ by {difference:.1g} nats per token")
+                difference = max(together(lambda: check_sync(engine, model, tokenizer, args)))
+                say(f"sampler and trainer differ by {difference:.1g} nats per token")
             unchecked.discard(what)
 
     def validate():
         with run.timed("eval"):
             metrics, samples = evaluate(engine, tokenizer, env, args, pool, score)
-        write_episodes(run, "val", samples, args, tokenizer, args.val_table_samples)
-        print_samples(samples, args, "val")
+        if rank() == 0:
+            write_episodes(run, "val", samples, args, tokenizer, args.val_table_samples)
+            print_samples(samples, args, "val")
         shown = [f"{name[4:]} {value:.3f}" for name, value in metrics.items()
                  if "@" in name or "greedy" in name]
-        tqdm.write(f"iteration {run.counters['iteration']}: {', '.join(shown)}")
+        say(f"iteration {run.counters['iteration']}: {', '.join(shown)}")
         return metrics
 
     def save():
+        nonlocal saved
         with run.timed("checkpoint"):
-            state = dict(cursor=cursor, unlogged=unlogged, kl_coef=kl_coef, optimizer=optimizer.state_dict())
+            state = dict(cursor=cursor, unlogged=unlogged, kl_coef=kl_coef)
+            state["optimizer"] = optimizer_state(optimizer)
             if critic:
-                state["critic"] = critic_weights
+                state["critic"] = {name: plain(weight) for name, weight in critic_weights.items()}
             if critic_optimizer:
-                state["critic_optimizer"] = critic_optimizer.state_dict()
+                state["critic_optimizer"] = optimizer_state(critic_optimizer)
             run.save(model, tokenizer, state)
+        saved = run.counters["iteration"]
 
     def finish(iteration):
         last = iteration == args.iterations
@@ -2208,29 +2654,31 @@ def main(args):
         if unlogged:  # the run ended when its weights could not be handed over
             finish(run.counters["iteration"])
         for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
-            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
+            seed = args.seed * 1_000_003 + iteration  # a resume needs no generator's state
+            torch.manual_seed(seed + rank() * 2**40)  # vLLM's draws
 
             # 1. Rollout: group_size responses to each prompt, from the current policy.
+            mine = share(args.prompts_per_iteration)
             with run.timed("rollout"):
                 tasks = [env.task("train", task_index(cursor + i, args.seed, env.num_tasks("train")))
-                         for i in range(args.prompts_per_iteration)]
+                         for i in mine]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
-                                   pool, score)
+                                   pool, score, "train", cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)
 
             metrics, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
             frozen, pad_id = iteration < args.first_policy_iteration, tokenizer.pad_token_id
+            torch.manual_seed(seed)  # of the order of the episodes, the same in all processes
             with run.timed("update"):
                 if episodes:
                     engine.sleep()
                     # 2. Old log-probabilities and values; penalty, advantages and returns at each token.
-                    everything = [segment for segments in episodes for segment in segments]
-                    store_logprobs(model, everything, "old_logprobs", args, pad_id)
+                    store_logprobs(model, episodes, "old_logprobs", args, pad_id)
                     if args.kl_coef:
                         # The starting model: a copy, or the policy with its adapter switched off.
                         with contextlib.nullcontext() if reference else model.disable_adapter():
-                            store_logprobs(reference or model, everything, "ref_logprobs", args, pad_id)
-                    store_values(critic, everything, args, pad_id)
+                            store_logprobs(reference or model, episodes, "ref_logprobs", args, pad_id)
+                    store_values(critic, episodes, args, pad_id)
                     metrics |= estimate_advantages(episodes, kl_coef, args)
                     if args.kl_target and not frozen:
                         kl_coef = adapt_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, args.kl_gain)
@@ -2250,37 +2698,44 @@ def main(args):
                     measured, norm, steps = update(model, optimizer, terms, episodes, args.epochs,
                                                    args.minibatches, args, pad_id, frozen)
                     metrics |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
-                metrics["train/weight_norm"] = float(torch.nn.utils.get_total_norm(parameters))
-                metrics["critic/weight_norm"] = float(torch.nn.utils.get_total_norm(critic_weights.values()))
+                for name, weights in (("train", parameters), ("critic", critic_weights.values())):
+                    metrics[f"{name}/weight_norm"] = float(plain(torch.nn.utils.get_total_norm(weights)))
 
             # 5. What the log says of the iteration.
-            cursor, run.counters["iteration"] = cursor + len(tasks), iteration
+            cursor, run.counters["iteration"] = cursor + args.prompts_per_iteration, iteration
             run.counters["env_steps"] += num_generated(rollouts)
             run.counters["opt_steps"] += steps + critic_steps
             metrics = rollout_metrics(rollouts, run.times["rollout"]) | metrics
             metrics |= {"train/policy_steps": steps, "train/global_step": run.counters["opt_steps"]}
             if iteration == 1:
                 shown = rollouts[0].segments[0]
-                tqdm.write(f"first prompt {tokenizer.decode(shown.prompt_ids)!r}, first response "
-                           f"{tokenizer.decode(shown.response_ids)!r}")
+                say(f"first prompt {tokenizer.decode(shown.prompt_ids)!r}, first response "
+                    f"{tokenizer.decode(shown.response_ids)!r}")
             if metrics["rollout/termination/error"] == 1:
-                tqdm.write(f"iteration {iteration}: the environment failed in every episode, so nothing is "
-                           "learned", sys.stderr)
-            print_samples(rollouts, args, "train")
-            write_episodes(run, "train", rollouts, args, tokenizer)
+                say(f"iteration {iteration}: the environment failed in every episode, so nothing is learned",
+                    sys.stderr)
+            if rank() == 0:
+                print_samples(rollouts, args, "train")
+                write_episodes(run, "train", rollouts, args, tokenizer)
             shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
                      "grad": metrics["train/grad_norm"], "explained": metrics["critic/vf_explained_var"]}
             shown = {name: f"{value:.3f}" for name, value in shown.items()}
             progress.set_postfix(shown, refresh=False)
             progress.update()
             if progress.disable:
-                print(f"{iteration}/{args.iterations}", *(f"{name} {value}" for name, value in shown.items()))
+                say(f"{iteration}/{args.iterations} " + " ".join(f"{name} {n}" for name, n in shown.items()))
             unlogged.update(metrics)
 
             # 6. Hand the new weights to the sampler; evaluate, log, checkpoint.
             if episodes:  # the sampler may have given its weights away, even where they have not changed
                 hand_over("update" if steps else "start")
             finish(iteration)
+    except Preempted:
+        iteration = run.counters["iteration"]
+        if unlogged or saved < iteration:
+            save()
+        say(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give the same command "
+            f"with --run-dir {run.dir}" if iteration else "SIGTERM: stopped in the first iteration")
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and run.counters["iteration"]:
             save()  # the trainer is whole: only the rollout is lost
@@ -2291,11 +2746,13 @@ def main(args):
         pool.close()
         engine.close()
         progress.close()
-        run.writer.close()
+        run.close()
+        Preempted.forget()
+    end_processes()
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
     except (BadInput, EngineError) as problem:
-        sys.exit(f"error: {problem}")
+        sys.exit(f"error: {problem}" if Peers.tell() else 1)

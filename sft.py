@@ -20,6 +20,7 @@ near 0.6; the rest is for grpo_llm.py to teach.
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import collections
 import contextlib
@@ -34,11 +35,13 @@ import platform
 import re
 import reprlib
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +51,7 @@ import peft
 import psutil
 import pyarrow.parquet
 import torch
+import torch.distributed as dist
 import transformers
 import tyro
 from datasets.arrow_writer import ArrowWriter
@@ -55,6 +59,8 @@ from dotenv import load_dotenv
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
@@ -144,6 +150,8 @@ class Args:
     """auto (CUDA where there is one), cpu, cuda, cuda:1"""
     threads: int = 1
     """CPU threads of torch [threads]; the small default model gains nothing from more"""
+    dist_timeout: float = 1800.0
+    """longest wait for another process, under torchrun [s]"""
     output_dir: str = "models/countdown-tiny"
     """the finished model or adapter; what was there is kept as <name>.previous; empty: in the run's folder"""
     # Sizes
@@ -254,7 +262,7 @@ LOWEST = dict.fromkeys((
     "num_heads", "intermediate_size", "eval_tasks", "eval_samples", "log_every", "checkpoint_every",
     "threads"), 1)  # the others: 0
 SHARES = ("final_learning_rate", "val_ratio", "beta2", "decay")
-POSITIVE = ("learning_rate", "max_grad_norm")
+POSITIVE = ("learning_rate", "max_grad_norm", "dist_timeout")
 
 METRICS = {
     "train/loss": "cross-entropy per response token, mean of the steps since the record before [nats]",
@@ -304,12 +312,16 @@ def response_loss(model, batch):
     rows position_ids start anew with each row, from which transformers keeps attention within it (with
     use_cache, it would not).
     """
-    decoder, head = decoder_and_head(model)
     tokens, positions = batch["tokens"], batch["position_ids"]
-    hidden = decoder(input_ids=tokens[:, :-1], position_ids=None if positions is None else positions[:, :-1],
-                     use_cache=False).last_hidden_state                                      # (B, T - 1, H)
     chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
-    return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()
+
+    def of_pass():
+        decoder, head = decoder_and_head(model)
+        hidden = decoder(input_ids=tokens[:, :-1], use_cache=False,
+                         position_ids=None if positions is None else positions[:, :-1]).last_hidden_state
+        return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()               # (B, T - 1, H)
+
+    return as_forward(model, of_pass)
 
 
 def decoder_and_head(model):
@@ -333,6 +345,278 @@ def parameter_groups(model, weight_decay):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
             dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
+
+
+# Processes: those that torchrun started, if it did. Each holds a part of the weights (FSDP2) and plays its
+# share of the episodes; all know all episodes, so that each computes the same advantages, order and metrics.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_processes(args):
+    """Join the processes of torchrun, if it started this one.  -> the device of this process
+
+    Of several GPUs each process sees its own alone, as vLLM wants it too.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return choose_device(args)
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
+    if not args.run_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise BadInput("--run-dir: needed with torchrun --max-restarts, or a restart would begin a new run")
+    if args.device != "cpu":
+        number, seen = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = (seen.split(",") if seen else [*map(str, range(64))])[number]
+    device = choose_device(args)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=args.dist_timeout)
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))
+    Peers.store = own_part(store, number, count)
+    dist.init_process_group(backend, store=Peers.store, rank=number, world_size=count, timeout=patience)
+    watch = threading.Thread(target=Peers.watch, name="peers", daemon=True)
+    watch.start()
+    atexit.register(Peers.close, watch)
+    return device
+
+
+def own_part(store, number, count):
+    """The part of torchrun's store that belongs to this start. The store still holds what the processes of an
+    earlier one wrote: that one of them failed, and addresses where nobody listens any more.
+    """
+    mine = os.urandom(8).hex()
+    store.set(f"hello/{number}", mine)
+    while True:
+        if number == 0:
+            names = [mine, *(store.get(f"hello/{other}").decode() for other in range(1, count))]
+            store.set("names", " ".join(names))  # again, until nobody reads an old one
+            if all(store.check([f"heard/{other}/{mine}"]) for other in range(1, count)):
+                return dist.PrefixStore(mine, store)
+        else:
+            names = store.get("names").decode().split()
+            if names[number:number + 1] == [mine]:
+                store.set(f"heard/{number}/{names[0]}", "")
+                return dist.PrefixStore(names[0], store)
+        time.sleep(0.05)
+
+
+def end_processes():
+    if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM ends all groups at exit
+        dist.destroy_process_group()
+
+
+def say(text, file=None):
+    """Print beside the progress bar, in the first process alone."""
+    if rank() == 0:
+        tqdm.write(text, file)
+
+
+class Peers:
+    """Word of a process that failed: the others end, without a receipt of their own."""
+
+    store, first, ended = None, False, threading.Event()
+
+    @classmethod
+    def tell(cls):
+        """Let the others know that this process fails.  -> whether it is the first, as far as can be known"""
+        answers = []
+
+        def ask():
+            with contextlib.suppress(RuntimeError):  # the store is gone with torchrun
+                answers.append(cls.store.add("failed", 1))
+
+        if cls.store:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(10)  # over a link that is cut, no answer comes
+        cls.first = not answers or answers == [1]
+        return cls.first
+
+    @classmethod
+    def watch(cls):
+        with contextlib.suppress(RuntimeError):
+            while not cls.ended.wait(1):
+                # What waits for a process that is gone fails by itself; but with NCCL it does not.
+                if cls.store.check(["failed"]) and not cls.ended.wait(5) and not cls.first:
+                    os._exit(1)
+
+    @classmethod
+    def close(cls, watch):
+        """Python must not end while a thread asks the store."""
+        cls.ended.set()
+        watch.join(10)
+        if watch.is_alive():
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class Preempted(Exception):
+    """SIGTERM came, as from a cluster that takes its machines back: save, and end well."""
+
+    asked = at_once = False
+    before = None  # the handler that was there
+
+    @classmethod
+    def listen(cls):
+        cls.asked = False
+        if threading.current_thread() is threading.main_thread():
+            cls.before = signal.signal(signal.SIGTERM, cls.on_signal)
+
+    @classmethod
+    def forget(cls):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, cls.before)
+
+    @classmethod
+    def on_signal(cls, *_):
+        cls.asked = True
+        if cls.at_once:
+            cls.at_once = False
+            raise cls
+
+
+def together(work, at_once=False):
+    """work() in every process.  -> what each returned, in order of ranks.
+
+    What ends the run well in one of them, SIGTERM or a sampler that is gone, is raised in all, between two
+    collective operations. at_once: SIGTERM interrupts the work, which must be without such operations.
+    """
+    result = problem = None
+    try:
+        try:
+            Preempted.at_once = at_once
+            result = None if Preempted.asked else work()
+        finally:
+            Preempted.at_once = False
+        if Preempted.asked:
+            raise Preempted
+    except (OSError, Preempted) as error:
+        problem = error
+    results = [(result, problem)] * num_ranks()
+    if dist.is_initialized():
+        dist.all_gather_object(results, (result, problem))
+    for _, problem in results:
+        if problem:
+            raise problem
+    return [result for result, _ in results]
+
+
+def total(tensor):
+    """The sum of a tensor over all processes, in its place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def share(size):
+    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    return range(rank() * size // num_ranks(), (rank() + 1) * size // num_ranks())
+
+
+def shard(model, device):
+    """A model on its device. Under torchrun each process keeps a part of each weight (FSDP2); a layer's are
+    gathered when it computes.
+    """
+    if not dist.is_initialized():
+        return model.to(device)
+    mesh = dist.init_device_mesh(device.type, (num_ranks(),))
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    for module in [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]:
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    model.as_forward = lambda function, *given: function(*given)
+    register_fsdp_forward_method(model, "as_forward")
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
+    model.reshard()
+    return model
+
+
+def as_forward(model, function, *given):
+    """function(*given) as the model's forward pass: what it calls of a sharded model has whole weights."""
+    if not isinstance(model, FSDPModule):
+        return function(*given)
+    result = model.as_forward(function, *given)
+    if not torch.is_grad_enabled():
+        model.reshard()  # else its backward pass does; until then it shows whole parameters
+    return result
+
+
+def gather_weights(model, whole):
+    """Whole weights on each process, until they are let go: meanwhile none waits for another to compute."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(not whole and module is not model, recurse=False)
+            module.unshard() if whole else module.reshard()
+
+
+def plain(tensor):
+    """A tensor whose parts lie in several processes as a whole one, in all of them; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def saved_weights(model):
+    """(name, tensor) of an adapter's weights, or of all; to be read to the end by all processes together."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(model, peft.PeftModel) or name in trained:
+            yield name, plain(tensor)
+
+
+def whole_weights(model):
+    """What save_pretrained is to write of a sharded model, on the CPU; None where it can see for itself."""
+    if dist.is_initialized():
+        # Without the second name of a tied head.
+        once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        keep = once if rank() == 0 else ()  # the first process writes
+        return {name: tensor.cpu() for name, tensor in saved_weights(model) if name in keep}
+    return None
+
+
+def optimizer_state(optimizer):
+    """As torch saves it, with whole tensors: it loads into any number of processes."""
+    state = optimizer.state_dict()
+    return state | dict(state={index: {name: plain(value).cpu() for name, value in moments.items()}
+                               for index, moments in state["state"].items()})
+
+
+def split(tensor, parameter):
+    """A whole tensor as the parameter is: this process's part of it where that is sharded."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    mesh, tensor = parameter.device_mesh, tensor.to(parameter.device)
+    return distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
+
+
+def load_optimizer(optimizer, state):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.load_state_dict(state | dict(state={
+        index: {name: value if name == "step" else split(value, parameters[index])
+                for name, value in moments.items()} for index, moments in state["state"].items()}))
+
+
+def deal(sizes):
+    """Items for each process, evenly by size: the largest first, to whoever has least.
+
+    -> the indices of each rank's items, the same in every process
+    """
+    loads, hands = [0] * num_ranks(), [[] for _ in range(num_ranks())]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        least = loads.index(min(loads))
+        hands[least].append(index)
+        loads[least] += sizes[index]
+    return [sorted(hand) for hand in hands]
+
+
+def seed_of(text):
+    """A seed for `uniform` that a text names."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 # Engine: load, generate
@@ -494,11 +778,13 @@ def check_packing(model, args):
     decoder, head = decoder_and_head(model)
     ids = torch.arange(64, device=model.device) % head.out_features
     positions = torch.arange(32, device=model.device).repeat(2)[None]
+
+    def second(first):
+        return decoder(input_ids=torch.cat([first, ids[32:]])[None], position_ids=positions,
+                       use_cache=False).last_hidden_state[0, 32:].float()                    # (32, H)
+
     with precision(args, model.device):
-        one, other = (
-            decoder(input_ids=torch.cat([first, ids[32:]])[None], position_ids=positions,
-                    use_cache=False).last_hidden_state[0, 32:].float()                       # (32, H)
-            for first in (ids[:32], ids[:32].flip(0)))
+        one, other = (as_forward(model, second, first) for first in (ids[:32], ids[:32].flip(0)))
     if (one - other).norm(dim=-1).max() > 1e-2 * one.norm(dim=-1).max():
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
@@ -516,30 +802,51 @@ def pad(rows, value, device, left=False, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-def sample(logits, temperature):
-    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,)."""
+def uniform(state):
+    """A number in [0, 1) from each row's own state, so that none depends on what is sampled beside it:
+    splitmix64 (Steele et al., OOPSLA 2014, fig. 17), whose state grows by GAMMA from number to number.
+
+    state (B,) int64, which wraps around -> (B,) float64
+    """
+    z = state
+    for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    z = z ^ (z >> 31 & (1 << 33) - 1)
+    return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+GAMMA = -0x61c8864680b583eb
+
+
+def sample(logits, temperature, uniform):
+    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,).
+
+    uniform (B,) float64 in [0, 1): a random number for each row.
+    """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
         # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
         # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
         cdf = logprobs.double().exp().cumsum(-1)
-        uniform = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, uniform, right=True).clamp(max=cdf.shape[1] - 1)
+        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        tokens = tokens.clamp(max=cdf.shape[1] - 1)
     else:
         tokens = logprobs.argmax(-1, keepdim=True)                                       # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, temperature, tokenizer):
+def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
+    seeds: one for each response, which decides its random numbers; without them torch's generator does.
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
     decoder, head = decoder_and_head(model)
     device, size, unique = model.device, head.out_features, {}
+    seeds = (torch.randint(2**62, (len(prompts),)) if seeds is None else torch.tensor(seeds)).to(device)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
@@ -553,14 +860,15 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer):
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        token, logprob = sample(head(hidden)[row], temperature)                          # (live,)
+        seeds = seeds + GAMMA
+        token, logprob = sample(head(hidden)[row], temperature, uniform(seeds))          # (live,)
         ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
         done = done | torch.isin(token, eos)
         ended = int(done.sum())
         if t + 1 == max_new_tokens or ended == len(done):
             break
         if ended > len(done) // 8:
-            live, row, token, done = (x[~done] for x in (live, row, token, done))
+            live, row, token, seeds, done = (x[~done] for x in (live, row, token, seeds, done))
         pairs, row = torch.unique(row * size + token, return_inverse=True)
         parent, tokens = pairs // size, (pairs % size)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
@@ -880,7 +1188,11 @@ def examples_of_rows(args, tokenizer, eos, run):
         rows = (hub_rows(args.dataset, split, columns) if args.dataset else
                 file_rows(f"--{side}-files", files, columns))
         path = run.dir / "data" / f"{side}.arrow"
-        data, more = encode_rows(itertools.islice(rows, limit), path, tokenizer, args, eos, run.state)
+        for writes in (True, False):  # the first process does, then the others find the file
+            if writes == (rank() == 0):
+                continued = run.state or not writes
+                data, more = encode_rows(itertools.islice(rows, limit), path, tokenizer, args, eos, continued)
+            together(lambda: None)
         counts.update(more)
         return lambda index: tuple(data[int(index)].values()), len(data)
 
@@ -987,6 +1299,20 @@ def batches(rows, args, pad_id, model):
                    position_ids=pad(positions, 0, model.device) if args.packing else None)
 
 
+def my_batches(rows, args, pad_id, model):
+    """`batches` of this process's share of the rows, which is even by tokens.
+
+    All processes take part in every pass (FSDP2 gathers weights): one that has fewer adds some that learn
+    nothing.
+    """
+    if not dist.is_initialized():
+        return list(batches(rows, args, pad_id, model))
+    mine = [rows[index] for index in deal([len(ids) for ids, _ in rows])[rank()]]
+    mine, (filler, *_) = list(batches(mine, args, pad_id, model)), batches(rows[:1], args, pad_id, model)
+    filler["response_mask"].zero_()
+    return mine + [filler] * (max(together(lambda: len(mine))) - len(mine))
+
+
 def count_targets(rows):
     return sum(sum(mask) for _, mask in rows)
 
@@ -999,26 +1325,35 @@ def evaluate(model, tokenizer, env, held_out, args):
     """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics."""
     device, metrics = model.device, {}
     if held_out:
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         with precision(args, device):
-            total = sum(float(response_loss(model, batch))
-                        for batch in batches(held_out, args, tokenizer.pad_token_id, model))
-        metrics["val/loss"] = total / count_targets(held_out)
+            for batch in my_batches(held_out, args, tokenizer.pad_token_id, model):
+                loss += response_loss(model, batch)
+        metrics["val/loss"] = float(total(loss)) / count_targets(held_out)
     if env is None or env.multi_turn:
         return metrics
-    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
+    num_tasks = min(args.eval_tasks, env.num_tasks("test"))
+    tasks = [env.task("test", index) for index in share(num_tasks)]
     prompts = [prompt_tokens(task.messages, tokenizer) for task in tasks]
-    torch.manual_seed(args.seed)  # the same draws at every evaluation; each step seeds anew
-    scores = {}
+    gather_weights(model, whole=True)
+    scores, ends = {}, eos_ids(model, tokenizer)
     for name, samples, temperature in (("sampled", args.eval_samples, 1.0), ("greedy", 1, 0.0)):
-        repeated = [task for task in tasks for _ in range(samples)]
-        with precision(args, device):
-            replies = generate(model, [ids for ids in prompts for _ in range(samples)],
-                               args.max_response_tokens, temperature, tokenizer)
-        texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
-        ended = [ids[-1] in eos_ids(model, tokenizer) for ids, _ in replies]
-        correct = [end and env.start(task, args.seed).step(text).info["correct"]
-                   for task, text, end in zip(repeated, texts, ended, strict=True)]
-        scores[name] = np.array(correct, dtype=float).reshape(len(tasks), samples)
+        places = [(index, number) for index in range(len(tasks)) for number in range(samples)]
+        # The same draws at every evaluation.
+        seeds = [seed_of(f"{args.seed} val {share(num_tasks)[index]} {number}") for index, number in places]
+
+        def score(places=places, seeds=seeds, temperature=temperature):
+            with precision(args, device):
+                replies = generate(model, [prompts[index] for index, _ in places], args.max_response_tokens,
+                                   temperature, tokenizer, seeds) if places else []
+            texts = tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
+            return [ids[-1] in ends and env.start(tasks[index], args.seed).step(text).info["correct"]
+                    for (index, _), (ids, _), text in zip(places, replies, texts, strict=True)]
+
+        correct = [value for part in together(score) for value in part]
+        scores[name] = np.array(correct, dtype=float).reshape(num_tasks, samples)
+    gather_weights(model, whole=False)
+    tasks = [task for part in together(lambda: tasks) for task in part]
     for source in sorted({task.source for task in tasks}):
         mine = np.array([task.source == source for task in tasks])
         metrics |= {f"val/{source}/pass@1": float(scores["sampled"][mine].mean()),
@@ -1081,11 +1416,12 @@ class Run:
 
     MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
                   "print_samples", "track", "max_concurrent", "env_threads", "health_every",
-                  "check_sync"}  # and vLLM's flags
+                  "check_sync", "dist_timeout"}  # and vLLM's flags
     TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
 
     def __init__(self, args, meta):
-        self.args, self.meta, self.state, self.checkpoint = args, meta, None, None
+        self.args, self.meta, self.state, self.checkpoint = args, together(lambda: meta)[0], None, None
+        meta = self.meta
         self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -1095,6 +1431,8 @@ class Run:
         self.find_checkpoint()
         if (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
+        if len(seen := set(together(lambda: self.checkpoint))) > 1:
+            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - start["elapsed"]
@@ -1134,7 +1472,10 @@ class Run:
         self.meta["run_id"] = old["run_id"]
 
     def open(self):
-        """Write the meta line; or cut the log to the checkpoint and mark the place."""
+        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        self.log = self.writer = None
+        if rank():
+            return
         path, iteration = self.dir / "train_log.jsonl", self.counters["iteration"] if self.state else -1
         content = json.dumps({"meta": self.meta}).encode() + b"\n"
         if self.state:
@@ -1175,16 +1516,28 @@ class Run:
         for name, value in values.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"{name} is {value}")
-            self.writer.add_scalar(name, value, self.counters["iteration"])
+            if self.writer:
+                self.writer.add_scalar(name, value, self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
 
     def write(self, line):
-        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self.log.flush()
+        if self.log:
+            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self.log.flush()
+
+    def close(self):
+        if self.writer:
+            self.writer.close()
 
     def save(self, model, tokenizer, state):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest."""
+        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
+
+        Under torchrun the first process writes it, with the weights of all.
+        """
+        weights = whole_weights(model)
+        if rank():
+            return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         elapsed = time.perf_counter() - self.started
@@ -1192,7 +1545,7 @@ class Run:
         try:
             os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
@@ -1216,7 +1569,14 @@ class Run:
 
     def fail(self, error, evidence):
         """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""
-        what = dict(type=type(error).__name__, message=str(error))
+        if not Peers.tell():
+            raise SystemExit(f"rank {rank()}: ended, because another process failed")
+        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            lost = ConnectionError(f"another process is gone or does not answer: {first_line(error)}")
+            lost.__cause__, error = error, lost
+        if rank():
+            self.log = (self.dir / "train_log.jsonl").open("ab")
+        what = dict(type=type(error).__name__, message=str(error), rank=rank())
         folder = self.dir / "receipts" / self.trace_id
         receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
@@ -1226,7 +1586,7 @@ class Run:
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (receipt: {folder})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {rank()}; receipt: {folder})")
 
 
 def flush_to_disk(path):
@@ -1265,6 +1625,9 @@ at commit {commit}, seed {seed}, torch {torch}, transformers {transformers}. At 
 
 def export(model, tokenizer, run, args):
     """Write the finished model or adapter with its card; what was there becomes <name>.previous."""
+    weights = whole_weights(model)
+    if rank():
+        return
     folder = Path(args.output_dir or run.dir / "model")
     if args.output_dir == Args.output_dir:
         folder = Path(__file__).parent / folder
@@ -1277,7 +1640,7 @@ def export(model, tokenizer, run, args):
     temporary = folder.with_name(f".{folder.name}.writing")
     previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=weights)
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(MODEL_CARD.format(
         name=folder.name, kind=kind, loader=loader, steps=run.counters["iteration"], seed=args.seed,
@@ -1291,7 +1654,7 @@ def export(model, tokenizer, run, args):
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
     temporary.rename(folder)
-    return folder
+    print(f"wrote {folder}")
 
 
 # Main: set-up, then the loop
@@ -1334,7 +1697,8 @@ def main(args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     torch.set_num_threads(args.threads)
-    device = choose_device(args)
+    Preempted.listen()
+    device = start_processes(args)
     if not args.steps and not (args.from_rows and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
                        "environment has fresh rows at every step)")
@@ -1359,7 +1723,7 @@ def main(args):
         model = add_lora(base, args, run.checkpoint)
     else:
         model = load_weights(run.checkpoint) if run.checkpoint else base
-    model.to(device)
+    model = shard(model, device)
     set_up_passes(model, args)
     if args.packing:
         check_packing(model, args)
@@ -1368,24 +1732,31 @@ def main(args):
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
     best = dict(best="", best_loss=math.inf)  # checkpoint with the lowest val/loss
     if run.state:
-        optimizer.load_state_dict(run.state["optimizer"])
+        load_optimizer(optimizer, run.state["optimizer"])
         best = {name: run.state[name] for name in best}
     start_tracking(run, args)
     run.open()
     left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    print(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
+    say(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
           f"{sum(p.numel() for p in parameters):,} trained weights on {device}; {num_rows:,} rows, "
           f"{len(held_out)} held out{', ' * bool(left_out)}{left_out}; {num_steps:,} steps"
           + (f"; continuing after step {run.counters['iteration']}" if run.state else ""))
-    progress = tqdm(total=num_steps, initial=run.counters["iteration"], disable=None, unit="step")
-    window, rows = [], []
+    progress = tqdm(total=num_steps, initial=run.counters["iteration"], disable=bool(rank()) or None,
+                    unit="step")
+    window, rows, saved = run.state.get("window", []) if run.state else [], [], run.counters["iteration"]
 
     def validate():
         with run.timed("eval"):
             metrics = evaluate(model, tokenizer, env, held_out, args)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        tqdm.write(f"step {run.counters['iteration']}: {shown}")
+        say(f"step {run.counters['iteration']}: {shown}")
         return metrics
+
+    def save():
+        nonlocal saved
+        with run.timed("checkpoint"):
+            run.save(model, tokenizer, dict(optimizer=optimizer_state(optimizer), window=window, **best))
+        saved = run.counters["iteration"]
 
     try:
         if not run.state:
@@ -1396,17 +1767,20 @@ def main(args):
             with run.timed("update"):
                 # 1. Batch: the next rows of this epoch's permutation.
                 first, end = (step - 1) * args.batch_size, step * args.batch_size
-                rows = [row for i in range(first, end) for row in example(task_index(i, args.seed, num_rows))]
+                mine = [task_index(first + i, args.seed, num_rows) for i in share(args.batch_size)]
+                parts = together(lambda mine=mine: [row for i in mine for row in example(i)], at_once=True)
+                rows = [row for part in parts for row in part]
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the whole batch.
                 loss, num_targets, num_computed = 0.0, count_targets(rows), 0
-                for batch in batches(rows, args, tokenizer.pad_token_id, model):
+                for batch in my_batches(rows, args, tokenizer.pad_token_id, model):
                     with precision(args, device):
                         part = response_loss(model, batch) / num_targets
                     part.backward()
                     loss += part.detach()
                     num_computed += batch["tokens"].numel()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                loss = total(loss)
+                norm = plain(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
                 if not torch.isfinite(loss + norm):
                     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
 
@@ -1428,7 +1802,8 @@ def main(args):
             saving = last or step % args.checkpoint_every == 0
             if evaluating or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.stack(window).double().mean(0).tolist()
-                weight_norm = torch.nn.utils.get_total_norm(parameters)  # the log refuses NaN
+                weight_norm = plain(torch.nn.utils.get_total_norm(parameters))  # the log refuses NaN
+                num_computed = sum(together(lambda count=num_computed: count))
                 metrics = {"train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
                            "train/weight_norm": float(weight_norm),
                            "train/learning_rate": learning_rate(step, num_steps, args),
@@ -1437,7 +1812,7 @@ def main(args):
                                (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
                 progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
                 if progress.disable:
-                    print(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
+                    say(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
                 if evaluating:
                     metrics |= validate()
                     if metrics.get("val/loss", math.inf) < best["best_loss"]:
@@ -1446,14 +1821,21 @@ def main(args):
                 run.record(metrics)
                 window = []
             if saving:
-                with run.timed("checkpoint"):
-                    run.save(model, tokenizer, dict(optimizer=optimizer.state_dict(), **best))
-        print(f"wrote {export(model, tokenizer, run, args)}")
+                save()
+        export(model, tokenizer, run, args)
+    except Preempted:
+        step = run.counters["iteration"]
+        if saved < step:
+            save()
+        say(f"SIGTERM: stopped after step {step}, which is saved; to go on, give the same command with "
+            f"--run-dir {run.dir}" if step else "SIGTERM: stopped in the first step")
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, [tokenizer.decode(ids) for ids, _ in rows[:64]])
     finally:
         progress.close()
-        run.writer.close()
+        run.close()
+        Preempted.forget()
+    end_processes()
 
 
 def default_args(words):
@@ -1466,4 +1848,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, default=default_args(sys.argv)))
     except BadInput as problem:
-        sys.exit(f"error: {problem}")
+        sys.exit(f"error: {problem}" if Peers.tell() else 1)

@@ -102,7 +102,7 @@ class Sampler:
     def busy(self):
         return bool(self.keys or self.due)
 
-    def submit(self, key, prompt, temperature):
+    def submit(self, key, prompt, temperature, seed):
         self.keys.append(key)
 
     def collect(self):

@@ -156,13 +156,15 @@ class GymnasiumVec(VecEnv):
     def state_dict(self) -> dict | None:
         if self._cartpole is not None:
             env = self._cartpole
-            rows = _encode([env.state, env.steps, env.prev_done, self._rngs], set())
+            state = {"state": env.state.T, "steps": env.steps, "prev_done": env.prev_done}
+            state = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
+            state["rows"] = _encode(self._rngs, set())["value"]
         else:
             try:
-                rows = _encode(list(self._rows), set())
+                state = {"rows": _encode(list(self._rows), set())["value"]}
             except _Unknown:
                 return None
-        return {"rows": rows, "obs": self._obs.clone()}
+        return state | {"obs": self._obs.clone()}
 
     def load_state_dict(self, state: dict) -> torch.Tensor:
         if state["obs"].shape != self._obs.shape:
@@ -171,9 +173,12 @@ class GymnasiumVec(VecEnv):
         self.reset(seed=0)  # so that attributes which appear with the first reset exist
         if self._cartpole is not None:
             env = self._cartpole
-            env.state, env.steps, env.prev_done, self._rngs = _decode(state["rows"], None)
+            env.state = state["state"].T.numpy().copy()
+            env.steps, env.prev_done = state["steps"].numpy().copy(), state["prev_done"].numpy().copy()
+            self._rngs = [_decode(row, None) for row in state["rows"]]
         else:
-            _decode(state["rows"], self._rows)
+            for env, row in zip(self._rows, state["rows"], strict=True):
+                _decode(row, env)
         self._obs.copy_(state["obs"])
         return self._obs.to(self.device)
 

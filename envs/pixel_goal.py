@@ -145,7 +145,7 @@ class PixelGoal(VecEnv):
         return self._render(codes, self._canvas), reward, terminated, truncated, info
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name).clone() for name in self._STATE}
+        return {name: getattr(self, name).to("cpu", copy=True) for name in self._STATE}
 
     def load_state_dict(self, state: dict) -> torch.Tensor:
         for name in self._STATE:

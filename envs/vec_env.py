@@ -32,6 +32,7 @@ class VecEnv:
     device: torch.device
     action_names: list[str]
     has_goal = False  # True: info["dist"], and a terminated episode is a success
+    others: tuple[int, int] = (0, 0)  # rows before and after these, that other processes hold
     log_meta: dict  # what a log's meta line says of it (spec: num_actions, action_codec_id, goal_sha256, ...)
 
     def reset(self, seed: int) -> torch.Tensor:
@@ -48,6 +49,8 @@ class VecEnv:
     def state_dict(self) -> dict | None:
         """What an exact continuation needs, as torch.save and torch.load(weights_only=True) take it.
 
+        By name: a tensor on the CPU or a list, with an entry for each row; or anything else, the same in all
+        rows. So rows of several environments can be joined (join_states) and parted (state_of_rows).
         None: this environment cannot be saved, and a resumed run begins new episodes.
         """
         raise NotImplementedError
@@ -88,6 +91,26 @@ class VecEnv:
         else:  # a device-side assertion, which does not wait for the device
             torch._assert_async(((actions >= 0) & (actions < self.num_actions)).all())
         return actions.long()
+
+
+def join_states(states: list[dict | None]) -> dict | None:
+    """The state of all rows, from those of environments that hold some of them each."""
+    if any(state is None for state in states):
+        return None
+    joined = dict(states[0])
+    for name, value in joined.items():
+        if isinstance(value, torch.Tensor):
+            joined[name] = torch.cat([state[name] for state in states])
+        elif isinstance(value, list):
+            joined[name] = [row for state in states for row in state[name]]
+    return joined
+
+
+def state_of_rows(state: dict, rows: range) -> dict:
+    """The part of a state that an environment of these rows takes."""
+    rows = slice(rows.start, rows.stop)
+    return {name: value[rows] if isinstance(value, torch.Tensor | list) else value
+            for name, value in state.items()}
 
 
 VEC_ENVS = {"pixel-goal": "envs.pixel_goal:PixelGoal", "pyboy": "envs.game_boy:GameBoy"}

@@ -507,6 +507,7 @@ def test_solver_in_whole_numbers(nums, operators, limit):
             assert sum(len(str(step[3])) for step in steps) == reachable[target]
 
 
+@pytest.mark.slow
 def test_solver_searches_six_numbers_as_it_searches_five():
     """Six numbers take two levels of backward search; a neutral sixth number must not hide a solution."""
     rng = random.Random(2)

@@ -70,7 +70,7 @@ class Continuous(grpo_llm.Engine):
     def busy(self):
         return bool(self.waiting)
 
-    def submit(self, key, prompt, temperature):
+    def submit(self, key, prompt, temperature, seed):
         self.history.append(("submit", key, tuple(prompt)))
         self.waiting.append(key)
 
@@ -650,7 +650,7 @@ class Recorder:
     """In the optimiser's place: keeps the gradient and leaves the weights."""
 
     def __init__(self, model):
-        self.model = model
+        self.model, self.param_groups = model, [dict(params=list(model.parameters()))]
 
     def step(self):
         self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
@@ -1395,3 +1395,43 @@ def test_a_server_samples_with_the_adapter_of_each_run_in_turn(server, tmp_path)
     # The adapter had something to say: the base alone gives other probabilities.
     weights = load_file(Path(cards[1]["root"], "adapter_model.safetensors"))
     assert max(float(w.abs().max()) for name, w in weights.items() if "lora_B" in name) > 1e-3
+
+
+# Two processes of torchrun
+
+
+def two_processes(folder, script=grpo_llm, **flags):
+    """A short run of two processes. -> how often the weights were handed over"""
+    small = SMALL_PPO if script is ppo_llm else SMALL
+    flags = small | dict(engine="vllm", max_context_tokens=256, run_dir=folder, prompts_per_iteration=7,
+                         learning_rate=5e-4, warmup_iterations=0, iterations=4) | flags
+    words = ["--check-sync", *(str(part) for name, value in flags.items()
+                               for part in ("--" + name.replace("_", "-"), value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(ROOT / f"{script.__name__}.py"), *words], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=100 * PATIENCE)
+    assert done.returncode == 0, done.stderr[-5000:]
+    check_run(folder, 4)
+    hand_overs = done.stdout.count("sampler and trainer differ by")  # the larger difference, said once
+    assert hand_overs >= 3  # at the start, and after each iteration that had something to learn
+    return hand_overs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, lora_rank", [(grpo_llm, 0), (grpo_llm, 8), (ppo_llm, 0)])
+def test_each_process_has_an_engine_of_its_own_with_the_policys_weights(script, lora_rank, vllm, tmp_path):
+    two_processes(tmp_path / "run", script, lora_rank=lora_rank, vllm_cpu_cache=0.1)
+
+
+@pytest.mark.slow
+def test_two_processes_ask_the_same_servers_to_which_one_hands_the_weights(server, tmp_path):
+    lora = server("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1")
+    full = server().ready()
+    hand_overs, posts = two_processes(tmp_path / "full", vllm_url=full.url), full.posts()
+    assert posts.count("/collective_rpc") == posts.count("/reset_prefix_cache") == hand_overs
+    # Two processes, seven prompts of an iteration, and the check of each hand-over.
+    assert posts.count("/v1/completions") >= 4 * 7 + 2 * hand_overs
+    full.kill()
+    hand_overs = two_processes(tmp_path / "lora", vllm_url=lora.ready().url, lora_rank=8, learning_rate=3e-3)
+    assert lora.posts().count("/v1/load_lora_adapter") == hand_overs

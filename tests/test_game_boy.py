@@ -193,6 +193,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_and_nothing_stays_behind(folder):
     env = make_vec("pyboy", 4, workers=2, **options(folder))
     pids = [process.pid for process, *_ in env._workers]

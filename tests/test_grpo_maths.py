@@ -463,6 +463,7 @@ class Recorder:
 
     def __init__(self, model):
         self.model, self.steps = model, []
+        self.param_groups = [dict(params=list(model.parameters()))]
 
     def step(self):
         self.steps.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))

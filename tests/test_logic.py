@@ -413,6 +413,7 @@ for options in (dict(style="chat"), dict(style="words", operation_max_value=999)
 """
 
 
+@pytest.mark.slow
 def test_tasks_are_the_same_in_every_process_and_order():
     """A published run names its tasks by number: a change here changes what old results are of."""
     found = subprocess.run([sys.executable, "-c", PRINT_DIGESTS], cwd=ROOT, capture_output=True, text=True,

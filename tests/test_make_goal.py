@@ -162,6 +162,7 @@ def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monk
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_game_boys_screen_is_recorded_and_reached(tmp_path, capsys):
     pytest.importorskip("pyboy")
     import make_rom

@@ -162,6 +162,7 @@ def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_trains_on(tmp_path, capsys):
     flags = ["--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4,
              "--eval-samples", 2, "--warmup-iterations", 0]

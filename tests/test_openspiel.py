@@ -767,6 +767,7 @@ def anyone(rng):
     return policy
 
 
+@pytest.mark.slow
 def test_random_play_wins_about_half_and_the_reference_more():
     env = make("breakthrough(rows=5,columns=4);hex(board_size=3)", mode="game", playouts=4,
                num_tasks_per_case=150)

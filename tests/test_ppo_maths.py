@@ -435,9 +435,9 @@ def test_the_score_is_logged_before_the_penalty_and_the_rewards_after_it():
 # From segments to values and log-probabilities: the model is called
 
 
-def critic_on(decoder, shared=False, seed=0):
+def critic_on(decoder, policy=None, seed=0):
     """A critic whose head has learned something."""
-    critic = Critic(decoder, decoder.config.hidden_size, shared)
+    critic = Critic(decoder, decoder.config.hidden_size, policy)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         critic.head.weight.normal_(generator=generator)
@@ -462,8 +462,8 @@ def test_values_and_logprobs_are_those_of_each_sequence_alone(countdown_tiny, sh
     batch = ppo_llm.collate(segments, 0, "cpu")
     assert (len(batch["prompts"]) < len(batch["responses"])) == shared
     assert len(batch["responses"]) < len(segments)  # equal ones are computed once
-    ppo_llm.store_values(critic, segments, args, 0)
-    ppo_llm.store_logprobs(model, segments, "old_logprobs", args, 0)
+    ppo_llm.store_values(critic, [segments], args, 0)
+    ppo_llm.store_logprobs(model, [segments], "old_logprobs", args, 0)
     for s in segments:
         with torch.no_grad():
             values = full_values(model.model, critic.head, s).tolist()
@@ -479,8 +479,8 @@ def test_a_token_changes_the_values_after_it_and_none_before_or_at_it(countdown_
     prompt, reply = tokenizer("<bos> 6 18 14 -> 38 :").input_ids, [10, 11, 12, 13, 14, 15, 16]
     segments = [Segment(prompt, reply[:t] + [50] + reply[t + 1:], [1] * 7) for t in range(7)]
     segments.append(Segment(prompt, reply, [1] * 7))
-    ppo_llm.store_values(critic, segments, args, 0)
-    ppo_llm.store_logprobs(model, segments, "old_logprobs", args, 0)
+    ppo_llm.store_values(critic, [segments], args, 0)
+    ppo_llm.store_logprobs(model, [segments], "old_logprobs", args, 0)
     *changed, same = segments
     for t, segment in enumerate(changed):
         for name, first in (("values", t + 1), ("old_logprobs", t)):
@@ -560,7 +560,7 @@ def reference_policy(model, args):
 
 def reference_critic(critic, args):
     def of_segment(s):
-        values = full_values(critic.decoder or critic.policy[0], critic.head, s)
+        values = full_values(critic.decoder or critic.policy[0].get_decoder(), critic.head, s)
         old, returns = (torch.tensor(x, dtype=torch.float64) for x in (s.values, s.returns))
         clipped = torch.maximum(torch.minimum(values, old + args.value_clip), old - args.value_clip)
         errors = torch.maximum((values - returns)**2, (clipped - returns)**2)
@@ -595,7 +595,7 @@ def policy_or_critic(random_llama, which):
     old_policy(model, episodes)
     if which == "policy":
         return model, ppo_llm.policy_terms, episodes, reference_policy
-    critic = critic_on(model.get_decoder(), shared=which == "both")
+    critic = critic_on(model.get_decoder(), model if which == "both" else None)
     if which == "critic":
         return critic, ppo_llm.value_terms, episodes, reference_critic
     return torch.nn.ModuleList([model, critic]), both_terms, episodes, reference_both
@@ -669,7 +669,7 @@ def test_target_kl_ends_the_updates_at_the_first_minibatch_that_exceeds_it(rando
     def run(target):
         model, episodes = random_llama(), random_episodes(5)
         args = Args(**COMMON, microbatch_tokens=budget, target_kl=target)
-        ppo_llm.store_logprobs(model, flat(episodes), "old_logprobs", args, 0)
+        ppo_llm.store_logprobs(model, episodes, "old_logprobs", args, 0)
         steps, _, passes = an_update(model, ppo_llm.policy_terms, episodes, args, 0.02, 2, 3)
         sums = [[(kl, tokens) for minibatch, kl, tokens in passes if minibatch == i] for i in range(6)]
         return steps, [sum(kl for kl, _ in x) / sum(tokens for _, tokens in x) for x in sums if x]
@@ -710,7 +710,7 @@ def policy_and_critic(base, args):
 
 def values_and_logits(critic, policy, args):
     segments = flat(random_episodes(5))
-    ppo_llm.store_values(critic, segments, args, 0)
+    ppo_llm.store_values(critic, [segments], args, 0)
     with torch.no_grad():
         return [s.values for s in segments], policy(torch.tensor([segments[-1].ids])).logits
 
@@ -799,7 +799,7 @@ def test_two_adapters_share_the_frozen_weights_beneath_them(random_llama, target
 def test_without_a_critic_every_value_is_0(random_llama):
     policy, critic = policy_and_critic(random_llama(), Args(critic="none"))
     segments = flat(random_episodes(5))
-    ppo_llm.store_values(critic, segments, Args(), 0)
+    ppo_llm.store_values(critic, [segments], Args(), 0)
     assert critic is None and all(s.values == [0.0] * len(s.response_ids) for s in segments)
 
 
@@ -871,8 +871,8 @@ def every_reply(length):
 def learn(policy, optimizer, critic, critic_optimizer, episodes, args, coef=0.0):
     """One iteration of the script: the critic, then the policy unless it has no optimiser."""
     segments = flat(episodes)
-    ppo_llm.store_logprobs(policy, segments, "old_logprobs", args, 0)
-    ppo_llm.store_values(critic, segments, args, 0)
+    ppo_llm.store_logprobs(policy, [segments], "old_logprobs", args, 0)
+    ppo_llm.store_values(critic, [segments], args, 0)
     ppo_llm.estimate_advantages(episodes, coef, args)
     if critic:
         ppo_llm.update(critic, critic_optimizer, ppo_llm.value_terms, episodes, 2, 1, args, 0)
@@ -892,7 +892,7 @@ def test_ppo_finds_the_best_reply_and_the_critic_its_worth(random_llama, length,
     def check_value():
         worth = sum(probability(policy, list(ids)) * reward_of(ids) for ids in every_reply(length))
         segment = Segment(PROMPT, best, [1] * length)
-        ppo_llm.store_values(critic, [segment], args, 0)
+        ppo_llm.store_values(critic, [[segment]], args, 0)
         assert segment.values[0] == pytest.approx(worth, abs=0.1)
 
     assert probability(policy, best) < 2 / VOCAB**length
@@ -920,6 +920,6 @@ def test_a_penalty_alone_leads_back_to_the_reference(random_llama):
     torch.manual_seed(1)
     for _ in range(20):
         episodes = sampled_episodes(policy, lambda ids: 0.0, 1, 128)
-        ppo_llm.store_logprobs(reference, flat(episodes), "ref_logprobs", args, 0)
+        ppo_llm.store_logprobs(reference, episodes, "ref_logprobs", args, 0)
         learn(policy, optimizer, None, None, episodes, args, args.kl_coef)
     assert kl() < 0.1 * start and start > 0.3

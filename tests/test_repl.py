@@ -818,6 +818,7 @@ def test_limits_on_questions(shop):
         assert step.truncated and step.reward == 0
 
 
+@pytest.mark.slow
 def test_waiting_for_sub_agents_takes_none_of_the_blocks_time(shop):
     env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:

@@ -124,23 +124,21 @@ def test_sampling_follows_the_softmax(random_llama, countdown_tiny):
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-53])
-def test_a_token_of_probability_zero_is_never_sampled(monkeypatch, uniform):
+def test_a_token_of_probability_zero_is_never_sampled(uniform):
     no = -math.inf
     rows = torch.tensor([[no, 1.0, no, 0.5, no], [0.0, no, 0.0, no, no], [no, no, no, no, 9.0]])
-    monkeypatch.setattr(torch, "rand", lambda *size, **kind: torch.full(size, uniform, **kind))
-    tokens, logprobs = grpo_llm.sample(rows, 1.0)
+    tokens, logprobs = grpo_llm.sample(rows, 1.0, torch.full((3,), uniform, dtype=torch.float64))
     assert logprobs.isfinite().all()
     assert tokens.tolist() == ([1, 0, 4] if uniform < 0.5 else [3, 2, 4])
 
 
-def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion(monkeypatch):
+def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion():
     """Half of the probability lies in 200,000 equal tokens: sums in float32 are off by hundreds of them."""
     logits = torch.full((1, 200_001), 0.0)
     logits[0, 0] = math.log(200_000)
-    uniform = torch.tensor([[0.25], [0.499], [0.50001], [0.75], [0.9], [0.99999]])
-    monkeypatch.setattr(torch, "rand", lambda *size, dtype, device: uniform.to(dtype))
-    tokens, _ = grpo_llm.sample(logits.expand(len(uniform), -1), 1.0)
-    expected = [max(0, 1 + int((u - 0.5) * 400_000)) for u in uniform.double().flatten().tolist()]
+    uniform = torch.tensor([0.25, 0.499, 0.50001, 0.75, 0.9, 0.99999], dtype=torch.float64)
+    tokens, _ = grpo_llm.sample(logits.expand(len(uniform), -1), 1.0, uniform)
+    expected = [max(0, 1 + int((u - 0.5) * 400_000)) for u in uniform.tolist()]
     assert tokens.tolist() == pytest.approx(expected, abs=2)
 
 
@@ -184,7 +182,7 @@ class Script:
     def __init__(self, *replies):
         self.replies, self.prompts = list(replies), []
 
-    def __call__(self, model, prompts, max_new_tokens, temperature, tokenizer):
+    def __call__(self, model, prompts, max_new_tokens, temperature, tokenizer, seeds):
         self.prompts += [list(prompt) for prompt in prompts]
         replies = [list(self.replies.pop(0)) for _ in prompts]
         assert all(len(ids) <= max_new_tokens for ids in replies)
@@ -507,7 +505,7 @@ class Speaker(grpo_llm.Engine):
     def busy(self):
         return bool(self.waiting)
 
-    def submit(self, key, prompt, temperature):
+    def submit(self, key, prompt, temperature, seed):
         self.waiting.append((key, prompt))
         self.most = max(self.most, len(self.waiting))
 
@@ -669,6 +667,7 @@ def test_a_step_that_takes_long_does_not_hold_up_the_others_where_the_clock_runs
     assert [r.termination for r in rollouts] == ["done"] * 3 and not rollouts[1].retries
 
 
+@pytest.mark.slow
 @grpo_alone
 def test_time_outs_are_not_waited_for_where_the_start_or_the_engine_is_slow(visit, trainer):
     forever, pool = threading.Event(), trainer.EnvThreads(1)
@@ -831,6 +830,7 @@ def test_sub_agents_learn_only_when_told_to(visit, trainer, capsys):
                 assert rewards[m.turns[-1][2] - 1] == r.reward and sum(map(bool, rewards)) == 1
 
 
+@pytest.mark.slow
 @grpo_alone
 def test_a_retry_throws_sub_agents_away_and_a_time_out_ends_them(visit, trainer):
     def behave(episode, reply):
@@ -964,7 +964,7 @@ class Keep:
 def test_nothing_is_learned_from_what_the_environment_wrote(play, countdown_tiny, two_turn):
     """Its tokens have advantages and returns of 0, and no number that stands at them matters."""
     policy, tokenizer = copy.deepcopy(countdown_tiny[0]), countdown_tiny[1]
-    critic = ppo_llm.Critic(copy.deepcopy(policy).get_decoder(), policy.config.hidden_size, shared=False)
+    critic = ppo_llm.Critic(copy.deepcopy(policy).get_decoder(), policy.config.hidden_size)
     torch.manual_seed(1)
     torch.nn.init.normal_(critic.head.weight, std=0.1)
     env, args = long_game(two_turn, 8), ppo_llm.Args(kl_coef=0.1, max_grad_norm=1e9)
@@ -976,11 +976,11 @@ def test_nothing_is_learned_from_what_the_environment_wrote(play, countdown_tiny
     segments = [segment for episode in episodes for segment in episode]
     assert len(segments) > 2
     for name in ("old_logprobs", "ref_logprobs"):
-        ppo_llm.store_logprobs(policy, segments, name, args, tokenizer.pad_token_id)
+        ppo_llm.store_logprobs(policy, [segments], name, args, tokenizer.pad_token_id)
     for segment in segments:  # so that there is a penalty
         segment.ref_logprobs = [p - 0.1 * m for p, m in zip(segment.ref_logprobs, segment.response_mask,
                                                             strict=True)]
-    ppo_llm.store_values(critic, segments, args, tokenizer.pad_token_id)
+    ppo_llm.store_values(critic, [segments], args, tokenizer.pad_token_id)
 
     def learned():
         """All that an iteration logs, learns and learns from."""
@@ -1134,7 +1134,7 @@ def test_evaluation_counts_correct_replies_by_source(trainer, monkeypatch, pool,
     plan = {0.0: [[rng.random() < 0.5] for _ in tasks],  # which replies are right, by temperature
             1.0: [[rng.random() < 0.3 for _ in range(4)] for _ in tasks]}
 
-    def generate(model, prompts, limit, temperature, tokenizer):
+    def generate(model, prompts, limit, temperature, tokenizer, seeds):
         right = [flag for flags in plan[temperature] for flag in flags]
         repeated = [task for task in tasks for _ in range(len(prompts) // len(tasks))]
         texts = [env.solution(task) if flag else "1 + 1 = 2"
@@ -1166,7 +1166,7 @@ def test_segments_survive_json(trainer):
 # Demonstrations: what sft.py learns is what a rollout will read and write
 
 
-class Prompter:
+class Prompter(grpo_llm.Engine):
     """An engine whose model says what a conversation has its assistant say."""
 
     continuous = busy = False
@@ -1176,7 +1176,7 @@ class Prompter:
             [*tokenizer(message["content"]).input_ids, tokenizer.eos_token_id]
             for message in messages if message["role"] == "assistant")
 
-    def submit(self, key, ids, temperature):
+    def submit(self, key, ids, temperature, seed):
         self.busy, self.key = True, key
 
     def collect(self):

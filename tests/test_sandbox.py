@@ -693,6 +693,7 @@ def test_requests_that_are_none_are_refused(executor, monkeypatch):
     assert requests.get(f"{url}/test").status_code == 404
 
 
+@pytest.mark.slow
 def test_an_executor_takes_no_more_than_it_can(executor):
     server, client = executor
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -769,6 +770,7 @@ def test_a_client_gives_up(scripted, step, says):
     assert server.asked == 4
 
 
+@pytest.mark.slow
 def test_a_client_waits_no_longer_than_it_says(scripted, monkeypatch):
     server, client = scripted
     monkeypatch.setattr(sandbox, "PATIENCE", 0.2)

@@ -641,6 +641,7 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     assert validate(folder)["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", slow_but(1, [12, 6, 8, 10, 14]))
 def test_the_best_checkpoint_outlives_a_resume(interrupt, overfitting, tmp_path):
     whole = train(sft, tmp_path / "whole", **overfitting)

@@ -573,6 +573,7 @@ def test_each_algorithm_gets_its_panels(algo, panels, logs, tmp_path, capsys):
         assert_drawn(out, panels)
 
 
+@pytest.mark.slow
 def test_a_committed_sample_is_drawn_by_the_command(tmp_path):
     words = ["--log", DATA / "grpo.jsonl", "--out", tmp_path / "a.svg", "--title", "$x$ \\q"]
     done = run_tool("plot_train_log", *words)
@@ -646,6 +647,7 @@ def test_smoothing_spares_validation(few, undrawn, tmp_path, capsys):
         assert np.array_equal(*rows) is same
 
 
+@pytest.mark.slow
 def test_a_control_is_drawn_where_it_has_the_key(few, tmp_path, capsys):
     words = ["--log", *few["grpo"], "--control", *few["sft"][:2], "--control-label", "SFT continued"]
     table, pictures = tmp_path / "a.csv", [tmp_path / "a.png", tmp_path / "b.png"]

@@ -182,7 +182,8 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
         numbers = [number for number, line in enumerate(lines, 1) if defined.match(line)]
         if not numbers:
             raise DocsError(f"{name}: {script} defines no {symbol}")
-        return f"[`{symbol}`]({up or ''}{script}#L{numbers[0]})"
+        outermost = min(numbers, key=lambda number: len(lines[number - 1]) - len(lines[number - 1].lstrip()))
+        return f"[`{symbol}`]({up or ''}{script}#L{outermost})"
 
     return LINK.sub(link, BLOCK.sub(block, text))
 

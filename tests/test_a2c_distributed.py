@@ -1,0 +1,324 @@
+"""a2c_vecenv.py under torchrun: 1, 2 and 3 processes give the same run, and continue each other's.
+
+The runs are real ones, of a few seconds each, with gloo on the CPU.
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+
+import a2c_vecenv as a2c  # noqa: E402
+from envs import BadInput  # noqa: E402
+from envs.vec_env import join_states, make_vec, state_of_rows  # noqa: E402
+from tests.run_folders import ROOT, copy_run, log_lines, process, records, timeless  # noqa: E402
+from tools.validate_train_log import validate  # noqa: E402
+
+SPLITS = [(3, 4), (2, 2, 3)]  # of seven rows
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+# Environments: a row does the same whichever process holds it
+
+
+@pytest.fixture(scope="module")
+def game(tmp_path_factory):
+    """Options of a Game Boy of our own, whose goal is two steps to the right."""
+    pytest.importorskip("pyboy")
+    import make_rom
+
+    from envs.game_boy import Config, goal_meta, record_frames
+    from envs.goal_template import save_goal
+
+    folder = tmp_path_factory.mktemp("game")
+    (folder / "game.gb").write_bytes(make_rom.rom())
+    config = Config(rom=str(folder / "game.gb"), tau=0.001, k_consecutive=2)
+    save_goal(folder / "goal", record_frames(config, ["RIGHT", "RIGHT", "NOOP"]), **goal_meta(config))
+    return dict(rom=config.rom, tau=0.001, k_consecutive=2, goal_dir=str(folder / "goal"), workers=1)
+
+
+KINDS = {
+    "pixel-goal": ("pixel-goal", dict(difficulty=3, max_steps=20), 300),
+    "several": ("pixel-goal", dict(max_steps=9, stack_k=2, num_maps=2, num_goals=2, goal_in_obs=True,
+                                   pack="2bpp"), 300),
+    "CartPole": ("CartPole-v1", {}, 400),
+    "Acrobot": ("Acrobot-v1", dict(max_episode_steps=17), 200),
+    "pyboy": ("pyboy", dict(max_steps=7), 30),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "pyboy" else [])
+                                  for kind in KINDS])
+def test_rows_of_a_split_are_those_of_the_whole(kind, split, request):
+    """From the seeds, and from a state that another split has saved."""
+    env_id, options, steps = KINDS[kind]
+    if kind == "pyboy":
+        options = options | request.getfixturevalue("game")
+    generator = torch.Generator().manual_seed(5)
+    number = make_vec(env_id, 1, **options).num_actions
+    actions = torch.randint(0, number, (steps, 7), generator=generator)
+
+    def play(sizes, state=None, first=0, last=steps):
+        """The steps first to last, in environments of so many rows. -> what came out, the state at the end"""
+        ends = [sum(sizes[:part + 1]) for part in range(len(sizes))]
+        parts = [(range(end - size, end), make_vec(env_id, size, **options))
+                 for size, end in zip(sizes, ends, strict=True)]
+        seen = [[env.reset(11 + rows.start).clone() if state is None
+                 else env.load_state_dict(state_of_rows(state, rows)).clone() for rows, env in parts]]
+        for step in range(first, last):
+            results = [env.step(actions[step, rows.start:rows.stop]) for rows, env in parts]
+            for values in zip(*(result[:4] for result in results), strict=True):
+                seen.append([value.clone() for value in values])
+            infos = [result[4] for result in results]
+            for name in ("reset_mask", "final_obs", *(["dist"] if "dist" in infos[0] else [])):
+                seen.append([info[name].clone() for info in infos])
+        states = [env.state_dict() for _, env in parts]
+        for _, env in parts:
+            env.close()
+        return [torch.cat(values) for values in seen], join_states(states)
+
+    whole, end = play([7])
+    parts, end_of_parts = play(split)
+    resets = sum(int(mask.sum()) for mask in whole[5::7 if env_id in a2c.VEC_ENVS else 6])
+    assert resets >= 20  # the test has seen what it is about
+    rounding = 1e-5 if kind == "CartPole" else 0.0  # it computes several rows in one instruction
+    same(whole, parts, rounding)
+    exact = kind != "Acrobot"  # whose spaces have generators that nothing seeds and nothing draws from
+    assert not exact or same(end, end_of_parts, rounding)
+    begun, middle = play(split, last=steps // 2)
+    rest, end_of_rest = play([7] if len(split) == 3 else [1, 5, 1], middle, first=steps // 2)
+    same(whole, begun + rest[1:], rounding)
+    assert not exact or same(end, end_of_rest, rounding)
+
+
+def same(one, other, tolerance=0.0, place="state"):
+    """Trees of dicts, lists, tensors and plain values. -> True, or an AssertionError that says where"""
+    assert type(one) is type(other), place
+    if isinstance(one, dict):
+        assert list(one) == list(other), place
+        for key in one:
+            same(one[key], other[key], tolerance, f"{place}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), place
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            same(left, right, tolerance, f"{place}/{index}")
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=place)
+    else:
+        assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other), place
+    return True
+
+
+def test_an_environment_that_cannot_be_saved_has_no_joined_state_either():
+    assert join_states([None]) is None and join_states([{"obs": torch.zeros(2)}, None]) is None
+
+
+def test_a_row_draws_the_same_action_whoever_holds_it():
+    logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+
+    def drawn(first, last):
+        torch.manual_seed(3)
+        return [a2c.choose_actions(logits[first:last], others=(first, 7 - last)) for _ in range(50)]
+
+    everyone = torch.stack(drawn(0, 7))
+    parts = [torch.stack(drawn(*part)) for part in ((0, 2), (2, 3), (3, 7))]
+    assert torch.equal(torch.cat(parts, 1), everyone)
+    torch.manual_seed(3)
+    assert torch.equal(a2c.choose_actions(logits), everyone[0])
+
+
+def test_shares_are_even_and_leave_nothing_out(monkeypatch):
+    for processes in (1, 2, 3, 7):
+        monkeypatch.setattr(a2c, "num_ranks", lambda processes=processes: processes)
+        shares = []
+        for number in range(processes):
+            monkeypatch.setattr(a2c, "rank", lambda number=number: number)
+            shares.append(a2c.share(7))
+        assert [row for part in shares for row in part] == list(range(7))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1 <= min(map(len, shares))
+
+
+@pytest.mark.parametrize("flag, number", [("num_envs", 2), ("eval_envs", 1)])
+def test_fewer_environments_than_processes_are_bad_input(flag, number, tmp_path, monkeypatch):
+    monkeypatch.setattr(a2c, "num_ranks", lambda: 3)
+    with pytest.raises(BadInput, match=f"--{flag.replace('_', '-')} {number}: .* of 3 processes"):
+        a2c.main(a2c.Args(**{flag: number}, device="cpu", run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wait_of_no_time_is_refused():
+    for seconds in (0.0, -1.0, float("inf")):
+        with pytest.raises(BadInput, match="--dist-timeout"):
+            a2c.Args(dist_timeout=seconds)
+
+
+# Whole runs
+
+FLAGS = ["--iterations", 20, "--num-envs", 7, "--num-steps", 8, "--hidden-size", 32, "--log-every", 2,
+         "--eval-every", 10, "--eval-episodes", 11, "--eval-envs", 5, "--checkpoint-every", 2,
+         "--keep-checkpoints", 0, "--device", "cpu"]
+CASES = {
+    "pixel-goal": ["--env-kwargs", "difficulty=3", "max_steps=20"],
+    "accumulated": ["--env-kwargs", "difficulty=3", "max_steps=20", "menu_prob=0", "--update-every", 2,
+                    "--chunk", 2, "--network", "patch", "--no-normalize-advantages", "--eval-episodes", 3],
+    "CartPole": ["--env-id", "CartPole-v1", "--num-steps", 16, "--learning-rate", 0.003],
+}
+
+
+def torchrun(processes, folder, *flags):
+    """A whole run. -> exit code, what it said"""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+               str(ROOT / "a2c_vecenv.py"), *flags, "--run-dir", folder]
+    run = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = run.communicate(timeout=300)
+    finally:  # it ends the processes that it has started
+        with contextlib.suppress(ProcessLookupError):
+            run.send_signal(signal.SIGTERM)
+        run.wait(timeout=60)
+    return run.returncode, said
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """(case, processes) -> the folder of a finished run; 0: without torchrun."""
+    folders = {}
+
+    def run(case, processes):
+        folder = tmp_path_factory.mktemp("runs") / f"{case}-{processes}"
+        if (case, processes) in folders:
+            return folders[case, processes]
+        if processes:
+            code, said = torchrun(processes, folder, *FLAGS, *CASES[case])
+        else:
+            script = process("a2c_vecenv.py", *FLAGS, *CASES[case], "--run-dir", folder)
+            said, _ = script.communicate(timeout=300)
+            code = script.returncode
+        assert code == 0, said
+        assert said.count("environments x") == said.count("20/20") == 1  # one process speaks
+        folders[case, processes] = folder
+        return folder
+    return run
+
+
+def same_run(one, other):
+    """Up to the order of sums: gradients and metrics within 1e-5, weights within 1e-4."""
+    for left, right in zip(timeless(one), timeless(other), strict=True):
+        for name in ("trace_id", "iteration", "env_steps", "opt_steps", "action_hist"):
+            assert left.pop(name) == right.pop(name), name
+        assert left == pytest.approx(right, rel=1e-5, abs=1e-5), left
+    checkpoints = [sorted((folder / "checkpoints").glob("step_*.pt")) for folder in (one, other)]
+    assert [path.name for path in checkpoints[0]] == [path.name for path in checkpoints[1]]
+    for left, right in zip(*checkpoints, strict=True):
+        left, right = (torch.load(path, weights_only=True) for path in (left, right))
+        for name in ("iteration", "env_steps", "opt_steps"):
+            assert left[name] == right[name]
+        same(left["agent"], right["agent"], 1e-4)
+        moments = [[weight["exp_avg"] for weight in end["optimizer"]["state"].values()]
+                   for end in (left, right)]
+        same(*moments, 1e-5)  # of the clipped gradients
+        same(left["episodes"], right["episodes"], 1e-5)
+        same(left["env"], right["env"], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, processes", [*((case, 2) for case in CASES), ("pixel-goal", 3)])
+def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, run_of):
+    alone, together = run_of(case, 0), run_of(case, processes)
+    same_run(alone, together)
+    last = records(alone)[-1]
+    assert last["opt_steps"] == (10 if case == "accumulated" else 20)
+    assert any(record["reset_rate"] > 0 for record in records(alone)) and "eval/return" in last
+    verdict = validate(together, strict=True)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    assert len(list(together.glob("events*"))) == 1 and not (together / "receipts").exists()
+    first, end = (torch.load(path, weights_only=True)["agent"] for path in
+                  sorted((alone / "checkpoints").glob("step_*.pt"))[::9])
+    with pytest.raises(AssertionError):  # there was something to learn alike
+        same(first, end, 1e-3)
+
+
+@pytest.mark.slow
+def test_torchrun_with_one_process_changes_no_bit(run_of):
+    alone, one = run_of("pixel-goal", 0), run_of("pixel-goal", 1)
+    assert timeless(alone) == timeless(one)
+    ends = [torch.load(folder / "checkpoints" / "step_000020.pt", weights_only=True)
+            for folder in (alone, one)]
+    for name in ("agent", "optimizer", "env", "episodes"):
+        same(*(end[name] for end in ends))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, before, after", [("pixel-goal", 2, 1), ("CartPole", 0, 3)])
+def test_another_number_of_processes_continues_the_run(case, before, after, run_of, tmp_path):
+    """Killed after the checkpoint of iteration 10, with records past it in the log."""
+    whole = run_of(case, before)
+    folder = copy_run(whole, tmp_path / "run")
+    for path in (folder / "checkpoints").glob("step_*.pt"):
+        if int(path.stem[5:]) > 10:
+            path.unlink()
+    code, said = torchrun(after, folder, *FLAGS, *CASES[case])
+    assert code == 0 and said.count("continuing after iteration 10") == 1, said
+    same_run(whole, folder)
+    assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [10]
+    assert validate(folder, strict=True)["ok"]
+    assert timeless(folder)[:5] == timeless(whole)[:5]  # what was there stays, to the bit
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_line_of_the_first_process(tmp_path):
+    (tmp_path / "file").write_text("")
+    for processes, folder, flags, named in ((3, "run", ["--num-envs", 2], "--num-envs 2: "),
+                                            (2, "file/run", [], "--run-dir ")):
+        code, said = torchrun(processes, tmp_path / folder, *FLAGS, *flags)
+        lines = {line for line in said.splitlines() if "error: --" in line}
+        assert code and len(lines) == 1 and named in lines.pop(), said
+        assert 'a2c_vecenv.py", line' not in said  # torchrun's own report has a traceback, of its own
+
+
+@pytest.mark.slow
+def test_without_a_folder_the_processes_agree_on_one(tmp_path):
+    flags = [*FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2]
+    code, said = torchrun(2, "", *flags, "--experiment", tmp_path / "mine")
+    assert code == 0, said
+    (folder,) = (tmp_path / "mine").iterdir()
+    assert {record["run_id"] for record in records(folder)} == {folder.name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [0, 2])
+def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(processes, run_of, tmp_path):
+    whole, folder = run_of("pixel-goal", 0), tmp_path / "run"
+    flags = [*FLAGS, *CASES["pixel-goal"], "--run-dir", folder, "--checkpoint-every", 20]
+    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * bool(processes)
+    run = subprocess.Popen([sys.executable, *map(str, [*many, ROOT / "a2c_vecenv.py", *flags])], cwd=ROOT,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = folder / "train_log.jsonl"
+    while run.poll() is None and not (log.exists() and records(folder)):
+        time.sleep(0.01)
+    children = psutil.Process(run.pid).children()
+    trainers = [p for p in children if "RANK" in p.environ()] if processes else [run]
+    trainers[-1].send_signal(signal.SIGTERM)  # one is enough
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
+    (path,) = (folder / "checkpoints").glob("step_*.pt")
+    assert 2 <= int(path.stem[5:]) < 20
+    code, said = torchrun(2, folder, *flags)
+    assert code == 0, said
+    one, other = (torch.load(path / "checkpoints" / "step_000020.pt", weights_only=True)["agent"]
+                  for path in (whole, folder))
+    same(one, other, 1e-4)
+    assert [record["iteration"] for record in records(folder)] == list(range(2, 21, 2))
