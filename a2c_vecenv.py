@@ -298,6 +298,9 @@ def precision(args, device):
 # Processes: those that torchrun started, if it did. Each holds all weights and its share of the environments.
 
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -311,7 +314,7 @@ def start_processes(args):
 
     Of several GPUs each process sees its own alone, as vLLM wants it too.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not UNDER_TORCHRUN:
         return choose_device(args)
     if args.device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
@@ -445,7 +448,7 @@ def together(work, at_once=False):
     except (OSError, Preempted) as error:
         problem = error
     results = [(result, problem)] * num_ranks()
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_gather_object(results, (result, problem))
     for _, problem in results:
         if problem:
@@ -455,7 +458,7 @@ def together(work, at_once=False):
 
 def total(tensor):
     """The sum of a tensor over all processes, in its place."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_reduce(tensor)
     return tensor
 

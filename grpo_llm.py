@@ -405,7 +405,7 @@ def hidden_states(decoder, batch):
     inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
     hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
                      past_key_values=cache, use_cache=bool(start)).last_hidden_state
-    if start and dist.is_initialized():
+    if start and UNDER_TORCHRUN:
         # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output. Nothing
         # else reads that of the last layer: its keys and values would meet weights that are gone.
         hidden = hidden + 0 * before[:, -1].sum()
@@ -438,6 +438,9 @@ def decoder_and_head(model):
 # share of the episodes; all know all episodes, so that each computes the same advantages, order and metrics.
 
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # a process group alone may be one that vLLM has made
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -451,7 +454,7 @@ def start_processes(args):
 
     Of several GPUs each process sees its own alone, as vLLM wants it too.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not UNDER_TORCHRUN:
         return choose_device(args)
     if args.device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
@@ -585,7 +588,7 @@ def together(work, at_once=False):
     except (OSError, Preempted) as error:
         problem = error
     results = [(result, problem)] * num_ranks()
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_gather_object(results, (result, problem))
     for _, problem in results:
         if problem:
@@ -595,7 +598,7 @@ def together(work, at_once=False):
 
 def total(tensor):
     """The sum of a tensor over all processes, in its place."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_reduce(tensor)
     return tensor
 
@@ -609,7 +612,7 @@ def shard(model, device):
     """A model on its device. Under torchrun each process keeps a part of each weight (FSDP2); a layer's are
     gathered when it computes.
     """
-    if not dist.is_initialized():
+    if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (num_ranks(),))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
@@ -657,7 +660,7 @@ def saved_weights(model):
 
 def whole_weights(model):
     """What save_pretrained is to write of a sharded model, on the CPU; None where it can see for itself."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         # Without the second name of a tied head.
         once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         keep = once if rank() == 0 else ()  # the first process writes
@@ -1775,7 +1778,7 @@ def passes(groups, args, pad_id, device):
         batch = collate(part, pad_id, device)
         if not now[rank()]:
             batch["response_mask"].zero_()
-        if dist.is_initialized():
+        if UNDER_TORCHRUN:
             batch["share_prompts"] = any(map(pays_to_share, now)) and min(
                 len(segment.prompt_ids) for part in now for segment in part or [filler]) > 1
         yield part, batch
@@ -1790,7 +1793,7 @@ def pays_to_share(part):
 
 def tell_others(groups, name):
     """What the passes of each process have written into segment.<name>, into the same segment in all."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         hands = deal_groups(groups)
         told = together(lambda: [getattr(segment, name) for segment in hands[rank()]])
         for segment, value in zip(itertools.chain(*hands), itertools.chain(*told), strict=True):
@@ -1891,7 +1894,7 @@ def update(model, reference, optimizer, groups, args, pad_id):
             optimizer.zero_grad(set_to_none=True)
             num_seen += num_tokens
     sums, largest = total(torch.stack([*totals.values()])), torch.stack(ratios).max().double()
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     extremes = torch.stack([torch.stack(norms).mean().double(), largest])
     *values, grad_norm, ratio_max = torch.cat([sums, extremes]).tolist()  # one host transfer

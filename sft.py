@@ -351,6 +351,9 @@ def parameter_groups(model, weight_decay):
 # share of the episodes; all know all episodes, so that each computes the same advantages, order and metrics.
 
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # a process group alone may be one that vLLM has made
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -364,7 +367,7 @@ def start_processes(args):
 
     Of several GPUs each process sees its own alone, as vLLM wants it too.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not UNDER_TORCHRUN:
         return choose_device(args)
     if args.device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
@@ -498,7 +501,7 @@ def together(work, at_once=False):
     except (OSError, Preempted) as error:
         problem = error
     results = [(result, problem)] * num_ranks()
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_gather_object(results, (result, problem))
     for _, problem in results:
         if problem:
@@ -508,7 +511,7 @@ def together(work, at_once=False):
 
 def total(tensor):
     """The sum of a tensor over all processes, in its place."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         dist.all_reduce(tensor)
     return tensor
 
@@ -522,7 +525,7 @@ def shard(model, device):
     """A model on its device. Under torchrun each process keeps a part of each weight (FSDP2); a layer's are
     gathered when it computes.
     """
-    if not dist.is_initialized():
+    if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (num_ranks(),))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
@@ -570,7 +573,7 @@ def saved_weights(model):
 
 def whole_weights(model):
     """What save_pretrained is to write of a sharded model, on the CPU; None where it can see for itself."""
-    if dist.is_initialized():
+    if UNDER_TORCHRUN:
         # Without the second name of a tied head.
         once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         keep = once if rank() == 0 else ()  # the first process writes
@@ -1305,7 +1308,7 @@ def my_batches(rows, args, pad_id, model):
     All processes take part in every pass (FSDP2 gathers weights): one that has fewer adds some that learn
     nothing.
     """
-    if not dist.is_initialized():
+    if not UNDER_TORCHRUN:
         return list(batches(rows, args, pad_id, model))
     mine = [rows[index] for index in deal([len(ids) for ids, _ in rows])[rank()]]
     mine, (filler, *_) = list(batches(mine, args, pad_id, model)), batches(rows[:1], args, pad_id, model)

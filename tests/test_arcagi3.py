@@ -1282,8 +1282,9 @@ def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, cap
                    group_size=2)
     last = records(folder)[-1]
     assert last["iteration"] == 2 and 0 < last["rollout/turns"] <= 3
-    assert {"val/arcagi3/maze/pass@1", "val/arcagi3/lights/progress",
-            "val/arcagi3/collect/invalid"} <= set(last)
+    assert {f"val/arcagi3/{game}/pass@1" for game in ("maze", "lights", "collect")} <= set(last)
+    # A random model ends few replies; a game that no reply has reached has no metrics of its own.
+    assert {name.split("/")[-1] for name in last if name.startswith("val/")} >= {"progress", "invalid"}
     capsys.readouterr()
     result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3,
                       "--max-response-tokens", 4,
