@@ -616,8 +616,12 @@ def shard(model, device):
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (num_ranks(),))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    for module in [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]:
+    modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
+    for before, module in zip([modules[0], *modules], modules, strict=False):
         fully_shard(module, mesh=mesh)
+        # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
+        # rollout are not as many in each process.
+        module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     model.as_forward = lambda function, *given: function(*given)

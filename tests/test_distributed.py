@@ -103,8 +103,9 @@ def assert_same_run(one, other, steps, loss=1e-5, weight=1e-4):
 
 CASES = {
     "grpo": ("grpo_llm.py", ()), "ppo": ("ppo_llm.py", ()), "sft": ("sft.py", ()),
-    "grpo-lora": ("grpo_llm.py", LORA), "ppo-lora": ("ppo_llm.py", LORA),
-    "sft-lora": ("sft.py", (*LORA, "--model", TINY, "--dtype", "float32")),
+    "grpo-lora": ("grpo_llm.py", LORA), "ppo-lora": ("ppo_llm.py", (*LORA, "--eval-tasks", 1)),
+    "sft-lora": ("sft.py", (*LORA, "--model", TINY, "--dtype", "float32", "--eval-tasks", 1)),
+    "few": ("grpo_llm.py", ("--prompts-per-iteration", 2, "--eval-tasks", 1)),  # some processes get none
     "gspo": ("grpo_llm.py", ("--loss", "gspo", "--scale-rewards", "--aggregation", "sequence",
                              "--dynamic-sampling", 2)),
     "turns": ("grpo_llm.py", ("--env", "tests/two_turn.py:TwoTurn", "--max-response-tokens", 24,
@@ -113,7 +114,7 @@ CASES = {
     "shared-critic": ("ppo_llm.py", ("--critic", "shared", "--target-kl", 0.002)),
     "packing": ("sft.py", ("--packing", "--gradient-checkpointing", "--microbatch-tokens", 256)),
 }
-OF_COUNT = {2: tuple(CASES), 3: ("grpo", "sft")}
+OF_COUNT = {2: tuple(CASES), 3: ("grpo", "sft", "few")}
 DRIVER = """
 import importlib, json, sys, torch, tyro
 import torch.distributed as dist
