@@ -193,7 +193,8 @@ METRICS = {
     "iteration": "rollouts so far",
     "env_steps": "environment steps so far",
     "opt_steps": "optimiser steps so far",
-    "system/memory_usage": "resident memory of the process (of the first, if there are several) [GiB]",
+    "system/processes": "processes of torchrun; 1 without it",
+    "system/memory_usage": "resident memory of the process; as all of system/*, of the first one [GiB]",
     "system/gpu_memory": "most GPU memory used so far [GiB], with CUDA",
 }
 
@@ -736,6 +737,7 @@ class RunFolder:
         now, env_steps = time.perf_counter(), self.counters["env_steps"]
         sps = (env_steps - self.since[1]) / (now - self.since[0])
         values = dict(wall_time_s=now - self.started, sps=sps) | values
+        values["system/processes"] = num_ranks()
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         if torch.cuda.is_available():
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30

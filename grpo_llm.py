@@ -17,6 +17,10 @@ whose rewards are all equal are dropped, no KL penalty, a small entropy bonus.
 
 Expect greedy accuracy on held-out problems to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31
 to 0.98, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
+
+The algorithm is `group_advantages` to `token_logprobs`, the section Update and `main`: read these 500 lines
+first. Processes (torchrun), Engine (sampling), Rollout (environments of several turns) and Log (the run
+folder) serve any algorithm; ppo_llm.py has the same.
 """
 
 from __future__ import annotations
@@ -300,7 +304,8 @@ METRICS = {
     "mismatch/ratio_max": "largest trainer / sampler probability ratio of a token, before the cap",
     "mismatch/frac_capped": "share of tokens whose ratio exceeds --tis-cap",
     "time": "rollout, update, sync, eval, checkpoint (those since the record before) [s]",
-    "system/memory_usage": "resident memory of the process [GiB]",
+    "system/processes": "processes of torchrun; 1 without it",
+    "system/memory_usage": "resident memory of the process; as all of system/*, of the first one [GiB]",
     "system/cpu_utilization": "processor time over wall time since the record before [cores]",
     "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
     "system/child_processes": "processes that this one has started, and theirs",
@@ -1065,8 +1070,7 @@ class VllmEngine(Engine):
                 shutil.rmtree(before.lora_path)
         else:
             # state_dict names a tied head, which named_parameters leaves out and vLLM would then not change.
-            weights = list(saved_weights(model))
-            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=saved_weights(model)))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -2087,6 +2091,7 @@ class Run:
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
         values |= {f"time/{name}": self.times.get(name, 0.0) for name in self.TIMES}
+        values["system/processes"] = num_ranks()
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():

@@ -16,6 +16,9 @@ With --model the defaults are others: REAL_MODEL below. The default run learns f
 models do: 70 % of its rows are a novice's random moves and 30 % are solved games (`skill=mixed`), so it knows
 the form and the arithmetic and seldom the answer. Expect val/loss to fall to 0.37 and greedy accuracy to end
 near 0.6; the rest is for grpo_llm.py to teach.
+
+Read the maths from `token_losses` on and `main` first, then Data, where most mistakes are made.
+Processes (torchrun), Engine (sampling, for evaluation) and Log (the run folder) are those of grpo_llm.py.
 """
 
 from __future__ import annotations
@@ -283,7 +286,8 @@ METRICS = {
     "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
     "val/<source>/greedy": "held-out correctness of greedy decoding",
     "time": "update, eval, checkpoint (those since the record before; rollout and sync are 0 here) [s]",
-    "system/memory_usage": "resident memory of the process [GiB]",
+    "system/processes": "processes of torchrun; 1 without it",
+    "system/memory_usage": "resident memory of the process; as all of system/*, of the first one [GiB]",
     "system/cpu_utilization": "processor time over wall time since the record before [cores]",
     "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
 }
@@ -1516,6 +1520,7 @@ class Run:
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
         values |= {f"time/{name}": self.times.get(name, 0.0) for name in self.TIMES}
+        values["system/processes"] = num_ranks()
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():
