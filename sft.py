@@ -1743,9 +1743,11 @@ def main(args):
     parameters = [parameter for group in groups for parameter in group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
     best = dict(best="", best_loss=math.inf)  # checkpoint with the lowest val/loss
+    window, unlogged, rows = [], {}, []  # loss and norm of the steps since the last record; a record to come
     if run.state:
         load_optimizer(optimizer, run.state["optimizer"])
         best = {name: run.state[name] for name in best}
+        window, unlogged = run.state["window"], run.state["unlogged"]
     start_tracking(run, args)
     run.open()
     left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
@@ -1755,7 +1757,7 @@ def main(args):
           + (f"; continuing after step {run.counters['iteration']}" if run.state else ""))
     progress = tqdm(total=num_steps, initial=run.counters["iteration"], disable=bool(rank()) or None,
                     unit="step")
-    window, rows, saved = run.state.get("window", []) if run.state else [], [], run.counters["iteration"]
+    saved = run.counters["iteration"]
 
     def validate():
         with run.timed("eval"):
@@ -1767,13 +1769,36 @@ def main(args):
     def save():
         nonlocal saved
         with run.timed("checkpoint"):
-            run.save(model, tokenizer, dict(optimizer=optimizer_state(optimizer), window=window, **best))
+            state = dict(optimizer=optimizer_state(optimizer), window=window, unlogged=unlogged, **best)
+            run.save(model, tokenizer, state)
         saved = run.counters["iteration"]
+
+    def evaluating(step):
+        before, now = (step - 1) * args.batch_size, step * args.batch_size
+        period = args.eval_epochs * num_rows
+        return (step == num_steps or args.eval_every and step % args.eval_every == 0
+                or period and now // period > before // period)
+
+    def finish(step):
+        nonlocal best
+        saving = step == num_steps or step % args.checkpoint_every == 0
+        if evaluating(step):
+            unlogged.update(validate())
+            if unlogged.get("val/loss", math.inf) < best["best_loss"]:
+                best = dict(best=f"step_{step:06d}", best_loss=unlogged["val/loss"])
+                saving = True
+        if unlogged:
+            run.record(unlogged)
+            unlogged.clear()
+        if saving:
+            save()
 
     try:
         if not run.state:
             sizes = {"data/rows": num_rows, "data/held_out": len(held_out)}
             run.record(validate() | sizes | {f"data/{name}": count for name, count in counts.items()})
+        if unlogged:  # the run ended while it was evaluated
+            finish(run.counters["iteration"])
         for step in range(run.counters["iteration"] + 1, num_steps + 1):
             torch.manual_seed(args.seed * 1_000_003 + step)  # a resume needs no generator's state
             with run.timed("update"):
@@ -1808,32 +1833,21 @@ def main(args):
             run.counters = dict(iteration=step, opt_steps=step,
                                 env_steps=run.counters["env_steps"] + num_tokens)
             progress.update()
-            last, period = step == num_steps, args.eval_epochs * num_rows
-            evaluating = (last or args.eval_every and step % args.eval_every == 0
-                          or period and end // period > first // period)
-            saving = last or step % args.checkpoint_every == 0
-            if evaluating or step % args.log_every == 0:
+            if evaluating(step) or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.stack(window).double().mean(0).tolist()
                 weight_norm = plain(torch.nn.utils.get_total_norm(parameters))  # the log refuses NaN
-                num_computed = sum(together(lambda count=num_computed: count))
-                metrics = {"train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
-                           "train/weight_norm": float(weight_norm),
-                           "train/learning_rate": learning_rate(step, num_steps, args),
-                           "train/epoch": end / num_rows, "train/padding": 1 - num_tokens / num_computed,
-                           "train/throughput":
-                               (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
+                num_computed = int(total(torch.tensor(num_computed, device=device)))
+                unlogged.update({
+                    "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
+                    "train/weight_norm": float(weight_norm),
+                    "train/learning_rate": learning_rate(step, num_steps, args),
+                    "train/epoch": end / num_rows, "train/padding": 1 - num_tokens / num_computed,
+                    "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["update"]})
+                window = []
                 progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
                 if progress.disable:
                     say(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
-                if evaluating:
-                    metrics |= validate()
-                    if metrics.get("val/loss", math.inf) < best["best_loss"]:
-                        best = dict(best=f"step_{step:06d}", best_loss=metrics["val/loss"])
-                        saving = True
-                run.record(metrics)
-                window = []
-            if saving:
-                save()
+            finish(step)
         export(model, tokenizer, run, args)
     except Preempted:
         step = run.counters["iteration"]

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def finished(tmp_path_factory):
     @functools.cache
     def of(script):
         folder = tmp_path_factory.mktemp("finished") / script.__name__
-        return train(script, folder, checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0)
+        return train(script, folder, checkpoint_every=1, keep_checkpoints=0,
+                     **(dict(log_episodes=1.0) if script in RL else {}))
     return of
 
 
@@ -229,6 +231,26 @@ def test_an_iteration_that_was_trained_but_not_logged_is_logged_when_the_run_goe
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [3]
+
+
+@pytest.mark.parametrize("script", [*RL_SLOW, sft])
+def test_sigterm_within_an_evaluation_loses_no_record(script, finished, tmp_path, monkeypatch, capsys):
+    evaluate, evaluations = script.evaluate, []
+
+    def preempted(*given):
+        evaluations.append(0)
+        if len(evaluations) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given)
+
+    monkeypatch.setattr(script, "evaluate", preempted)
+    train(script, tmp_path / "run", checkpoint_every=9)
+    assert [record["iteration"] for record in records(tmp_path / "run")] == [0, 1]
+    assert re.search("SIGTERM: stopped after (iteration|step) 2, which is saved", capsys.readouterr().out)
+    folder = train(script, tmp_path / "run", checkpoint_every=9)
+    same_end(finished(script), folder)
+    verdict = validate(folder)
+    assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 0), verdict
 
 
 @pytest.mark.parametrize("script", RL_SLOW)

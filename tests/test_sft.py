@@ -572,7 +572,7 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(kind):
     expected = reference(model, mixed_rows())
     for cut in CUTS.values():
         *found, _ = gradient_step(model, mixed_rows(), **cut)
-        assert_close(found, expected)
+        assert_close(found, expected, 1e-4)  # large weights, large rounding
 
 
 def test_an_adapter_is_gone_on_from(lora_run, tmp_path):
