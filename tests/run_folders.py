@@ -29,6 +29,11 @@ SMALL = {
 LAST = "step_000004"
 
 
+def slow_but(quick, cases):
+    """pytest's parameters of all cases, marked as slow but for those in `quick`."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
+
+
 def command_line(script, *flags):
     """What a person sees. -> exit code; an exception that is no exit is an error of the test."""
     with pytest.MonkeyPatch.context() as patch:
@@ -88,6 +93,9 @@ def train(script, folder, **flags):
     """A run in this process, from defaults to its end. -> its folder."""
     if script.__name__ == "sft":
         flags = dict(output_dir=str(folder) + "-model") | flags
+    if not {"env", "env_kwargs"} & set(flags):
+        few = ("test_tasks=32",)  # which are the first of many more, and sooner found
+        flags["env_kwargs"] = ("skill=mixed", *few) if script.__name__ == "sft" else few
     script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
     return folder
 

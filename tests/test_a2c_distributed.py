@@ -18,7 +18,7 @@ gymnasium = pytest.importorskip("gymnasium")
 import a2c_vecenv as a2c  # noqa: E402
 from envs import BadInput  # noqa: E402
 from envs.vec_env import join_states, make_vec, state_of_rows  # noqa: E402
-from tests.run_folders import ROOT, copy_run, log_lines, process, records, timeless  # noqa: E402
+from tests.run_folders import ROOT, copy_run, log_lines, process, records, slow_but, timeless  # noqa: E402
 from tools.validate_train_log import validate  # noqa: E402
 
 SPLITS = [(3, 4), (2, 2, 3)]  # of seven rows
@@ -58,9 +58,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "pyboy" else [])
-                                  for kind in KINDS])
+@pytest.mark.parametrize("split", [pytest.param(SPLITS[0], marks=pytest.mark.slow), SPLITS[1]], ids=str)
+@pytest.mark.parametrize("kind", slow_but(("pixel-goal", "CartPole"), KINDS))
 def test_rows_of_a_split_are_those_of_the_whole(kind, split, request):
     """From the seeds, and from a state that another split has saved."""
     env_id, options, steps = KINDS[kind]

@@ -32,6 +32,7 @@ from tests.run_folders import (  # noqa: E402
     process,
     records,
     same_tree,
+    slow_but,
     timeless,
 )
 from tools import plot_train_log  # noqa: E402
@@ -104,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(("default", "patch", "td0", "one-step"), CASES))
 def test_the_log_passes_the_validator(case, tmp_path):
     flags = SMALL | CASES[case]
     folder = train(tmp_path / "run", **CASES[case])
@@ -182,7 +183,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", slow_but(("default", "several"), RESUMED))
 def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     flags = RESUMED[case]
     whole = train(tmp_path / "whole", **flags)

@@ -67,10 +67,12 @@ def holds(style, reply, nums, target, limit=99):
     (300, {"max_operands": 4, "operators": "+-*", "trace": "search", "max_trace_steps": 20}),
     (500, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
     (1500, {**CHAT, "min_operands": 2}),
-    (700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99}),
+    pytest.param(700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99},
+                 marks=pytest.mark.slow),
     (200, {**CHAT, "max_operands": 4, "trace": "search"}),
     (250, {"style": "plain", "max_operands": 4, "trace": "search"}),
-    (40, {"style": "plain", "min_operands": 5, "max_operands": 5, "operators": "+-*/"}),
+    pytest.param(40, {"style": "plain", "min_operands": 5, "max_operands": 5, "operators": "+-*/"},
+                 marks=pytest.mark.slow),
     (10, {"min_operands": 6, "max_operands": 6, "operators": "+-*/", "trace": "search"}),
 ], ids=str)
 def test_solutions_score_full_marks(count, options):
@@ -480,7 +482,8 @@ def games(nums, operators, limit):
 
 
 @pytest.mark.parametrize("nums", [
-    (3, 5), (4, 4), (1, 7, 7), (2, 3, 10), (6, 18, 14), (1, 1, 1), (3, 3, 8, 8)], ids=str)
+    (3, 5), (4, 4), (1, 7, 7), (2, 3, 10), (6, 18, 14), (1, 1, 1),
+    pytest.param((3, 3, 8, 8), marks=pytest.mark.slow)], ids=str)
 def test_solver_finds_all_and_the_shortest_expressions(nums):
     rules = countdown.Rules("+-*/", math.inf, False)
     shortest = shortest_expressions(nums)

@@ -114,6 +114,8 @@ CASES = {
     "shared-critic": ("ppo_llm.py", ("--critic", "shared", "--target-kl", 0.002)),
     "packing": ("sft.py", ("--packing", "--gradient-checkpointing", "--microbatch-tokens", 256)),
 }
+LONG = 20  # steps, but of these:
+STEPS = dict.fromkeys(("gspo", "turns", "few", "shared-critic", "packing"), 8)
 OF_COUNT = {2: tuple(CASES), 3: ("grpo", "sft", "few")}
 DRIVER = """
 import importlib, json, sys, torch, tyro
@@ -133,7 +135,7 @@ def words_of(name, folder, *more):
     script, flags = CASES[name]
     own = ("--output-dir", f"{folder}-model") if script == "sft.py" else ()
     return [script, [str(x) for x in (*FLAGS[script], *flags, "--run-dir", folder, *own,
-                                      *steps_of(script, 20), *more)]]
+                                      *steps_of(script, STEPS.get(name, LONG)), *more)]]
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +157,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(made):
-    """Runs of 20 steps in this one process.  -> folder"""
+    """Such runs in this one process.  -> folder"""
     def alone(name, seed=1):
         def make(folder):
             script, words = words_of(name, folder / "run", "--seed", seed)
@@ -192,7 +194,7 @@ def test_several_processes_train_as_one_does(name, count, alone, several):
         if "lora" in name:
             assert not list(folder.glob("checkpoints/*/model.safetensors"))  # the adapter alone
         try:
-            return assert_same_run(alone(name, seed), folder, 20)
+            return assert_same_run(alone(name, seed), folder, STEPS.get(name, LONG))
         except AssertionError:  # a tipped token? It would not tip with every seed
             if seed == 3:
                 raise
@@ -259,17 +261,17 @@ def gradients(folder, count):
 def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, after, alone, tmp_path):
     """Between two checkpoints: what the last iteration did is not lost either."""
     script, folder = CASES[name][0], tmp_path / "run"
-    flags = (*FLAGS[script], *CASES[name][1], *steps_of(script, 20, every=20))
+    flags = (*FLAGS[script], *CASES[name][1], *steps_of(script, LONG, every=LONG))
     code, said = stopped(script, folder, flags, before, 2)
     assert code == 0, said[-3000:]
     (line,) = re.findall(r"SIGTERM: .*", said)
     last = int(re.search(r"after (?:iteration|step) (\d+), which is saved", line)[1])
-    assert f"--run-dir {folder}" in line and 2 <= last < 20
+    assert f"--run-dir {folder}" in line and 2 <= last < LONG
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
     run(script, folder, *flags, count=after)
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert mark["iteration"] == last
-    assert_same_run(alone(name), folder, 20)
+    assert_same_run(alone(name), folder, LONG)
     assert validate(folder)["errors"] == 0
 
 
@@ -301,7 +303,7 @@ def wait_for(condition, started):
 
 @pytest.mark.slow
 def test_sigterm_of_one_process_or_of_torchrun_ends_all_of_them(alone, tmp_path):
-    flags = (*FLAGS["grpo_llm.py"], *steps_of("grpo_llm.py", 20, every=20))
+    flags = (*FLAGS["grpo_llm.py"], *steps_of("grpo_llm.py", LONG, every=LONG))
     code, said = stopped("grpo_llm.py", tmp_path / "one", flags, 3, 2, whom=1)
     assert code == 0 and said.count("SIGTERM: stopped after iteration") == 1, said[-3000:]
     whole = tmp_path / "all"
@@ -312,14 +314,14 @@ def test_sigterm_of_one_process_or_of_torchrun_ends_all_of_them(alone, tmp_path)
     assert said.count("SIGTERM: stopped after iteration") == 1, said[-3000:]
     for folder in (tmp_path / "one", whole):
         run("grpo_llm.py", folder, *flags)
-        assert_same_run(alone("grpo"), folder, 20)
+        assert_same_run(alone("grpo"), folder, LONG)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft"])
 def test_torchrun_starts_again_after_the_kill_of_a_process(name, alone, tmp_path):
     script = CASES[name][0]
-    folder, flags = tmp_path / "run", (*FLAGS[script], *steps_of(script, 20))
+    folder, flags = tmp_path / "run", (*FLAGS[script], *steps_of(script, LONG))
     torchrun = ("--standalone", "--max-restarts=2")
     started = start(command(script, folder, *flags, count=2, torchrun=torchrun))
     wait_for(lambda: any(folder.glob("checkpoints/step_*")), started)
@@ -327,7 +329,7 @@ def test_torchrun_starts_again_after_the_kill_of_a_process(name, alone, tmp_path
     said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said[-5000:]
     assert [line for line in log_lines(folder) if "resume" in line]
-    assert_same_run(alone(name), folder, 20)
+    assert_same_run(alone(name), folder, LONG)
 
 
 FAILING = """
@@ -421,7 +423,7 @@ def start_on(hosts, address, tag, folder, *flags):
 def test_two_hosts_train_and_a_cut_link_is_an_error_after_which_the_run_goes_on(two_hosts, alone, tmp_path):
     hosts, address, tag, link = two_hosts
     folder = tmp_path / "run"
-    flags = (*FLAGS["grpo_llm.py"], *steps_of("grpo_llm.py", 20), "--dist-timeout", 20)
+    flags = (*FLAGS["grpo_llm.py"], *steps_of("grpo_llm.py", LONG), "--dist-timeout", 20)
     started = start_on(hosts, address, tag, folder, *flags)
     try:
         wait_for(lambda: any(folder.glob("checkpoints/step_000004")), started[0])
@@ -436,7 +438,7 @@ def test_two_hosts_train_and_a_cut_link_is_an_error_after_which_the_run_goes_on(
     done = start_on(hosts, address, tag, folder, *flags)
     said = [process.communicate(timeout=600)[0] for process in done]
     assert [process.returncode for process in done] == [0, 0], said[0][-5000:]
-    assert_same_run(alone("grpo"), folder, 20)
+    assert_same_run(alone("grpo"), folder, LONG)
 
 
 # Without processes

@@ -28,7 +28,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from tests.run_folders import command_line
+from tests.run_folders import command_line, slow_but
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
@@ -145,7 +145,7 @@ CASES = {  # of the base, of the adapter, modules that change
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but([*CASES][::2], CASES))
 def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
     base, adapter, modules = CASES[case]
     write_base(tmp_path / "base", **base)
@@ -404,7 +404,7 @@ MISFITS = {  # the base that the adapter was made on, the adapter, what is said 
 }
 
 
-@pytest.mark.parametrize("case", MISFITS)
+@pytest.mark.parametrize("case", slow_but([*MISFITS][::2], MISFITS))
 def test_an_adapter_that_does_not_fit_is_refused_by_both_names(case, pair, tmp_path, capsys):
     other, adapter, says = MISFITS[case]
     shutil.copytree(pair / "base", tmp_path / "base")

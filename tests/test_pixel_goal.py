@@ -16,6 +16,7 @@ from envs import pixel_goal
 from envs.goal_template import save_goal
 from envs.pixel_goal import PixelGoal, PixelGoalConfig, pack_2bpp, unpack_2bpp
 from envs.vec_env import make_vec
+from tests.run_folders import slow_but
 
 torch.set_num_threads(1)
 NOOP, A, B, START, UP, DOWN, LEFT, RIGHT = range(8)
@@ -227,8 +228,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("goals", "maps", "no menu"))) for name in WORLDS])
+@pytest.mark.parametrize("name", slow_but(("defaults", "stack", "packed", "pocket"), WORLDS))
 def test_steps_like_the_slow_world(name):
     config = PixelGoalConfig(**WORLDS[name])
     env, seed, rows = PixelGoal(3, "cpu", config), 11, [SlowEnv(config) for _ in range(3)]

@@ -44,6 +44,7 @@ from tests.run_folders import (
     same_checkpoint,
     same_end,
     same_tree,
+    slow_but,
     timeless,
     train,
 )
@@ -175,11 +176,9 @@ RESUMED = {
 }
 
 
-QUICK = {"full", "lora", "ppo", "sft"}
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in RESUMED])
+@pytest.mark.parametrize("case", slow_but(("lora", "ppo", "sft"), RESUMED))
 def test_two_iterations_and_two_more_equal_four_bit_for_bit(case, tmp_path):
     script, flags = RESUMED[case]
     halves = in_halves(script, tmp_path, **flags)
@@ -233,7 +232,7 @@ def test_an_iteration_that_was_trained_but_not_logged_is_logged_when_the_run_goe
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [3]
 
 
-@pytest.mark.parametrize("script", [*RL_SLOW, sft])
+@pytest.mark.parametrize("script", [*(pytest.param(script, marks=pytest.mark.slow) for script in RL), sft])
 def test_sigterm_within_an_evaluation_loses_no_record(script, finished, tmp_path, monkeypatch, capsys):
     evaluate, evaluations = script.evaluate, []
 
@@ -359,8 +358,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("script", "damage"), [*((grpo_llm, damage) for damage in DAMAGE),
-                                                (ppo_llm, "state")])
+@pytest.mark.parametrize(("script", "damage"), [
+    (grpo_llm, "weights"), (ppo_llm, "state"), (grpo_llm, "manifest"),
+    *(pytest.param(grpo_llm, damage, marks=pytest.mark.slow)
+      for damage in ("state", "cut", "missing", "manifest-text"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         script, damage, tmp_path, finished, capsys):
     folder = copy_run(finished(script), tmp_path / "run")
@@ -399,7 +400,7 @@ def test_a_damaged_newest_checkpoint_never_pushes_out_a_sound_one(tmp_path, fini
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [1, 2]
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
+@pytest.mark.parametrize("script", [pytest.param(grpo_llm, marks=pytest.mark.slow), sft])
 def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, tmp_path):
     """From the third record on, no file may grow to the size of the weights; the log still may grow."""
     flags = dict(model=TINY) if script is sft else {}
