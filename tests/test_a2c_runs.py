@@ -578,7 +578,7 @@ def test_checkpoints_past_a_million_iterations_are_in_order(tmp_path, four_check
 @pytest.mark.slow
 @pytest.mark.parametrize("env", ["pixel-goal", "CartPole-v1"])
 def test_kills_at_any_moment_change_nothing(env, tmp_path):
-    kills, rng = int(os.environ.get("KILLS", "3")), random.Random(os.environ.get("KILLS_SEED", "1"))
+    kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length = 400 * kills
     flags = ["--env-id", env, "--iterations", length, "--num-envs", 8, "--log-every", 10, "--eval-every", 200,
              "--checkpoint-every", 10, "--eval-episodes", 4, "--eval-envs", 2, "--hidden-size", 16]
@@ -627,7 +627,7 @@ def test_the_self_test_passes_and_says_so_as_json(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, dict(env_id="CartPole-v1"), dict(recompute=True, chunk=4),
+@pytest.mark.parametrize("flags", [dict(env_id="CartPole-v1"), dict(recompute=True, chunk=4),
                                    dict(dtype="bfloat16")], ids=str)
 def test_compiled_runs_give_the_same_numbers(flags, tmp_path):
     plain, compiled = (train(tmp_path / str(on), compile=on, iterations=12, checkpoint_every=12,

@@ -1112,7 +1112,7 @@ KILL = {
 @pytest.mark.slow
 @pytest.mark.parametrize("script", KILL)
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
-    kills, rng = int(os.environ.get("KILLS", "3")), random.Random(os.environ.get("KILLS_SEED", "1"))
+    kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length = 40 * kills
     flags = [*KILL[script], "--steps" if script == "sft.py" else "--iterations", length]
 
