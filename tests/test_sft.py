@@ -977,7 +977,7 @@ def test_changed_data_are_refused_on_resume(tmp_path):
 
 @pytest.mark.slow
 def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
-    kills, rng = int(os.environ.get("KILLS", "3")), random.Random(os.environ.get("KILLS_SEED", "1"))
+    kills, rng = int(os.environ.get("KILLS", "4")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length, env = 40 * kills, envs.make("countdown", skill="mixed")
     tasks = [env.task("train", index) for index in range(4000)]
     rows = [(task.messages[-1]["content"], env.solution(task)) for task in tasks]
