@@ -569,10 +569,11 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(kind):
     torch.manual_seed(0)
     for name, tensor in model.named_parameters():
         tensor.data += 0.3 * torch.randn_like(tensor) * ("lora_" in name)
+    model.double()  # such large weights round by more than the difference that is allowed
     expected = reference(model, mixed_rows())
     for cut in CUTS.values():
         *found, _ = gradient_step(model, mixed_rows(), **cut)
-        assert_close(found, expected, 1e-4)  # large weights, large rounding
+        assert_close(found, expected)
 
 
 def test_an_adapter_is_gone_on_from(lora_run, tmp_path):
