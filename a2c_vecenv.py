@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 import envs
 from envs import BadInput
-from envs.vec_env import VEC_ENVS, join_states, make_vec, state_of_rows
+from envs.pixels import VEC_ENVS, join_states, make_vec, state_of_rows
 
 
 @dataclasses.dataclass

@@ -14,8 +14,9 @@ while one works, the others wait for input. Counted are the process's CPU time a
 these blocks; imports, set-up, evaluation and checkpoints are not. The log is counted on our side (a record
 every 20 iterations); stable-baselines3's is off. Block 0 warms up and is left out of the summary.
 
-`pixels` first prints two checks: that TileWorld below is the world of envs/pixel_goal.py, and that from the
-same weights, on the same rollout (time limits in it), A2C.train of stable-baselines3 computes our gradient.
+`pixels` first prints two checks: that TileWorld below is the world of envs/pixels/pixel_goal.py, and that
+from the same weights, on the same rollout (time limits in it), A2C.train of stable-baselines3 computes our
+gradient.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def work_ours(job, gate):
 
 
 class TileWorld(gymnasium.Env):
-    """One world of envs/pixel_goal.py as a plain Gymnasium environment, in lists and NumPy.
+    """One world of envs/pixels/pixel_goal.py as a plain Gymnasium environment, in lists and NumPy.
 
     tables: what `world_tables` returns. All pictures are drawn beforehand, so that a step costs next to
     nothing; a tensor of one row would be slow.
@@ -166,7 +167,7 @@ def check_world():
     """Step both implementations with the same actions. Raises AssertionError where they differ."""
     import torch
 
-    from envs.vec_env import make_vec
+    from envs.pixels import make_vec
     env = make_vec("pixel-goal", 32)
     worlds = [TileWorld(world_tables(env)) for _ in range(env.num_envs)]
     env.reset(1)

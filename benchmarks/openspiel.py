@@ -1,4 +1,4 @@
-"""What the games of envs/openspiel.py cost: tasks and scores per second, and 512 replies of an iteration.
+"""What the games of envs/openspiel cost: tasks and scores per second, and 512 replies of an iteration.
 
     python benchmarks/openspiel.py speed --out benchmarks/results/openspiel.csv
     python benchmarks/openspiel.py games --out benchmarks/results/openspiel_games.csv     # who wins how often

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs.pixel_goal import NUM_STATES, STATES, UNREACHABLE, draw_map, menu_picture
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
+from envs.pixels.pixel_goal import NUM_STATES, STATES, UNREACHABLE, draw_map, menu_picture
 
+RECORDED = "envs/pixels/goals/map1"
 SIZES = (1, 64, 1024, 16384)
 WORLDS = ({}, {"difficulty": 8}, {"difficulty": 8, "door": False, "menu_prob": 0.0},
-          {"num_goals": 16, "goal_in_obs": True}, {"goal_dir": "envs/goals/map1"})
+          {"num_goals": 16, "goal_in_obs": True}, {"goal_dir": RECORDED})
 
 
 def speed(repeats: int):
@@ -100,10 +101,10 @@ def figure(path: Path, scale: int = 3) -> None:
 
     env = make_vec("pixel-goal", 1, goal_in_obs=True, menu_prob=0.0)
     obs = env.reset(seed=18)[0].numpy().copy()
-    recorded = make_vec("pixel-goal", 1, goal_in_obs=True, goal_dir="envs/goals/map1").reset(0)[0, 0].numpy()
+    recorded = make_vec("pixel-goal", 1, goal_in_obs=True, goal_dir=RECORDED).reset(0)[0, 0].numpy()
     whole = draw_map(True, (1, 0, 0))[1][0][32:32 + 144, 40:40 + 160]
     shades = [whole, obs[1], menu_picture(), obs[0], recorded]
-    titles = ["the map (map_seed 1)", "a start", "the menu", "its own goal", "envs/goals/map1"]
+    titles = ["the map (map_seed 1)", "a start", "the menu", "its own goal", RECORDED]
     places = [(0, 0), (168, 0), (256, 0), (168, 92), (256, 92)]
     image = Image.new("L", (scale * 344, scale * 180), 255)
     draw = ImageDraw.Draw(image)

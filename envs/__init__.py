@@ -29,9 +29,10 @@ ENVS = {
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
-    "repl": "envs.repl:Repl",
-    "swe": "envs.swe:Swe",
+    "repl": "envs.code.repl:Repl",
+    "swe": "envs.code.swe:Swe",
 }
+MIXTURE = "envs.mixture:Mixture"  # of several of them
 
 MAX_REPLY = 20_000  # characters that `final_part` keeps: bounds the time of a verifier
 
@@ -91,6 +92,7 @@ class Env:
     Config: type  # a dataclass: the options that `make` takes
     splits = ("train", "test")  # disjoint by construction
     multi_turn = False  # True: a step may answer with messages and go on
+    blocking = False  # True: a step waits for a process or a server, so that callers run it in a thread
 
     def __init__(self, config):
         self.config = config
@@ -142,8 +144,7 @@ def make(name: str, **options) -> Env:
     Raises BadInput for an unknown name, an unknown option or a value of the wrong type, naming what is known.
     """
     if "," in name or "=" in name:
-        from envs.mixture import Mixture
-        return Mixture(name, options, make)
+        return load_object(MIXTURE, "--env")(name, options, make)
     if ":" in name:
         cls = load_object(name, "--env")
     elif name in ENVS:

@@ -41,6 +41,7 @@ class Mixture(Env):
         self.envs = {short: make(place, **given[short]) for short, (place, _) in weights.items()}
         self.pattern = [short for short, (_, weight) in weights.items() for _ in range(weight)]
         self.multi_turn = any(env.multi_turn for env in self.envs.values())
+        self.blocking = any(env.blocking for env in self.envs.values())
         words = [getattr(env, "vocabulary", None) for env in self.envs.values()]
         # A token per word is for one tokenizer that knows all of them; else one for bytes.
         self.vocabulary = list(dict.fromkeys(word for part in words for word in part)) if all(words) else None

@@ -17,7 +17,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 import a2c_vecenv as a2c  # noqa: E402
 from envs import BadInput  # noqa: E402
-from envs.vec_env import join_states, make_vec, state_of_rows  # noqa: E402
+from envs.pixels import join_states, make_vec, state_of_rows  # noqa: E402
 from tests.run_folders import ROOT, copy_run, log_lines, process, records, slow_but, timeless  # noqa: E402
 from tools.validate_train_log import validate  # noqa: E402
 
@@ -38,8 +38,8 @@ def game(tmp_path_factory):
     pytest.importorskip("pyboy")
     import make_rom
 
-    from envs.game_boy import Config, goal_meta, record_frames
-    from envs.goal_template import save_goal
+    from envs.pixels.game_boy import Config, goal_meta, record_frames
+    from envs.pixels.goals import save_goal
 
     folder = tmp_path_factory.mktemp("game")
     (folder / "game.gb").write_bytes(make_rom.rom())

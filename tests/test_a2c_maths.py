@@ -12,7 +12,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 import a2c_vecenv as a2c  # noqa: E402
 from envs import BadInput  # noqa: E402
-from envs.vec_env import VecEnv, make_vec  # noqa: E402
+from envs.pixels import VecEnv, make_vec  # noqa: E402
 
 CPU = torch.device("cpu")
 

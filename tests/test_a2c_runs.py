@@ -556,7 +556,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_error(tmp_path):
         def fail(*_):
             raise BadInput("render_mode=rgb_array: pygame is not installed")
 
-        patch.setattr("envs.gymnasium_vec.GymnasiumVec.frames", fail)
+        patch.setattr("envs.pixels.gymnasium.GymnasiumVec.frames", fail)
         train(tmp_path / "run", **flags)
     assert receipt_of(tmp_path / "run")[0]["type"] == "KeyboardInterrupt"
 

@@ -19,13 +19,13 @@ import pytest
 from PIL import Image
 
 import envs
-from envs import BadInput, arc_games, arcagi3
-from envs.arcagi3 import Action, ClientError, HttpTransport, TransportError, parse_reply
+from envs import BadInput, arcagi3
+from envs.arcagi3 import Action, ClientError, HttpTransport, TransportError, games, parse_reply
 from tools import arc_server, run_arc_eval
 
 ROOT = Path(__file__).resolve().parent.parent
-SESSION = str(ROOT / "envs" / "data" / "arcagi3_session.json")
-KINDS = sorted(arc_games.GAMES)
+SESSION = str(ROOT / "envs" / "arcagi3" / "session.json")
+KINDS = sorted(games.GAMES)
 SHORT = dict(style="short", downsample="8")
 
 
@@ -35,7 +35,7 @@ def serve():
     servers = []
 
     def start(arcade=None, **faults):
-        server = arc_server.ArcServer(arcade or arc_games.Arcade(), arc_server.Faults(**faults))
+        server = arc_server.ArcServer(arcade or games.Arcade(), arc_server.Faults(**faults))
         threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
         servers.append(server)
         return server
@@ -86,7 +86,7 @@ def test_games_of_each_kind_are_won_by_their_solution(name):
     """Counted by the game alone; with the environment around it, below."""
     first = set()
     for seed in range(100):
-        game = arc_games.new_game(f"{name}-{seed}")
+        game = games.new_game(f"{name}-{seed}")
         solution = game.solution()
         assert len(solution) <= arcagi3.Config.max_actions
         for number, (action, x, y) in enumerate(solution, 1):
@@ -133,31 +133,31 @@ def test_play_at_random_scores_little(name, most, capsys):
 
 
 def test_the_maze_by_hand():
-    game = arc_games.new_game("maze-17")
+    game = games.new_game("maze-17")
     before = np.array(game.frame())
     assert set(np.unique(before)) <= {0, 2, 5, 9, 11, 14}
     ((y, x),) = np.argwhere(before == 9)[:1] // 8
-    for action, (dx, dy) in arc_games.MOVES.items():
-        game = arc_games.new_game("maze-17")
+    for action, (dx, dy) in games.MOVES.items():
+        game = games.new_game("maze-17")
         open_ = 0 <= x + dx < 7 and 0 <= y + dy < 7 and before[8 * (y + dy) + 4, 8 * (x + dx) + 4] != 5
         ((now_y, now_x),) = np.argwhere(np.array(game.act(action)[0]) == 9)[:1] // 8
         assert (now_x, now_y) == ((x + dx, y + dy) if open_ else (x, y))
 
 
 def test_the_lights_by_hand():
-    game = arc_games.new_game("lights-17")
+    game = games.new_game("lights-17")
     left, top, (lit, dark), _, _ = game.level
     block = np.s_[8 * top + 4:8 * top + 32:8, 8 * left + 4:8 * left + 32:8]
     before = np.array(game.frame())[block]
-    after = np.array(game.act(arc_games.CLICK, 8 * left + 15, 8 * top)[0])[block]
+    after = np.array(game.act(games.CLICK, 8 * left + 15, 8 * top)[0])[block]
     changed = before != after
     assert set(before.flat) == {lit, dark} and changed.sum() == 4
     assert changed[0].tolist() == [True, True, True, False] and changed[1, 1]
-    assert (game.act(arc_games.CLICK, 8 * left - 1 if left else 63, 63)[0] == np.array(game.frame())).all()
+    assert (game.act(games.CLICK, 8 * left - 1 if left else 63, 63)[0] == np.array(game.frame())).all()
 
 
 def test_collect_a_wrong_item_spoils_until_undone():
-    game = next(game for seed in range(99) if (game := arc_games.new_game(f"collect-{seed}")).completed == 0)
+    game = next(game for seed in range(99) if (game := games.new_game(f"collect-{seed}")).completed == 0)
     for step in game.solve(game.level):
         game.act(*step)
     assert game.completed == 1
@@ -167,12 +167,12 @@ def test_collect_a_wrong_item_spoils_until_undone():
     for step in way:
         game.act(*step)
     assert game.spoiled and list(game.items) == list(order)[:1] and game.frame()[6 * 8 + 4][60] == 13
-    game.act(arc_games.UNDO)
+    game.act(games.UNDO)
     assert not game.spoiled and list(game.items) == list(order)
 
 
 def test_reset_begins_the_level_and_twice_the_game():
-    game = arc_games.new_game("maze-3")
+    game = games.new_game("maze-3")
     first = game.frame()
     for step in game.solve(game.level):
         game.act(*step)
@@ -183,9 +183,9 @@ def test_reset_begins_the_level_and_twice_the_game():
 
 
 def test_a_level_without_actions_left_is_over():
-    game = arc_games.new_game("maze-3")
-    blocked = next(action for action in arc_games.MOVES
-                   if arc_games.new_game("maze-3").act(action)[0][:56] == game.frame()[:56])
+    game = games.new_game("maze-3")
+    blocked = next(action for action in games.MOVES
+                   if games.new_game("maze-3").act(action)[0][:56] == game.frame()[:56])
     for _ in range(game.budget(game.level)):
         assert game.state == "NOT_FINISHED"
         game.act(blocked)
@@ -216,7 +216,7 @@ def test_tasks_are_the_same_in_another_process():
 
 def test_no_test_game_looks_like_a_train_game_from_afar():
     ids = [f"{name}-{seed}" for name in KINDS for seed in range(120)]
-    frames = [(arcagi3.split_of_game(game_id), arc_games.new_game(game_id).frame()) for game_id in ids]
+    frames = [(arcagi3.split_of_game(game_id), games.new_game(game_id).frame()) for game_id in ids]
     for scale in (2, 3, 4, 8):
         view = arcagi3.View(arcagi3.Config(offline=True, downsample=scale))
         screens = {split: {str(view.shrink(frame)) for of, frame in frames if of == split}
@@ -298,7 +298,7 @@ def test_a_screen_says_what_the_spec_promises():
     head, _, grid = text.partition("screen (64x64):\n")
     assert "state: NOT_FINISHED\nscore: 0 of 3\nstep: 0 of 80\n" in head
     assert "actions: ACTION1 ACTION2 ACTION3 ACTION4\n" in head
-    frame = arc_games.new_game("maze-17").frame()
+    frame = games.new_game("maze-17").frame()
     assert [[int(cell, 16) for cell in line] for line in grid.split("\n")] == frame
     step = env.start(task, 1).step(env.replies(task)[0])
     assert step.messages[0]["role"] == "user" and "step: 1 of 80" in step.messages[0]["content"]
@@ -335,7 +335,7 @@ def test_options_of_the_screen():
 def test_changes_are_told_by_the_cell_that_a_click_takes(scale):
     env = offline(game_ids="lights-17", test_ids="none", downsample=scale, changes=True)
     task = env.task("train", 0)
-    game = arc_games.new_game("lights-17")
+    game = games.new_game("lights-17")
     (_, x, y), before = game.solution()[0], np.array(game.frame())
     episode = env.start(task, 1)
     line = next(line for line in episode.step(env.replies(task)[0]).messages[0]["content"].splitlines()
@@ -545,7 +545,7 @@ def test_the_bundled_session_ends_in_win(options, rewards):
 def test_reset_takes_back_what_a_level_earned():
     env = offline(game_ids="maze-3", test_ids="none")
     task = env.task("train", 0)
-    first = len(arc_games.new_game("maze-3").solve(arc_games.new_game("maze-3").level))
+    first = len(games.new_game("maze-3").solve(games.new_game("maze-3").level))
     steps = run(env, task, env.replies(task)[:first] + ["RESET", "hm", "RESET"] + env.replies(task))
     assert sum(step.reward for step in steps) == 3 and steps[-1].info["correct"] == 1
     assert [step.reward for step in steps[:first + 1]][-2:] == [1, -1]  # nothing was done in the second level
@@ -638,7 +638,7 @@ def test_the_client_checks_what_it_sends_and_gets():
 @pytest.mark.parametrize("old_names", [False, True], ids=["names", "older names"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_whole_game_over_http(name, old_names, serve):
-    server = serve(arc_games.Arcade(old_names=old_names), require_cookie=True, api_key="secret")
+    server = serve(games.Arcade(old_names=old_names), require_cookie=True, api_key="secret")
     env, task = over_http(server, f"{name}-5", "secret")
     steps = run(env, task)
     assert sum(step.reward for step in steps) == 3 and steps[-1].terminated
@@ -1212,7 +1212,7 @@ def test_a_server_away_is_a_failed_evaluation(capsys):
     assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
 
 
-@pytest.mark.parametrize("game", arc_games.GAMES)
+@pytest.mark.parametrize("game", games.GAMES)
 def test_games_of_fewer_levels_begin_with_the_same_ones(game):
     env, whole = (offline(game_ids=game, levels=n, **SHORT) for n in (1, 3))
     for index in range(5):

@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 gymnasium = pytest.importorskip("gymnasium")
 
 import a2c_vecenv  # noqa: E402
-from envs.vec_env import make_vec  # noqa: E402
+from envs.pixels import make_vec  # noqa: E402
 from tools import dump_policy_gif, make_goal  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,8 +272,8 @@ def test_a_game_boy_is_shown_with_its_goal(dump, tmp_path):
     pytest.importorskip("pyboy")
     import make_rom
 
-    from envs.game_boy import Config, goal_meta, record_frames
-    from envs.goal_template import save_goal
+    from envs.pixels.game_boy import Config, goal_meta, record_frames
+    from envs.pixels.goals import save_goal
 
     (tmp_path / "game.gb").write_bytes(make_rom.rom())
     config = Config(rom=str(tmp_path / "game.gb"), tau=0.001, k_consecutive=1)

@@ -16,9 +16,9 @@ import torch
 pyboy = pytest.importorskip("pyboy")
 
 from envs import BadInput  # noqa: E402
-from envs.game_boy import ACTION_CODEC, Config, GameBoy, goal_meta, record_frames  # noqa: E402
-from envs.goal_template import save_goal  # noqa: E402
-from envs.vec_env import make_vec  # noqa: E402
+from envs.pixels import make_vec  # noqa: E402
+from envs.pixels.game_boy import ACTION_CODEC, Config, GameBoy, goal_meta, record_frames  # noqa: E402
+from envs.pixels.goals import save_goal  # noqa: E402
 
 NAMES = ["NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT"]
 TAU = 0.001  # the sprite is 16 of 5,760 cells: 0.0047 in another place, about 0.002 in another shade
@@ -209,7 +209,7 @@ def test_a_worker_that_dies_is_named_and_nothing_stays_behind(folder):
 
 ORPHAN = """
 import os, signal, sys
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
 env = make_vec("pyboy", 2, workers=2, tau=0.001, k_consecutive=2, rom=sys.argv[1], goal_dir=sys.argv[2])
 print(*[process.pid for process, *_ in env._workers], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -294,7 +294,7 @@ def test_a_damaged_cartridge_is_one_line(tmp_path, damage):
 
 
 def test_colours_become_shades_by_luminance():
-    from envs.game_boy_worker import Emulator
+    from envs.pixels.game_boy_worker import Emulator
 
     class Boy:
         class screen:
@@ -315,7 +315,7 @@ def test_colours_become_shades_by_luminance():
 
 
 def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
-    from envs.game_boy_worker import Emulator
+    from envs.pixels.game_boy_worker import Emulator
 
     rom = bytearray(make_rom.rom())
     rom[0x147] = 0x10  # MBC3 with clock, memory and battery
@@ -340,6 +340,6 @@ def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
 
 
 def test_the_class_is_what_the_table_names():
-    from envs.vec_env import VEC_ENVS
+    from envs.pixels import VEC_ENVS
 
     assert VEC_ENVS["pyboy"] == f"{GameBoy.__module__}:{GameBoy.__name__}"

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from envs import BadInput, goal_template
-from envs.goal_template import ARRAY, META, GoalConfig, goal_step, l1_distance, load_goal, save_goal
+from envs import BadInput
+from envs.pixels import goals
+from envs.pixels.goals import ARRAY, META, GoalConfig, goal_step, l1_distance, load_goal, save_goal
 
 FIELDS = dict(action_codec_id="gb8", frames_per_step=24, downsample_h=6, downsample_w=5, stack_k=2, tau=0.05,
               k_consecutive=4, pipeline_version="p1", sha256={"world": "ab" * 32})
@@ -166,7 +167,7 @@ def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(goal_template, "_sync", full)
+    monkeypatch.setattr(goals, "_sync", full)
     with pytest.raises(BadInput, match="No space left"):
         save_goal(folder, picture(6, 5, seed=1), force=True, **FIELDS)
     with pytest.raises(BadInput, match="No space left"):
@@ -175,7 +176,7 @@ def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange
     assert (load_goal(folder)[0] == picture(6, 5)).all()
     monkeypatch.undo()
     if not exchange:
-        monkeypatch.setattr(goal_template, "_exchange", lambda left, right: False)
+        monkeypatch.setattr(goals, "_exchange", lambda left, right: False)
     save_goal(folder, picture(6, 5, seed=2), force=True, **FIELDS)
     assert [path.name for path in tmp_path.iterdir()] == ["goal"]
     assert (load_goal(folder)[0] == picture(6, 5, seed=2)).all()
@@ -184,7 +185,7 @@ def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange
 def test_folders_are_swapped_in_one_step(tmp_path):
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "b" / "y").mkdir(parents=True)
-    if not goal_template._exchange(tmp_path / "a", tmp_path / "b"):
+    if not goals._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this system cannot")
     assert (tmp_path / "a" / "y").is_dir() and (tmp_path / "b" / "x").is_dir()
 

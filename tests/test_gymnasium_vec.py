@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from envs import BadInput
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
 
 
 class Counter(gymnasium.Env):
@@ -228,7 +228,7 @@ def test_log_meta():
 
 CONTINUE = """
 import sys, torch
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
 env_id, path, out = sys.argv[1:]
 options = dict(max_episode_steps=13) | ({"render_mode": "rgb_array"} if env_id.endswith("+") else {})
 env = make_vec(env_id.rstrip("+"), 3, **options)

@@ -19,7 +19,7 @@ import pytest
 import envs
 from envs import logic
 from envs.logic.boolean_expressions import FACTS
-from envs.logic.common import ARITHMETIC, Unreadable, answer_of, compute, final_part, number_of
+from envs.logic.common import ARITHMETIC, Unreadable, answer_of, compute, number_of
 from envs.logic.cryptarithm import cryptarithm_solutions
 from envs.logic.game_of_24 import find_expression
 from envs.logic.reasoning_errors import open_brackets
@@ -495,9 +495,9 @@ def test_types_are_names_or_numbers():
 # ---- Traps
 
 def test_trap_thinking():
-    assert final_part("<think>a</think>b</think> c") == " c"
-    assert final_part("a </think> b <think> c") == "" == final_part("<think> a")
-    assert final_part("no tags") == "no tags"
+    assert envs.final_part("<think>a</think>b</think> c") == " c"
+    assert envs.final_part("a </think> b <think> c") == "" == envs.final_part("<think> a")
+    assert envs.final_part("no tags") == "no tags"
 
 
 def test_trap_boxes():

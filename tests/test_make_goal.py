@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from envs.goal_template import load_goal
-from envs.pixel_goal import ACTIONS, PixelGoal
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
+from envs.pixels.goals import load_goal
+from envs.pixels.pixel_goal import ACTIONS, PixelGoal
 from tools import make_goal
 from tools.make_goal import parse_actions
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ROOT / "envs" / "goals" / "map1"
+SHIPPED = ROOT / "envs" / "pixels" / "goals" / "map1"
 
 
 def run(capsys, *words):

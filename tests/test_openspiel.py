@@ -18,7 +18,8 @@ import pyspiel
 import pytest
 
 import envs
-from envs import openspiel, openspiel_worker
+from envs import openspiel
+from envs.openspiel import worker
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "breakthrough(rows=5,columns=4);hex(board_size=4);tic_tac_toe;connect_four(rows=4,columns=5)"
@@ -273,7 +274,7 @@ def test_tasks_are_ordered_by_case_even_where_a_case_has_fewer_of_them():
         assert sources == ["openspiel/kuhn_poker"] * few + ["openspiel/hex"] * 20
 
 
-@pytest.mark.parametrize("page", ["docs/openspiel.md", "envs/openspiel.py"])
+@pytest.mark.parametrize("page", ["docs/openspiel.md", "envs/openspiel/__init__.py"])
 def test_the_example_of_the_docs_runs(page):
     text = (ROOT / page).read_text()
     lines = re.search(r"^    (?:import envs\n    )?env = .*?\n\n", text, re.DOTALL | re.MULTILINE)[0]
@@ -702,13 +703,13 @@ def test_a_worker_that_dies_is_replaced():
 
 
 def test_workers_import_no_trainer_and_send_their_errors():
-    pool = openspiel_worker.shared_pool(1)
+    pool = worker.shared_pool(1)
     assert pool.submit(eval, "'torch' in __import__('sys').modules").result() is False
     assert pool.submit(eval, "__import__('sys').modules['__main__'].__file__").result().endswith("_worker.py")
     with pytest.raises(RuntimeError, match="SpielError: .*Unknown game 'nope'"):
         pool.submit(pyspiel.load_game, "nope").result()
     with pytest.raises(RuntimeError, match="^MemoryError"):
-        pool.submit(bytearray, openspiel_worker.MEMORY).result()
+        pool.submit(bytearray, worker.MEMORY).result()
     with pytest.raises(RuntimeError, match="^a worker process took over 0.1 s$"):
         pool.submit(time.sleep, 60, seconds=0.1).result()
 
@@ -931,9 +932,9 @@ def test_games_that_take_all_memory_are_refused(case, capfd):
 
 
 def test_games_that_take_all_time_are_refused(monkeypatch):
-    submit = openspiel_worker.Pool.submit
+    submit = worker.Pool.submit
     monkeypatch.setattr(openspiel, "CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(openspiel_worker.Pool, "submit",
+    monkeypatch.setattr(worker.Pool, "submit",
                         lambda pool, function, *_, seconds: submit(pool, time.sleep, 60, seconds=seconds))
     with pytest.raises(envs.BadInput, match="cases: expected a game that loads .a worker process took over"):
         envs.make("openspiel", cases="hex(board_size=140)")

@@ -12,10 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs
-from envs import pixel_goal
-from envs.goal_template import save_goal
-from envs.pixel_goal import PixelGoal, PixelGoalConfig, pack_2bpp, unpack_2bpp
-from envs.vec_env import make_vec
+from envs.pixels import make_vec, pixel_goal
+from envs.pixels.goals import save_goal
+from envs.pixels.pixel_goal import PixelGoal, PixelGoalConfig, pack_2bpp, unpack_2bpp
 from tests.run_folders import slow_but
 
 torch.set_num_threads(1)

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import BadInput, repl, sandbox
+from envs import BadInput
+from envs.code import repl, sandbox
 from tools import executor_server, make_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(scenarios="tiny", prompt="short")
-BUNDLED = sorted(json.loads((ROOT / "envs" / "repl_scenarios" / "index.json").read_text(encoding="utf-8")))
+SCENARIOS = ROOT / "envs" / "code" / "repl_scenarios"
+BUNDLED = sorted(json.loads((SCENARIOS / "index.json").read_text(encoding="utf-8")))
 
 # A repository whose tests run without pytest, which is fast. Its bug is in two places.
 SHOP = {
@@ -1236,8 +1238,7 @@ def test_cheats_with_pytest_gain_nothing(code):
 
 
 def test_sources_with_bugs_are_neither_linted_nor_collected():
-    folder = ROOT / "envs" / "repl_scenarios"
-    assert not list(folder.rglob("__pycache__")) and not list(folder.rglob("conftest.py"))
+    assert not list(SCENARIOS.rglob("__pycache__")) and not list(SCENARIOS.rglob("conftest.py"))
     if shutil.which("ruff"):
         done = subprocess.run(["ruff", "check", "--show-files"], capture_output=True, text=True, cwd=ROOT)
         assert "repl_scenarios" not in done.stdout

@@ -1149,7 +1149,7 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
 
 SLEEPER = """
 import zlib
-from envs.repl import Repl, ReplEpisode
+from envs.code.repl import Repl, ReplEpisode
 
 class Sleeper(Repl):
     def start(self, task, seed):

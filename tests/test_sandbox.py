@@ -23,8 +23,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from envs import BadInput, sandbox
-from envs.sandbox import HttpExecutor, Sandbox, SandboxError
+from envs import BadInput
+from envs.code import sandbox
+from envs.code.sandbox import HttpExecutor, Sandbox, SandboxError
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -496,7 +497,7 @@ def test_five_hundred_runs_leave_nothing(backend):
 TRAINER = """
 import concurrent.futures, sys, time
 sys.path.insert(0, sys.argv[1])
-from envs.sandbox import Sandbox
+from envs.code.sandbox import Sandbox
 def start(number):
     script = f"echo up; setsid sleep 1000 & sleep 1000; : {sys.argv[4]}"
     box = Sandbox(["sh", "-c", script], backend=sys.argv[2])

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import BadInput, sandbox, swe, test_results
-from envs.swe import BadPatch, changed_paths, check_patch, find_patch
+from envs import BadInput
+from envs.code import sandbox, swe, testing
+from envs.code.swe import BadPatch, changed_paths, check_patch, find_patch
 from tools import executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,7 +138,7 @@ def test_a_failure_of_the_sandbox_is_no_verdict(env, monkeypatch):
     def fail(*args, **options):
         raise sandbox.SandboxError("no room")
 
-    monkeypatch.setattr(test_results, "run_tests", fail)
+    monkeypatch.setattr(testing, "run_tests", fail)
     step = score(env, FIRST, env.solution(env.task_of(FIRST)))
     assert step.truncated and not step.terminated and step.info["error"] == 1 and step.info["correct"] == 0
 
@@ -312,7 +313,7 @@ def test_configuration_in_the_tree_does_not_count(env, plain):
     files = {"f.py": code, "conftest.py": hook, "tests/conftest.py": hook, "sitecustomize.py": hook,
              "pytest.ini": b"[pytest]\naddopts = --collect-only\n",
              "tests/test_f.py": b"def test_f(): pass\n"}
-    assert test_results.run_tests(files, tests, plain=plain, backend=env.backend) == {
+    assert testing.run_tests(files, tests, plain=plain, backend=env.backend) == {
         "tests/test_f.py::test_f": "FAILED"}
 
 
@@ -325,7 +326,7 @@ def run_tests(env):
         files = {"f.py": code.encode()}
         tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
         tests = {path: text.encode() for path, text in tests.items()}
-        return test_results.run_tests(files, tests, backend=env.backend, **options)
+        return testing.run_tests(files, tests, backend=env.backend, **options)
     return run
 
 
@@ -393,20 +394,20 @@ def test_results_are_cached_and_waited_for(monkeypatch):
         go.wait(10)
         return {"a": "PASSED"}
 
-    monkeypatch.setattr(test_results, "_run", slow)
-    monkeypatch.setattr(test_results, "_cache", test_results.collections.OrderedDict())
+    monkeypatch.setattr(testing, "_run", slow)
+    monkeypatch.setattr(testing, "_cache", testing.collections.OrderedDict())
     monkeypatch.setattr(sandbox, "choose", lambda backend: "bubblewrap")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        same = [pool.submit(test_results.run_tests, {"f.py": b"1"}, {"t.py": b""}) for _ in range(3)]
-        other = pool.submit(test_results.run_tests, {"f.py": b"2"}, {"t.py": b""})
+        same = [pool.submit(testing.run_tests, {"f.py": b"1"}, {"t.py": b""}) for _ in range(3)]
+        other = pool.submit(testing.run_tests, {"f.py": b"2"}, {"t.py": b""})
         time.sleep(0.1)
         go.set()
         assert [future.result() for future in [*same, other]] == [{"a": "PASSED"}] * 4
     assert len(calls) == 2
-    monkeypatch.setattr(test_results, "MOST_CACHED", 3)
+    monkeypatch.setattr(testing, "MOST_CACHED", 3)
     for number in range(5):
-        test_results.run_tests({"f.py": b"%d" % number}, {"t.py": b""})
-    assert len(test_results._cache) == 3
+        testing.run_tests({"f.py": b"%d" % number}, {"t.py": b""})
+    assert len(testing._cache) == 3
 
 
 def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
@@ -414,7 +415,7 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
     monkeypatch.setattr(sandbox, "run", lambda *args, **options: sandbox.Result("bwrap: no", 1, 0.1))
     for _ in range(2):
         with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
-            test_results.run_tests({}, {"test_never.py": b""})
+            testing.run_tests({}, {"test_never.py": b""})
 
 
 MUST = {"c1": "PASSED", "c2": "FAILED"}
@@ -429,8 +430,8 @@ MUST = {"c1": "PASSED", "c2": "FAILED"}
     ([("c1", "PASSED"), ("c2", "FAILED"), ("c2", "FAILED")], {}),
 ])
 def test_nothing_counts_without_the_canaries(reports, expected):
-    assert test_results.counted(reports, MUST, None) == expected
-    assert test_results.counted(reports, MUST, ["a", "b"]) == expected
+    assert testing.counted(reports, MUST, None) == expected
+    assert testing.counted(reports, MUST, ["a", "b"]) == expected
 
 
 def test_unconfined_needs_a_word(monkeypatch):
@@ -441,7 +442,7 @@ def test_unconfined_needs_a_word(monkeypatch):
         envs.make("swe")
     assert envs.make("swe", allow_unconfined=True).backend == "unconfined"
     tests = {"test_a.py": b"def test_a(): pass\n"}
-    found = test_results.run_tests({}, tests, plain=True, allow_unconfined=True)
+    found = testing.run_tests({}, tests, plain=True, allow_unconfined=True)
     assert found == {"test_a.py::test_a": "PASSED"}
 
 

@@ -1,4 +1,4 @@
-"""Serve our own games (envs/arc_games.py) by the ARC-AGI-3 API, on this machine.
+"""Serve our own games (envs/arcagi3/games.py) by the ARC-AGI-3 API, on this machine.
 
     python tools/arc_server.py --port 8001
     ARC_ROOT_URL=http://127.0.0.1:8001 python tools/run_arc_eval.py --game-id maze-17 --live --scripted
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs.arc_games import GAMES, MAX_LEVELS, Arcade
+from envs.arcagi3.games import GAMES, MAX_LEVELS, Arcade
 from tools.command_line import at_least
 
 MAX_BODY = 2**20  # bytes of a request

@@ -38,7 +38,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from a2c_vecenv import Agent, Args, choose_actions, make_env, precision
 from envs import BadInput
-from envs.vec_env import VEC_ENVS
+from envs.pixels import VEC_ENVS
 from tools.command_line import Parser, at_least, one_line
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would stand before the JSON

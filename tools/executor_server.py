@@ -1,4 +1,4 @@
-"""Run test commands over snapshots of repositories, for the HTTP executor of envs/sandbox.py.
+"""Run test commands over snapshots of repositories, for the HTTP executor of envs/code/sandbox.py.
 
     python tools/executor_server.py --images snapshots --port 8002
 
@@ -8,7 +8,7 @@
 
 An image's name stands for a folder of that name under --images (of "registry/name:tag", the part after the
 last slash, with _ for what is no letter, digit, dot, dash or underscore). The archive's regular files are
-laid over it, and `sh -c test_cmd` runs in envs.sandbox. Exit code 124: out of time. A bad request is answered
+laid over it, and `sh -c test_cmd` runs in a sandbox. Exit code 124: out of time. A bad request is answered
 by 400 and one line; 429: more requests than --concurrency, try again. It listens on this machine only, and
 anyone on it can use it. The first line printed is JSON with the address; --port 0 is a free one.
 """
@@ -28,7 +28,8 @@ import uuid
 from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput, sandbox
+from envs import BadInput
+from envs.code import sandbox
 from tools.command_line import Parser, at_least, one_line
 
 MAX_BODY = 64 * 2**20  # bytes of a request

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, final_part
-from envs.swe import find_patch
+from envs.code.swe import find_patch
 from tools.command_line import Parser, at_least, one_line
 
 

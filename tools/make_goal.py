@@ -8,7 +8,7 @@
 
 The script begins where an episode begins, in the pixel goal the one with that --seed. Actions are separated
 by blanks or commas, NAME*3 is three of them, and in a file # begins a comment. What is kept is the last
-frame, or with --keep-stack the last --stack-k of them. The folder (envs/goal_template.py) is written only if
+frame, or with --keep-stack the last --stack-k of them. The folder (envs/pixels/goals.py) is written only if
 the environment takes it, as `--env-kwargs goal_dir=OUT` with the same options otherwise; docs/pixel_goal.md.
 
 Prints a line of JSON: where the picture is; in the pixel goal how far it is from the world's own goal, how
@@ -31,8 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
-from envs.goal_template import SHADES, l1_distance, save_goal
-from envs.vec_env import make_vec
+from envs.pixels import make_vec
+from envs.pixels.goals import SHADES, l1_distance, save_goal
 
 MOST_ACTIONS = 10_000
 WORD = re.compile(r"([A-Za-z]+)(?:\*([0-9]{1,9}))?")
@@ -58,7 +58,7 @@ def parse_actions(text: str, names: list[str]) -> list[int]:
 
 def record_pixel_goal(options: dict, script: str, seed: int) -> tuple[np.ndarray, dict, dict]:
     """-> frames (K, 72, 80), the fields of the goal's meta, what to report"""
-    from envs import pixel_goal
+    from envs.pixels import pixel_goal
 
     config = envs.make_config(pixel_goal.PixelGoalConfig, "pixel-goal", dict(options))
     if config.num_maps * config.num_goals > 1:
@@ -80,7 +80,7 @@ def record_pixel_goal(options: dict, script: str, seed: int) -> tuple[np.ndarray
 
 def record_game_boy(options: dict, script: str, seed: int) -> tuple[np.ndarray, dict, dict]:
     """The same of a cartridge; a seed changes nothing there."""
-    game_boy = envs.load_object("envs.game_boy:GameBoy", "--env-id pyboy")
+    game_boy = envs.load_object("envs.pixels.game_boy:GameBoy", "--env-id pyboy")
     module = sys.modules[game_boy.__module__]
     config = envs.make_config(game_boy.Config, "pyboy", dict(options))
     names = game_boy.action_names

@@ -1,4 +1,4 @@
-"""Make scenarios for envs/repl.py: break correct repositories, one expression at a time; keep what tests see.
+"""Make scenarios for envs/code/repl.py: break correct repositories by one expression; keep what tests see.
 
     python tools/make_scenarios.py --out scenarios --count 100
     python tools/make_scenarios.py --source ../mylib ../other --out scenarios --count 1000 --seed 2
@@ -39,8 +39,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
-from envs import BadInput, repl, sandbox
-from envs.test_results import run_tests
+from envs import BadInput
+from envs.code import repl, sandbox
+from envs.code.testing import run_tests
 from tools.command_line import Parser, at_least, one_line
 
 COMPARISONS = {"<": ("<=", ">"), "<=": ("<", ">="), ">": (">=", "<"), ">=": (">", "<="), "==": ("!=",),
@@ -60,7 +61,7 @@ MOST_LINES = 12  # of its own
 
 # Runs in the sandbox: what comes of the tests, what those that fail call, and what they say. Prints nothing
 # where that takes longer than the processor time given. Only repositories of one's own come here, so it need
-# not distrust them as envs/test_worker.py does.
+# not distrust them as envs/code/testing_worker.py does.
 EXPLAIN = """
 import json, os, signal, sys, textwrap, pytest
 sys.path.insert(0, os.getcwd())
@@ -274,7 +275,7 @@ def in_turn(mutants: list[Mutant], rng: random.Random) -> Iterator[Mutant]:
 
 
 def bundled_sources() -> list[Source]:
-    """The repositories that come with envs/repl.py, fixed."""
+    """The repositories that come with envs/code/repl.py, fixed."""
     env = envs.make("repl")
     sources = []
     for split in env.splits:
@@ -481,7 +482,7 @@ def write(out: Path, rows: dict[str, tuple[Mutant, dict]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description="Make scenarios for envs/repl.py by breaking correct repositories.")
+    parser = Parser(description="Make scenarios for envs/code/repl.py by breaking correct repositories.")
     parser.add_argument("--source", nargs="+", type=Path, default=[], metavar="FOLDER",
                         help="correct repositories with tests (the bundled ones, fixed)")
     parser.add_argument("--out", type=Path, required=True, metavar="CACHE_DIR", help="a new folder")

@@ -1,6 +1,6 @@
 """Play ARC-AGI-3 games and keep what happened: the outcome as JSON, a recording and a GIF.
 
-    python tools/run_arc_eval.py --mock-session envs/data/arcagi3_session.json
+    python tools/run_arc_eval.py --mock-session envs/arcagi3/session.json
     python tools/run_arc_eval.py --game-id maze-17 --scripted --out look
     python tools/run_arc_eval.py --game-id maze-17 --model models/mine --env-kwargs style=short downsample=8
     ARC_API_KEY=... python tools/run_arc_eval.py --game-id ls20-016295f7601e --live --model PATH
@@ -10,7 +10,7 @@ The game is one of a server (--live, at --root-url, ARC_ROOT_URL or https://thre
 model (--model, a folder or hub id with a chat template), by the solver of our own games (--scripted), at
 random (--random), or by the recorded actions (--mock-session alone). Under --out DIR:
 
-    session.jsonl   the recording, which --mock-session and the option `session` of envs/arcagi3.py replay
+    session.jsonl   the recording, which --mock-session and the option `session` of envs/arcagi3 replay
     frames.gif      all frames, animations included, with the action that led to each
     episode.jsonl   the conversation: a line for each message, with the reward that a reply brought
 
@@ -28,7 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
-from envs import BadInput, arc_games, arcagi3
+from envs import BadInput, arcagi3
+from envs.arcagi3 import games
 from tools.command_line import Parser, at_least, one_line
 
 # The colours of a cell's sixteen values, as close to those of three.arcprize.org as we know them.
@@ -45,7 +46,7 @@ def scripted(env, task):
     replies = env.replies(task)
     if replies is None:
         raise BadInput(f"--scripted: there is no solver for {task.data['game_id']}; expected a game such as "
-                       f"{', '.join(f'{name}-17' for name in arc_games.GAMES)}")
+                       f"{', '.join(f'{name}-17' for name in games.GAMES)}")
     ahead = iter(([] if task.data["begun"] else ["RESET"]) + replies)
     return lambda messages, frame: next(ahead, "")
 
@@ -65,8 +66,8 @@ def at_random(env, task, seed):
 
     def reply(messages, frame):
         if frame is None:  # the screen is in the prompt, and the frame not fetched yet
-            game = arc_games.parse_id(task.data["game_id"])
-            actions = arc_games.GAMES[game[0]].actions if game else range(1, 8)
+            game = games.parse_id(task.data["game_id"])
+            actions = games.GAMES[game[0]].actions if game else range(1, 8)
         else:
             actions = frame.actions or range(1, 8)
         return view.reply(rng.choice(actions), rng.randrange(64), rng.randrange(64))
@@ -173,7 +174,7 @@ def evaluate(args) -> dict:
     game_id = args.game_id
     if args.mock_session:
         game_id = arcagi3.load_session(env.config.session)["reset"]["game_id"]
-    if not game_id or "," in game_id or game_id in arc_games.GAMES:
+    if not game_id or "," in game_id or game_id in games.GAMES:
         raise BadInput(f"--game-id {game_id!r}: expected one game, such as maze-17")
     task = env.task_of(game_id)
     step, total, messages, episode = play(env, task, player(env, task))

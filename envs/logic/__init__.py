@@ -24,9 +24,9 @@ import random
 import zlib
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task
+from envs import BadInput, Env, Episode, Step, Task, final_part
 from envs.logic.boolean_expressions import LABELS, Boolean
-from envs.logic.common import Unreadable, final_part
+from envs.logic.common import Unreadable
 from envs.logic.cryptarithm import Cryptarithm
 from envs.logic.dyck import Dyck, Dyck2
 from envs.logic.game_of_24 import Game24

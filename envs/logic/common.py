@@ -6,8 +6,6 @@ import operator
 import re
 from fractions import Fraction
 
-from envs import final_part as final_part
-
 MAX_ANSWER = 1_000  # characters of an expression, a number or a list
 MAX_DEPTH = 60  # nesting of an expression
 

@@ -1,9 +1,9 @@
 """ARC-AGI-3 games as a multi-turn environment: live over HTTP, in process, or replayed from a file.
 
-    envs.make("arcagi3", offline=True, game_ids="maze")         our own games (envs/arc_games.py), no sockets
+    envs.make("arcagi3", offline=True, game_ids="maze")         our own games (games.py), no sockets
     envs.make("arcagi3", game_ids="ls20-016295f7601e")          https://three.arcprize.org, key in ARC_API_KEY
     envs.make("arcagi3", root_url="http://127.0.0.1:8001")      tools/arc_server.py, or another server
-    envs.make("arcagi3", session="envs/data/arcagi3_session.json")    a recording
+    envs.make("arcagi3", session="envs/arcagi3/session.json")    a recording
 
 A screen is a grid of up to 64x64 cells of 0..15, shown as hex digits; a reply is one action, as
 `{"action": "ACTION6", "x": 1, "y": 2}` or `ACTION6 x=1 y=2`. The score is the number of levels completed.
@@ -34,10 +34,11 @@ from typing import Literal
 
 import numpy as np
 
-from envs import BadInput, Env, Episode, Message, Step, Task, arc_games, final_part, play
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, play
+from envs.arcagi3 import games
 
 DEFAULT_ROOT = "https://three.arcprize.org"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIZE = 64  # cells of a grid's side, at most
 MAX_GRIDS = 1_000  # grids in one reply
 MAX_COUNT = 254  # of levels
@@ -88,7 +89,7 @@ class Config:
     """train tasks of our own games with ever new levels"""
     test_tasks: int = 256
     """their test tasks"""
-    levels: int = arc_games.MAX_LEVELS
+    levels: int = games.MAX_LEVELS
     """levels of our own games, with `offline`"""
     # What the model reads
     style: Literal["chat", "short"] = "chat"
@@ -131,17 +132,17 @@ class Config:
               "none together with session or offline")
         check(not self.root_url or URL.fullmatch(self.root_url), "root_url", "the form http://host:port")
         for name in split_ids(self.game_ids) if self.offline else ():
-            check(name in arc_games.GAMES or arc_games.parse_id(name), "game_ids",
-                  f"some of {', '.join(arc_games.GAMES)}, or ids such as maze-17")
-        names = {name in arc_games.GAMES for name in split_ids(self.game_ids)}
+            check(name in games.GAMES or games.parse_id(name), "game_ids",
+                  f"some of {', '.join(games.GAMES)}, or ids such as maze-17")
+        names = {name in games.GAMES for name in split_ids(self.game_ids)}
         check(not self.offline or len(names) < 2, "game_ids", "either names or ids with a number, not both")
         generated = self.offline and names != {False}
         check(not (generated and self.test_ids), "test_ids", "none where levels are ever new")
-        check(1 <= self.levels <= arc_games.MAX_LEVELS, "levels", f"1 to {arc_games.MAX_LEVELS}")
-        check(self.offline or self.levels == arc_games.MAX_LEVELS, "levels", "offline=true beside it")
+        check(1 <= self.levels <= games.MAX_LEVELS, "levels", f"1 to {games.MAX_LEVELS}")
+        check(self.offline or self.levels == games.MAX_LEVELS, "levels", "offline=true beside it")
         check(1 <= self.downsample <= 32, "downsample", "1 to 32")
         # Blocks across the tiles' edges, or larger than a tile, make test games look like train games.
-        check(not self.offline or arc_games.TILE % self.downsample == 0 or self.downsample == 3, "downsample",
+        check(not self.offline or games.TILE % self.downsample == 0 or self.downsample == 3, "downsample",
               "1, 2, 3, 4 or 8 with our own games, which others blur")
         check(not (self.changes and self.style == "short"), "changes", "false with style=short")
         check(0 <= self.history <= MAX_COUNT, "history", f"0 to {MAX_COUNT}")
@@ -173,8 +174,8 @@ class ArcAgi3(Env):
         self._session = load_session(config.session) if config.session else None
         ids = split_ids(config.game_ids)
         self._generated = []  # names of our own games with ever new levels
-        if config.offline and all(name in arc_games.GAMES for name in ids):
-            self._generated = ids or list(arc_games.GAMES)
+        if config.offline and all(name in games.GAMES for name in ids):
+            self._generated = ids or list(games.GAMES)
         elif self._session:
             recorded = self._session["reset"]["game_id"]
             if ids not in ([], [recorded]):
@@ -186,11 +187,12 @@ class ArcAgi3(Env):
         if not URL.fullmatch(self.root_url):
             raise BadInput(f"ARC_ROOT_URL={self.root_url}: expected the form http://host:port")
         self.make_transport = transport or self._transport
+        self.blocking = bool(transport) or not (config.offline or self._session)
 
     def _transport(self):
         config = self.config
         if config.offline:
-            return LocalTransport(arc_games.Arcade(num_levels=config.levels))
+            return LocalTransport(games.Arcade(num_levels=config.levels))
         if self._session:
             return StaticTransport(self._session)
         return HttpTransport(self.root_url, os.environ.get("ARC_API_KEY", ""), config.timeout, config.retries,
@@ -210,11 +212,11 @@ class ArcAgi3(Env):
                            f"got {split!r}")
         if self._generated:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
-        games = self._games()[split]
-        if split == "train" and not games:
+        ids = self._games()[split]
+        if split == "train" and not ids:
             raise BadInput("environment arcagi3: option game_ids: every game of the list is held out for "
                            "the test split; name more, or choose with test_ids (test_ids=none: all train)")
-        return len(games)
+        return len(ids)
 
     def task(self, split: str, index: int) -> Task:
         if not 0 <= index < self.num_tasks(split):
@@ -228,7 +230,7 @@ class ArcAgi3(Env):
         if not self.config.first_screen:
             frame = None
         elif self.config.offline:
-            game = arc_games.new_game(game_id, self.config.levels)
+            game = games.new_game(game_id, self.config.levels)
             frame = Frame(game_id, "", (game.frame(),), game.state, 0, game.num_levels, game.actions)
         elif self._session:
             frame = read_frame(self._session["reset"])
@@ -245,9 +247,9 @@ class ArcAgi3(Env):
         """The replies of a shortest way to WIN, after the opening one if the prompt asks for that. None for
         games that are not ours. (`solution` is one reply, and no one reply wins a game: it is None.)
         """
-        if arc_games.parse_id(task.data["game_id"]) is None:
+        if games.parse_id(task.data["game_id"]) is None:
             return None
-        view, game = View(self.config), arc_games.new_game(task.data["game_id"], self.config.levels)
+        view, game = View(self.config), games.new_game(task.data["game_id"], self.config.levels)
         return [view.reply(*step) for step in game.solution()]
 
     def demonstration(self, task: Task) -> list[Message] | None:
@@ -263,7 +265,7 @@ class ArcAgi3(Env):
         name = self._generated[index % len(self._generated)]
         rng = random.Random(f"{name}-{split}-{index}")
         while True:
-            game_id = f"{name}-{rng.randrange(arc_games.MAX_SEED + 1)}"
+            game_id = f"{name}-{rng.randrange(games.MAX_SEED + 1)}"
             if split_of_game(game_id) == split:
                 return game_id
 
@@ -297,9 +299,9 @@ class ArcAgi3(Env):
 @functools.lru_cache(4096)
 def split_of_game(game_id: str) -> str:
     """Ours by what is seen first, so that no test game begins like a train one; others by their id."""
-    if arc_games.parse_id(game_id) is None:
+    if games.parse_id(game_id) is None:
         return "test" if zlib.crc32(game_id.encode()) % TEST_SHARE_BY_ID == 0 else "train"
-    first = bytes(cell for row in arc_games.new_game(game_id).frame() for cell in row)
+    first = bytes(cell for row in games.new_game(game_id).frame() for cell in row)
     return "test" if zlib.crc32(first) % TEST_SHARE == 0 else "train"
 
 
@@ -758,8 +760,8 @@ class Client:
 class LocalTransport:
     """Our own games in this process: an arcade to itself."""
 
-    def __init__(self, arcade: arc_games.Arcade | None = None):
-        self.arcade = arcade or arc_games.Arcade()
+    def __init__(self, arcade: games.Arcade | None = None):
+        self.arcade = arcade or games.Arcade()
 
     def __call__(self, method, path, payload=None):
         status, reply = self.arcade.handle(method, path, payload)

@@ -9,7 +9,7 @@ game has three levels; the score is the number of levels completed. Frames are 6
 eight tiles of eight cells, the last row a bar with the levels done (left) and the actions left in this level
 (right). Out of actions, the game is over.
 
-`envs/arcagi3.py` plays them in process, `tools/arc_server.py` serves them over HTTP; see docs/arcagi3.md.
+`envs/arcagi3` plays them in process, `tools/arc_server.py` serves them over HTTP; see docs/arcagi3.md.
 """
 
 from __future__ import annotations

@@ -24,12 +24,14 @@ import re
 import secrets
 import shlex
 import tarfile
+import time
 import xml.etree.ElementTree
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task, final_part, sandbox, test_results
+from envs import BadInput, Env, Episode, Step, Task, final_part
+from envs.code import sandbox, testing
 
 BUNDLED = Path(__file__).with_name("swe_instances")
 FIRST = 100  # instances that are taken where neither task_ids nor task_id_range says which
@@ -141,6 +143,7 @@ class Swe(Env):
     """One issue, one diff. Correct: all tests of the row pass."""
 
     Config = Config
+    blocking = True
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -153,7 +156,7 @@ class Swe(Env):
         if config.executor_url:
             self.executor = sandbox.HttpExecutor(config.executor_url)
         elif not config.export_only:
-            self.backend = test_results.confinement(config.backend, config.allow_unconfined)
+            self.backend = testing.confinement(config.backend, config.allow_unconfined)
             if not sandbox._which("git"):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
 
@@ -213,11 +216,11 @@ class Swe(Env):
         tree = {path: content for path, content in (snapshot | changed).items() if content is not None}
         if any(str(folder) in tree for path in tree for folder in PurePosixPath(path).parents):
             return None  # a file where a folder is
-        deciding = {path for path in snapshot if test_results.decides(path)}
+        deciding = {path for path in snapshot if testing.decides(path)}
         asked = {name.partition("::")[0] for name in names}
         original = {path: content for path, content in (snapshot | tests).items()
                     if content is not None and (path in asked or path in deciding or path in tests)}
-        return test_results.run_tests(
+        return testing.run_tests(
             tree, original, list(names), row["plain"], self.config.timeout, self.backend,
             self.config.allow_unconfined, self.config.memory)
 
@@ -407,7 +410,7 @@ def test_paths(test_patch: str) -> tuple[str, ...]:
 
 def belongs_to_tests(path: str) -> bool:
     parts = PurePosixPath(path.lower()).parts
-    return (test_results.decides(path) or test_results.is_test(path.lower()) or "tests" in parts[:-1]
+    return (testing.decides(path) or testing.is_test(path.lower()) or "tests" in parts[:-1]
             or parts[0] in ("test", "testing"))
 
 
@@ -437,7 +440,7 @@ def _applied(named, patch, backend):
     limits = sandbox.Limits(timeout=30, output=MAX_CHANGED // 4)
     with sandbox.Sandbox(["sh", "-c", script, "sh", *(path for path, _ in named)], files, limits,
                          backend=backend) as box:
-        output, finished = box.talk(b"", sandbox.time.monotonic() + limits.timeout)
+        output, finished = box.talk(b"", time.monotonic() + limits.timeout)
         if box.wait(5.0 if finished else 0.0) != 0 or output.total > len(output.head):
             return None
         try:
@@ -454,7 +457,7 @@ def _applied(named, patch, backend):
 def run_in_image(executor, row, patch, names, config) -> dict[str, str] | None:
     """{test: outcome} from pytest's report in the image, None if the diff does not apply."""
     paths = sorted({name.partition("::")[0] for name in names})
-    first, last = (test_results.canaries(path, plain=False) for path in (paths[0], paths[-1]))
+    first, last = (testing.canaries(path, plain=False) for path in (paths[0], paths[-1]))
     nonce = secrets.token_hex(16)
     folder = f"/tmp/{nonce}"
     tests = " ".join(shlex.quote(path) for path in (first[0], *paths, last[0]))
@@ -478,7 +481,7 @@ echo; echo {nonce}; cat {folder}/xml; echo; echo {nonce}"""
                                    f"{done.output[-200:].strip()}")
     must = first[2] | last[2]
     reports = junit_results(parts[1] if len(parts) == 3 else "", names, must)
-    return test_results.counted(reports, must, list(names))
+    return testing.counted(reports, must, list(names))
 
 
 def junit_results(text: str, names, canaries) -> list[tuple[str, str]]:

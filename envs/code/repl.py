@@ -6,7 +6,7 @@
     step = episode.step("```python\nprint(read('ledger/money.py'))\n```")
     step.messages[-1]["content"]                     # what the block printed
 
-The code of each reply runs in one interpreter of the sandbox (envs/sandbox.py), where `ls`, `read`, `grep`,
+The code of each reply runs in one interpreter of the sandbox (sandbox.py), where `ls`, `read`, `grep`,
 `apply_patch`, `bash`, `run_tests`, `llm_query` and `finish` can be called. At the end the tests as they were
 (not as the model left them) run on the files as the model left them, in a sandbox of their own.
 docs/repl.md has the formats of scenarios, the prompts and what is scored.
@@ -28,8 +28,9 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, sandbox
-from envs.test_results import decides, run_tests
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part
+from envs.code import sandbox
+from envs.code.testing import decides, run_tests
 
 WORKER = Path(__file__).with_name("repl_worker.py")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
@@ -167,6 +168,7 @@ class Scenario:
 class Repl(Env):
     Config = Config
     multi_turn = True
+    blocking = True
 
     def __init__(self, config):
         super().__init__(config)

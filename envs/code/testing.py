@@ -3,7 +3,7 @@
     results = run_tests({"shop.py": b"..."}, {"tests/test_shop.py": b"..."})
     results == {"tests/test_shop.py::test_total": "PASSED"}
 
-The tests run in envs.sandbox. What they print counts for nothing: outcomes come over a pipe that was opened,
+The tests run in a sandbox. What they print counts for nothing: outcomes come over a pipe that was opened,
 with a random token, before any code of the tree ran, and are passed on by a process that runs none of it.
 Among the tests are canaries with random names, of which some must fail: where one does not turn out as it
 must (someone patched pytest or unittest, or ended the process with os._exit(0)), no result counts. Tests and
@@ -23,9 +23,10 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
-from envs import BadInput, sandbox
+from envs import BadInput
+from envs.code import sandbox
 
-WORKER = Path(__file__).with_name("test_worker.py").read_text(encoding="utf-8")
+WORKER = Path(__file__).with_name("testing_worker.py").read_text(encoding="utf-8")
 # Names of files that change how or which tests run, wherever they lie.
 DECIDING = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml",
             "tox.ini", "setup.cfg", "sitecustomize.py", "usercustomize.py", "entry_points.txt", "pyvenv.cfg"}

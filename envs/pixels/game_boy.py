@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from envs import BadInput
-from envs.goal_template import SHADES, GoalConfig, goal_step, l1_distance, load_goal
-from envs.vec_env import VecEnv
+from envs.pixels import VecEnv
+from envs.pixels.goals import SHADES, GoalConfig, goal_step, l1_distance, load_goal
 
 try:
-    from envs import game_boy_worker as worker
+    from envs.pixels import game_boy_worker as worker
 except ImportError as error:
     raise BadInput(f"environment pyboy needs a package: pip install pyboy==2.8.1 ({error})") from error
 
@@ -177,8 +177,9 @@ class GameBoy(VecEnv):
                 ours, theirs = socket.socketpair()
                 with theirs:
                     numbers = map(str, (theirs.fileno(), file.fileno(), self.num_envs, first, last))
-                    process = subprocess.Popen(  # a session of its own, which Ctrl-C does not reach
-                        [sys.executable, worker.__file__, *numbers], stdin=subprocess.DEVNULL,
+                    # A session: Ctrl-C does not reach it. -P: gymnasium.py beside the worker is no package.
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", worker.__file__, *numbers], stdin=subprocess.DEVNULL,
                         pass_fds=(theirs.fileno(), file.fileno()), start_new_session=True)
                 self._workers.append((process, Connection(ours.detach()), f"rows {first} to {last - 1}"))
         self._command("start", options)

@@ -113,7 +113,8 @@ def state_of_rows(state: dict, rows: range) -> dict:
             for name, value in state.items()}
 
 
-VEC_ENVS = {"pixel-goal": "envs.pixel_goal:PixelGoal", "pyboy": "envs.game_boy:GameBoy"}
+VEC_ENVS = {"pixel-goal": "envs.pixels.pixel_goal:PixelGoal", "pyboy": "envs.pixels.game_boy:GameBoy"}
+GYMNASIUM = "envs.pixels.gymnasium:GymnasiumVec"  # of any other id
 
 
 def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
@@ -125,6 +126,4 @@ def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
     if env_id in VEC_ENVS:
         cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
         return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
-    from envs.gymnasium_vec import GymnasiumVec
-
-    return GymnasiumVec(env_id, num_envs, device, options)
+    return envs.load_object(GYMNASIUM, "--env-id")(env_id, num_envs, device, options)

@@ -1,4 +1,4 @@
-"""The Python REPL of envs/repl.py, as it runs in the sandbox: `python3 -I -c <this file> OPTIONS`.
+"""The Python REPL of envs/code/repl.py, as it runs in the sandbox: `python3 -I -c <this file> OPTIONS`.
 
 Two processes: one keeps the conversation with the trainer, a line of JSON each way on standard input and
 output; its child runs the model's code, and is replaced when that code ends it or takes too long. The folder

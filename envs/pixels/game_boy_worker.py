@@ -1,4 +1,4 @@
-"""One Game Boy (PyBoy), and the process that steps a share of them for envs/game_boy.py.
+"""One Game Boy (PyBoy), and the process that steps a share of them for envs/pixels/game_boy.py.
 
 It imports neither torch nor the environments: a worker starts in half a second and holds 70 MB.
 """

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from envs import BadInput
-from envs.vec_env import VecEnv
+from envs.pixels import VecEnv
 
 try:
     import gymnasium

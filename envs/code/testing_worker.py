@@ -1,4 +1,4 @@
-"""Runs inside the sandbox for envs/test_results.py: tests in a child process, outcomes on standard output.
+"""Runs inside the sandbox for envs/code/testing.py: tests in a child process, outcomes on standard output.
 
 The parent never runs code of the tree and cannot be read or traced by what does; it alone knows the nonce
 that the trainer sent. The child prints to nowhere, and reports each test once through a pipe that it got,

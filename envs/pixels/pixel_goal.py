@@ -6,7 +6,7 @@
 
 A player walks over a map of 18 x 20 tiles; the camera keeps it in the middle of a view of 9 x 10 tiles. A
 opens the door that the player faces, START shows a menu that hides the map, B closes it. The agent must make
-the screen look like the goal picture and keep it so (envs/goal_template.py: distance, streak and reward).
+the screen look like the goal picture and keep it so (envs/pixels/goals.py: distance, streak and reward).
 
 One world has 5,760 states: menu x door x row x column x facing. All that happens in it is therefore written
 down once, in tables: where each action leads, which piece of the map is seen, how far that is from the goal.
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from envs import BadInput
-from envs.goal_template import GoalConfig, goal_step, l1_distance, load_goal
-from envs.vec_env import VecEnv
+from envs.pixels import VecEnv
+from envs.pixels.goals import GoalConfig, goal_step, l1_distance, load_goal
 
 ACTIONS = ["NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT"]
 NOOP, A, B, START, UP, DOWN, LEFT, RIGHT = range(8)

@@ -1,4 +1,4 @@
-"""Processes that call functions for envs/openspiel.py beside the trainer, whose threads cannot.
+"""Processes that call functions for envs/openspiel beside the trainer, whose threads cannot.
 
 open_spiel holds Python's lock while it plays. A worker imports neither torch nor the trainer's main module:
 it starts in 0.2 s and holds 40 MB. It ends with its parent, however that ends.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import pickle
 import queue
@@ -144,9 +145,8 @@ def work(connection: Connection, parent: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import envs.openspiel  # noqa: F401
-
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    importlib.import_module("envs.openspiel")  # by name: it imports this file
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     work(Connection(int(sys.argv[1])), int(sys.argv[2]))

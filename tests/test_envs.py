@@ -1,0 +1,71 @@
+"""envs/: what its modules import, and what every environment says of itself."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import envs
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ("repl_scenarios", "swe_instances")  # repositories that are tasks
+BLOCKING = {"arcagi3": True, "countdown": False, "logic": False, "openspiel": True, "repl": True, "swe": True}
+
+
+def modules_of(folder):
+    """{dotted name: path} of the modules of a package"""
+    paths = [path for path in (ROOT / folder).rglob("*.py") if not set(DATA) & set(path.parts)]
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imports_of(path, modules):
+    """Modules that a file imports, within functions too; `from envs import swe` imports envs.swe alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else node.module
+
+
+MODULES = modules_of("envs")
+IMPORTS = {name: set(imports_of(path, MODULES)) for name, path in MODULES.items()}
+
+
+def test_no_two_modules_import_each_other_in_a_circle():
+    assert "envs.pixels" in IMPORTS["envs.pixels.gymnasium"]  # a package, then a module of one
+    assert "envs.code.sandbox" in IMPORTS["envs.code.swe"]
+    assert not IMPORTS["envs"] & MODULES.keys()  # which every module imports
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError, with the circle
+
+
+def test_no_environment_imports_a_script_or_a_tool():
+    others = {path.stem for path in ROOT.glob("*.py")} | {"tools", "tests", "benchmarks"}
+    others |= {path.stem for folder in ("tools", "tests") for path in (ROOT / folder).glob("*.py")}
+    assert {"grpo_llm", "a2c_vecenv", "command_line"} <= others
+    found = {name: {module.partition(".")[0] for module in imported} & others
+             for name, imported in IMPORTS.items()}
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", envs.ENVS)
+def test_an_environment_says_whether_its_steps_wait(name):
+    assert envs.make(name).blocking is BLOCKING[name]
+
+
+@pytest.mark.parametrize("name, options, blocking", [
+    ("arcagi3", dict(offline=True), False),
+    ("arcagi3", dict(session="envs/arcagi3/session.json"), False),
+    ("openspiel", dict(workers=0), False),
+    ("openspiel", dict(mode="game"), False),
+    ("openspiel", dict(reward_mode="legal"), False),
+    ("countdown,logic", {}, False),
+    ("countdown,openspiel", {}, True),
+    ("countdown,openspiel", {"openspiel.workers": 0}, False),
+])
+def test_the_options_decide_whether_a_step_waits(name, options, blocking):
+    assert envs.make(name, **options).blocking is blocking
