@@ -705,7 +705,8 @@ def test_a_worker_that_dies_is_replaced():
 def test_workers_import_no_trainer_and_send_their_errors():
     pool = worker.shared_pool(1)
     assert pool.submit(eval, "'torch' in __import__('sys').modules").result() is False
-    assert pool.submit(eval, "__import__('sys').modules['__main__'].__file__").result().endswith("_worker.py")
+    main = pool.submit(eval, "__import__('sys').modules['__main__'].__file__").result()
+    assert main.endswith("openspiel/worker.py")
     with pytest.raises(RuntimeError, match="SpielError: .*Unknown game 'nope'"):
         pool.submit(pyspiel.load_game, "nope").result()
     with pytest.raises(RuntimeError, match="^MemoryError"):

@@ -548,7 +548,7 @@ def test_as_an_ordinary_user(backend, outside):
         folder.chmod(0o755)
         shutil.copytree(ROOT / "envs", folder / "envs")
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
-        code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from envs import sandbox\n"
+        code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from envs.code import sandbox\n"
                 "job = json.load(sys.stdin)\n"
                 "print(json.dumps([vars(sandbox.run(backend=sys.argv[2], **options)) for options in job]))")
         probe = [interpreter, "-I", "-S", "-c"]
