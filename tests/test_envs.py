@@ -21,7 +21,7 @@ def modules_of(folder):
 
 
 def imports_of(path, modules):
-    """Modules that a file imports, within functions too; `from envs import swe` imports envs.swe alone."""
+    """Modules that a file imports, in functions too: of `from envs.code import swe`, envs.code.swe alone."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
