@@ -737,15 +737,13 @@ def test_answers_of_an_executor_that_are_no_results(answer, error):
 @pytest.fixture
 def run_folder(tmp_path):
     for kind, step, number in (("val", 5, 0), ("val", 10, 0), ("val", 10, 1), ("train", 10, 0)):
-        folder = tmp_path / "episodes" / f"{kind}_step_{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "episodes").mkdir(exist_ok=True)
         reply = f"<think>x</think>{fenced(DIFF.replace('+b', f'+{kind}{step}{number}'))}"
         messages = [dict(role="user", content="?"), dict(role="assistant", content=reply)]
         episode = dict(task_id="a__b-1", source="swe", number=number, messages=messages)
-        (folder / f"a__b-1_{number}.json").write_text(json.dumps(episode))
-        (folder / "summary.json").write_text(json.dumps(dict(episodes=2)))
-        (folder / "table.json").write_text("[]")
-        (folder / "other_0.json").write_text(json.dumps(episode | dict(source="countdown")))
+        with (tmp_path / "episodes" / f"{kind}_step_{step:06d}.jsonl").open("a") as file:
+            for line in (episode, episode | dict(source="countdown"), dict(summary=dict(episodes=2))):
+                file.write(json.dumps(line) + "\n")
     return tmp_path
 
 

@@ -5,6 +5,7 @@ The slow tests use the page in Chromium (apt-get install chromium chromium-drive
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from urllib.parse import urlencode
 
 import psutil
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.run_folders import command_line
 from tools import view_episodes
@@ -40,23 +42,57 @@ def episode(task="task-0", number=0, reward=1.0, replies=("1 + 2 = 3",), tool=""
                 messages=messages[:-1]) | more
 
 
+@functools.cache
+def byte_level():
+    """A byte-level BPE such as those of Qwen and Llama 3: most characters beyond ASCII are several tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(["one two three four", "x y z", "deep down line word"], trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    return made
+
+
+def segment(ids, logprobs, **more):
+    return dict(prompt_ids=[1, 2], response_ids=ids, response_mask=[1] * len(ids), rollout_logprobs=logprobs,
+                old_logprobs=None, ref_logprobs=None, advantage=0.5) | more
+
+
 def with_turns(made, rng):
-    turns = []
+    """Each reply as tokens of byte_level, in one segment."""
+    ids, turns = [], []
     for message in made["messages"]:
         if message["role"] == "assistant":
-            tokens = [*re.findall(r"\s?\S+|\s", message["content"]), "<eos>"]
-            turns.append(dict(reward=0.0, tokens=tokens, logprobs=[-rng.expovariate(1.0) for _ in tokens]))
+            start = len(ids)
+            ids += [*byte_level().encode(message["content"]).ids, 0]
+            turns.append(dict(segment=0, start=start, end=len(ids), reward=0.0))
     turns[-1]["reward"] = made["reward"]
-    return made | dict(turns=turns, segments=1)
+    return made | dict(turns=turns, segments=[segment(ids, [-rng.expovariate(1.0) for _ in ids])])
 
 
-def write(run, folder, made, name=""):
-    place = run / "episodes" / folder
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "summary.json").write_text('{"episodes": 64, "reward_sum": 8.0, "correct_sum": 8.0, "files": 1}')
-    file = place / (name or f"{made['task_id']}_{made['number']}.json")
-    file.write_text(made if isinstance(made, str) else json.dumps(made, indent=1))
+def texts_of(text):
+    """The tokens of an ASCII reply."""
+    return [byte_level().decode([token], skip_special_tokens=False) for token in
+            [*byte_level().encode(text).ids, 0]]
+
+
+def write(run, name, made):
+    """Another line of episodes/name.jsonl."""
+    file = run / "episodes" / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as lines:
+        lines.write(made if isinstance(made, bytes) else json.dumps(made).encode() + b"\n")
     return file
+
+
+def write_tokenizer(run, tokenizer=None):
+    place = run / "checkpoints" / "step_000010"
+    place.mkdir(parents=True, exist_ok=True)
+    (tokenizer or byte_level()).save(str(place / "tokenizer.json"))
+    return run
+
+
+SUMMARY = dict(summary=dict(episodes=64, reward_sum=8.0, correct_sum=8.0, logged=6))
 
 
 @pytest.fixture
@@ -68,8 +104,8 @@ def a_run(tmp_path):
             for number in range(2):
                 reward = float(step == 10 or task == 0)
                 write(run, f"val_step_{step:06d}", episode(f"test-{task}", number, reward))
+        write(run, f"val_step_{step:06d}", SUMMARY)
         write(run, f"train_step_{step:06d}", episode(f"train-{step}", 0, -0.5, ("a", "b")))
-    (run / "episodes" / "val_step_000010" / "table.json").write_text("[]")
     return run
 
 
@@ -100,12 +136,12 @@ def test_the_page_holds_every_episode_and_no_summary(a_run, capsys):
                           damaged=0)
     assert complaints == []
     index, episodes = unpacked(page, "index"), unpacked(page, "episodes0")
-    assert index["folders"] == [["run", f"{kind}_step_{step:06d}", kind, f"{step:06d}"]
-                                for step in (0, 10) for kind in ("train", "val")]
+    assert index["files"] == [["run", f"{kind}_step_{step:06d}", kind, f"{step:06d}"]
+                              for step in (0, 10) for kind in ("train", "val")]
     assert index["sizes"] == [len(episodes)] == [14] and index["damaged"] == []
     (columns,) = re.findall(r"const COLUMNS = (\[[^\]]+\]);", page)
     assert dict(zip(json.loads(columns), index["rows"][0], strict=True)) == dict(
-        folder=0, file="train-0_0", task="train-0", number=0, source="sums", reward=-0.5, correct=0.0,
+        file=0, line=1, task="train-0", number=0, source="sums", reward=-0.5, correct=0.0,
         termination="done", turns=2, length=2, tokens=0, preview="b")
     assert {key: episodes[1][key] for key in episode()} == episode("test-0", 0, 1.0)
 
@@ -114,82 +150,167 @@ def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
     rng = random.Random(1)
     inner = with_turns(episode("inner", replies=("deep down",)), rng)
     sub = with_turns(episode("sub", replies=("x y", "z")), rng) | dict(sub_agents=[inner])
-    write(tmp_path, "val_step_000001", with_turns(episode(), rng) | dict(sub_agents=[sub], segments=3))
-    bare = [dict(reward=None, tokens=["a", "b"], logprobs=[])]
-    write(tmp_path, "val_step_000001", episode(number=1, turns=bare))
-    page, *_ = page_of(capsys, tmp_path)
+    made = with_turns(episode(), rng)
+    write(tmp_path, "val_step_000001", made | dict(sub_agents=[sub], segments=made["segments"] * 3))
+    bare = dict(segment=1, start=1, end=3, reward=None)
+    ppo = segment([5, 6, 7], [-0.5, None, -0.25], advantage=None, advantages=[1, None, -2.123456])
+    write(tmp_path, "val_step_000001", episode(number=1, turns=[bare], segments=[segment([], []), ppo]))
+    page, _, complaints = page_of(capsys, write_tokenizer(tmp_path))
     (first, second), tokens = unpacked(page, "episodes0"), unpacked(page, "tokens0")
-    assert first["turns"] == [dict(reward=1.0, tokens=0)] and first["segments"] == 3
+    assert complaints == [] and first["turns"] == [dict(reward=1.0, tokens=0)] and first["segments"] == 3
     assert [turn["tokens"] for turn in first["sub_agents"][0]["turns"]] == [1, 2]
     assert first["sub_agents"][0]["sub_agents"][0]["turns"] == [dict(reward=1.0, tokens=3)]
-    assert tokens[0][3] == [inner["turns"][0]["tokens"],
-                            [pytest.approx(logprob, abs=1e-5) for logprob in inner["turns"][0]["logprobs"]]]
-    assert (second["turns"], tokens[1]) == ([dict(reward=None, tokens=0)], [[["a", "b"], []]])
+    logprobs = [pytest.approx(logprob, abs=1e-5) for logprob in inner["segments"][0]["rollout_logprobs"]]
+    assert tokens[0][3] == [texts_of("deep down"), logprobs, 0.5]
+    assert [texts for texts, *_ in tokens[0][1:3]] == [texts_of("x y"), texts_of("z")]
+    assert second["turns"] == [dict(reward=None, tokens=0)]
+    assert tokens[1] == [[[byte_level().decode([each]) for each in (6, 7)], [None, -0.25], [None, -2.12346]]]
     assert [row[10] for row in unpacked(page, "index")["rows"]] == [
         sum(len(part[0]) for part in tokens[0]), 2]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "null", "\x00", '{"messages": 1}',
-                                  '{"messages": [1]}', '{"messages": [], "turns": [1]}',
-                                  '{"messages": [], "sub_agents": [{}]}',
-                                  '{"messages": [], "reward": 1' + "0" * 400 + "}", "[" * 100_000,
-                                  '{"messages": [], "info": {"a": [1e999]}}',
-                                  '{"messages": [], "turns": [{"tokens": 5}]}', "1" * 10_000])
-def test_a_damaged_file_is_named_in_one_line_and_left_out(a_run, capsys, text):
-    file = write(a_run, "val_step_000010", text, "damaged_0.json")
+# What each token says
+
+
+def metaspace():
+    """With a space before words, as Llama 2 and Gemma have it, and bytes for what is in no word."""
+    words = ["<eos>", "a", "\u2581the", "\u2581", "b", "\u2581x", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def word_piece():
+    words = ["[UNK]", "play", "##ing", ".", "##s"]
+    made = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, metaspace, word_piece])
+def test_the_texts_of_tokens_joined_are_the_reply(make):
+    tokenizer, rng = make(), random.Random(1)
+    pieces, ids = view_episodes.Pieces(tokenizer), range(tokenizer.get_vocab_size())
+    if make is not byte_level:  # of broken characters each kind makes its own
+        ids = [token for token in ids if "\ufffd" not in tokenizer.decode([token])]
+    for _ in range(300):
+        reply = rng.choices(ids, k=rng.randrange(12))
+        texts = pieces.texts(reply)
+        assert len(texts) == len(reply)
+        assert "".join(texts) == tokenizer.decode(reply, skip_special_tokens=False)
+
+
+def test_a_decoder_that_writes_between_tokens_leaves_them_their_own_texts():
+    tokenizer = Tokenizer.from_file(str(ROOT / "models" / "countdown-tiny" / "tokenizer.json"))
+    ids = tokenizer.encode("6 + 4 10 10 * 2 20 <eos>").ids
+    assert tokenizer.decode(ids) == "6 + 4 = 10; 10 * 2 = 20"
+    assert view_episodes.Pieces(tokenizer).texts(ids) == [
+        "6", " +", " 4", " 10", " 10", " *", " 2", " 20", " <eos>"]
+
+
+@pytest.mark.parametrize("tokenizer, character", [(byte_level(), "\U0001f600"), (byte_level(), "\u00e9")])
+def test_a_character_of_several_tokens_stands_at_the_last(tokenizer, character):
+    ids = tokenizer.encode(f"one {character} two").ids
+    texts = view_episodes.Pieces(tokenizer).texts(ids)
+    assert "".join(texts) == f"one {character} two"
+    at = texts.index(character)
+    size = len(character.encode())
+    assert texts[at - size + 1:at] == [""] * (size - 1)
+    assert view_episodes.Pieces(tokenizer).texts(ids[:at + 2 - size])[-1] == "\ufffd"  # cut off within it
+
+
+def test_bytes_of_a_fallback_are_joined():
+    names = ["a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "\u2581the"]
+    ids = [metaspace().token_to_id(name) for name in names]
+    assert view_episodes.Pieces(metaspace()).texts(ids) == ["a", "", "", "", "\U0001f600", " the"]
+    assert view_episodes.Pieces(metaspace()).texts([2, 2]) == ["the", " the"]  # as the reply is decoded
+
+
+def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path, capsys):
+    def texts(run):
+        page, _, complaints = page_of(capsys, run)
+        return unpacked(page, "tokens0")[0][0][0], complaints
+
+    turn = dict(segment=0, start=0, end=3, reward=1.0)
+    write(tmp_path, "val_step_000001", episode(turns=[turn], segments=[segment([5, 6, 2], [-1.0] * 3)]))
+    texts_, (told,) = texts(tmp_path)
+    assert texts_ == ["\u27e85\u27e9", "\u27e86\u27e9", "\u27e82\u27e9"] and "no tokenizer" in told
+    meta = dict(meta=dict(model="models/countdown-tiny"))
+    (tmp_path / "train_log.jsonl").write_text(json.dumps(meta) + "\n")
+    assert texts(tmp_path) == (["1", " 2", " <eos>"], [])
+    write_tokenizer(tmp_path, word_piece())
+    assert texts(tmp_path) == (["\u27e85\u27e9", "\u27e86\u27e9", "ing"], [])
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b'"a"', b"null", b"\x00", b'{"messages": 1}', b"\xff",
+                                  b'{"messages": [1]}', b'{"messages": [], "turns": [1]}',
+                                  b'{"messages": [], "sub_agents": [{}]}',
+                                  b'{"messages": [], "reward": 1' + b"0" * 400 + b"}", b"[" * 100_000,
+                                  b'{"messages": [], "info": {"a": [1e999]}}',
+                                  b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}',
+                                  b'{"messages": [], "turns": [{"segment": 0}], "segments": [{}]}',
+                                  b"1" * 10_000])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys, line, last):
+    file = write(a_run, "val_step_000010", line + b"\n" * (not last))
+    if not last:
+        write(a_run, "val_step_000010", episode("after"))
     page, report, complaints = page_of(capsys, a_run)
-    assert len(complaints) == 1 and str(file) in complaints[0] and len(complaints[0]) < 600
-    assert (report["episodes"], report["damaged"]) == (14, 1)
-    assert unpacked(page, "index")["damaged"] == ["run/val_step_000010/damaged_0.json"]
+    assert len(complaints) == 1 and f"{file}, line 8:" in complaints[0] and len(complaints[0]) < 600
+    assert (report["episodes"], report["damaged"]) == (14 + (not last), 1)
+    assert unpacked(page, "index")["damaged"] == ["run/val_step_000010.jsonl:8"]
 
 
 def test_what_is_no_file_is_damaged_too(a_run, capsys):
-    folder = a_run / "episodes" / "val_step_000010"
-    (folder / "folder_0.json").mkdir()
-    (folder / "gone_0.json").symlink_to(folder / "nowhere")
-    os.mkfifo(folder / "pipe_0.json")  # to open it would wait for ever
-    (folder / "bytes_0.json").write_bytes(b'{"messages": "\xff"}')
-    (folder / ".hidden_0.json").write_text("being written")
+    folder = a_run / "episodes"
+    (folder / "val_step_000020.jsonl").mkdir()
+    (folder / "val_step_000030.jsonl").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "val_step_000040.jsonl")  # to open it would wait for ever
+    (folder / ".val_step_000050.jsonl.writing").write_text("being written")
     _, report, complaints = page_of(capsys, a_run)
-    assert (report["episodes"], report["damaged"], len(complaints)) == (14, 4, 4)
+    assert (report["episodes"], report["damaged"], len(complaints)) == (14, 3, 3)
 
 
 def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
-    odd = ('{"task_id": 7, "number": NaN, "reward": Infinity, "correct": true, "source": null,'
-           '"termination": ["x"],'
-           '"info": {"a": NaN, "b": 1e999, "c": {"d": -Infinity}}, "segments": [{"prompt_ids": [1]}, {}],'
-           '"messages": [{"role": "assistant", "content": [{"text": "a"}]}, {}],'
-           '"turns": [{"reward": NaN, "tokens": ["a", 5, null], "logprobs": [-Infinity, -1]}]}')
-    write(tmp_path, "val_step_000001", odd, "odd_0.json")
+    odd = (b'{"task_id": 7, "number": NaN, "reward": Infinity, "correct": true, "source": null,'
+           b'"termination": ["x"], "info": {"a": NaN, "b": 1e999, "c": {"d": -Infinity}},'
+           b'"segments": [{"prompt_ids": [1]}, {"response_ids": [9, 8], "rollout_logprobs": [-Infinity, -1],'
+           b'"advantage": NaN}], "messages": [{"role": "assistant", "content": [{"text": "a"}]}, {}],'
+           b'"turns": [{"reward": NaN, "segment": 1, "start": 0, "end": 2}]}')
+    write(tmp_path, "val_step_000001", odd)
     page, *_ = page_of(capsys, tmp_path)
     assert unpacked(page, "episodes0") == [dict(
         task_id="7", source="", number=None, reward=None, correct=1, termination='["x"]', segments=2,
         retries=0, info=dict(a=None, b=None, c=dict(d=None)), turns=[dict(reward=None, tokens=0)],
         sub_agents=[],
         messages=[dict(role="assistant", content='[{"text": "a"}]'), dict(role="", content="")])]
-    assert unpacked(page, "tokens0") == [[[["a", "5", ""], [None, -1]]]]
+    assert unpacked(page, "tokens0") == [[[["\u27e89\u27e9", "\u27e88\u27e9"], [None, -1], None]]]
 
 
 def hostile_run(folder):
+    """The tokens of each are its text, twice."""
+    vocabulary = {text: i for i, text in enumerate([*HOSTILE, "x"]) if "\ud800" not in text}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="x"))
+    tokenizer.decoder = decoders.Fuse()
     for number, text in enumerate(HOSTILE):
         made = episode("task", number, replies=(text, text)) | dict(
             task_id=text, source=text, termination=text, info={text: text, "correct": 1.0})
         made["messages"][0] = dict(role=text, content=text)
-        turns = [dict(reward=1.0, tokens=[text, text], logprobs=[-0.1, None])] * 2
-        write(folder, "val_step_000001", made | dict(turns=turns, sub_agents=[made | dict(turns=turns)]),
-              f"{number}_0.json")
-    return folder
+        tokens = dict(turns=[dict(reward=1.0, segment=0, start=0, end=2)] * 2,
+                      segments=[segment([number, number], [-0.1, None])])
+        write(folder, "val_step_000001", made | tokens | dict(sub_agents=[made | tokens]))
+    return write_tokenizer(folder, tokenizer)
 
 
 def test_hostile_text_is_base64_and_the_rest_of_the_page_is_the_template(tmp_path, capsys):
     run = hostile_run(tmp_path / "<b>&\"'</script>")
-    write(run, "val_step_000001", "{", "<script>.json")
+    write(run, "val_step_000001", b"{")
     page, *_ = page_of(capsys, run, "--out", tmp_path / "page.html")
     before, after = view_episodes.page_halves()
     assert DATA.sub("", page) == before + after
     assert DATA.findall(page) == ["episodes0", "tokens0", "index"]
-    assert [found["task_id"] for found in unpacked(page, "episodes0")] == [
-        HOSTILE[number] for number in sorted(range(len(HOSTILE)), key=lambda number: f"{number}_0.json")]
+    assert [found["task_id"] for found in unpacked(page, "episodes0")] == HOSTILE
 
 
 def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone(a_run, capsys):
@@ -213,7 +334,7 @@ def test_the_same_input_gives_the_same_bytes(a_run, tmp_path, capsys):
     assert pages[0] == pages[1]
 
 
-@pytest.mark.parametrize("inside", ["", "episodes", "episodes/val_step_000010", "checkpoints",
+@pytest.mark.parametrize("inside", ["", "episodes", "episodes/val_step_000010.jsonl", "checkpoints",
                                     "checkpoints/step_000010", ".."])
 def test_a_run_is_found_from_within_and_from_above(a_run, tmp_path, capsys, inside):
     (a_run / "checkpoints" / "step_000010").mkdir(parents=True)
@@ -229,21 +350,21 @@ def test_runs_of_one_name_are_told_apart(a_run, tmp_path, capsys):
     page, report, _ = page_of(capsys, tmp_path / "a", tmp_path / "b" / "run", tmp_path / "a" / "run")
     assert (report["runs"], report["episodes"]) == (2, 28)
     assert unpacked(page, "index")["runs"] == ["a/run", "b/run"]
-    page, report, _ = page_of(capsys, *(a_run / "episodes" / f"val_step_{step:06d}" for step in (0, 10)))
+    page, report, _ = page_of(capsys, *(a_run / "episodes" / f"val_step_{step:06d}.jsonl"
+                                                 for step in (0, 10)))
     assert (report["runs"], report["episodes"]) == (1, 12)
 
 
 def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, capsys):
     empty = tmp_path / "empty"
-    (empty / "episodes" / "val_step_000001").mkdir(parents=True)
-    (empty / "episodes" / "val_step_000001" / "summary.json").write_text("{}")
+    write(empty, "val_step_000001", SUMMARY)
     (tmp_path / "nothing" / "checkpoints").mkdir(parents=True)
     (tmp_path / "folder.html").mkdir()
     file = tmp_path / "file"
     file.write_text("")
     for flags, says in (((tmp_path / "missing",), "missing: there is no such folder"),
                         ((tmp_path / "nothing",), "nothing: no episodes (expected a run folder"),
-                        ((empty,), "no episode that can be read (0 damaged files)"),
+                        ((empty,), "no episode that can be read (0 damaged lines)"),
                         ((a_run, tmp_path / "missing"), "missing"), ((), "RUN"), ((a_run, "--o"), "--o"),
                         ((a_run, "--out", tmp_path / "page.txt"), "ends in .html"),
                         ((a_run, "--out", tmp_path / "missing" / "page.html"), "cannot be written"),
@@ -257,13 +378,10 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, cap
 
 def test_a_page_that_is_there_stays_when_there_is_no_new_one(a_run, capsys):
     page, *_ = page_of(capsys, a_run)
-    for folder in (a_run / "episodes").iterdir():
-        for file in folder.glob("*_0.json"):
-            file.write_text("{")
-        for file in folder.glob("*_1.json"):
-            file.unlink()
+    for file in (a_run / "episodes").iterdir():
+        file.write_text("{\n{")
     code, report, complaints = view(capsys, a_run)
-    assert code == 1 and len(complaints) == 8 and "8 damaged files" in report["error"]
+    assert code == 1 and len(complaints) == 8 and "8 damaged lines" in report["error"]
     assert (a_run / "episodes.html").read_text() == page
 
 
@@ -271,12 +389,18 @@ def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
     run = tmp_path / "run"
     assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4,
                         "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 1, "--log-episodes", 1,
-                        "--val-table-samples", 2, "--run-dir", run) == 0
+                        "--run-dir", run) == 0
+    if not list((run / "episodes").glob("*.jsonl")):
+        pytest.skip("this version writes no .jsonl")
     page, report, complaints = page_of(capsys, run)
     assert (report["episodes"], report["damaged"], complaints) == (16 + 2 * 8, 0, [])
     for found in unpacked(page, "episodes0"):
         assert found["messages"][0]["role"] == "user" and found["messages"][-1]["role"] == "assistant"
         assert found["reward"] in (0.0, 1.0) and found["correct"] == found["reward"]
+    for found, tokens in zip(unpacked(page, "episodes0"), unpacked(page, "tokens0"), strict=True):
+        (texts, logprobs, _), reply = tokens[0], found["messages"][-1]["content"]
+        assert len(texts) == len(logprobs)
+        assert "".join(texts).removesuffix(" <eos>").split() == re.sub("[;=]", " ", reply).split()
 
 
 # In the browser
@@ -370,7 +494,7 @@ class Page:
 
         number = self.js("return search")
         Select(self.find(f"[data-name={name}], #{name}")[0]).select_by_value(value)
-        if name != "compare":
+        if name not in ("compare", "by"):
             self.wait("search > arguments[0]", number)
         self.settle()
 
@@ -441,7 +565,7 @@ def test_filters_sort_and_address(a_run, open_page):
     before = page.texts(".row")
     page.click(".row", 1)
     state = page.hash()
-    assert state["sort"] == "-turns" and state["e"] == "run/train_step_000010/train-10_0"
+    assert state["sort"] == "-turns" and state["e"] == "run/train_step_000010/1"
     page.driver.refresh()
     page.settle()
     assert page.texts(".row") == before and page.hash() == state
@@ -459,18 +583,18 @@ def test_keys(a_run, open_page):
 
     page = open_page(a_run, split="val")
     page.press("j", "j")
-    assert page.hash()["e"] == "run/val_step_000000/test-0_1"
+    assert page.hash()["e"] == "run/val_step_000000/2"
     assert page.js("return document.querySelector('[aria-selected=true]').id === "
                    "document.getElementById('list').getAttribute('aria-activedescendant')")
     page.press("k", "k", "k")
-    assert page.hash()["e"] == "run/val_step_000000/test-0_0"
+    assert page.hash()["e"] == "run/val_step_000000/1"
     page.press(Keys.ARROW_DOWN)
-    assert page.hash()["e"] == "run/val_step_000000/test-0_1"
+    assert page.hash()["e"] == "run/val_step_000000/2"
     page.press("/")
     page.type("#search", "task test-2")
     assert "4 of 14 episodes" in page.sums()
     page.press(Keys.ENTER, "j")
-    assert page.hash() == dict(split="val", q="task test-2", e="run/val_step_000000/test-2_0")
+    assert page.hash() == dict(split="val", q="task test-2", e="run/val_step_000000/5")
     page.press("c")
     assert page.js("return document.activeElement.id") == "compare"
     page.press(Keys.ESCAPE, Keys.ESCAPE)
@@ -511,9 +635,10 @@ def test_an_episode_folds_and_nests(tmp_path, open_page):
     rng, long = random.Random(1), "\n".join(f"line {i}" for i in range(40))
     inner = with_turns(episode("inner", replies=("deepest",)), rng)
     sub = with_turns(episode("sub", replies=("x y",)), rng) | dict(sub_agents=[inner])
-    made = with_turns(episode(replies=("one\ttab", "two"), tool=long, reward=-0.25), rng) | dict(
-        sub_agents=[sub], segments=2)
+    made = with_turns(episode(replies=("one\ttab", "two"), tool=long, reward=-0.25), rng)
+    made |= dict(sub_agents=[sub], segments=made["segments"] * 2)
     made["messages"].insert(0, dict(role="assistant", content="an example in the prompt"))
+    tokens = sum(len(texts_of(text)) for text in ("one\ttab", "two", "x y", "deepest"))
     write(tmp_path, "val_step_000001", made)
     page = open_page(tmp_path)
     page.press("j")
@@ -522,7 +647,7 @@ def test_an_episode_folds_and_nests(tmp_path, open_page):
     facts = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
     assert facts == {
         "split": "val", "step": "1", "number": "0", "source": "sums", "reward": "-0.25", "correct": "0",
-        "termination": "done", "turns": "3", "characters": "34", "tokens": "10", "segments": "2",
+        "termination": "done", "turns": "3", "characters": "34", "tokens": str(tokens), "segments": "2",
         "info: format": "0.5"}
     assert page.texts("button.fold") == ["show all: 40 lines, 309 characters"]
     assert page.texts(".message pre")[3].splitlines() == [f"line {i}" for i in range(5)] + ["line 5 …"]
@@ -552,11 +677,15 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
     from selenium.webdriver.common.keys import Keys
 
     logprobs = [0.0, -0.2, -0.5, -1.0, -2.0, -4.0, -9.0, None]
+    advantages = [4.0, 1.0, 0.0, -1.0, -3.0, None, 2.0, 2.5]
     tokens = ["a", " b", "\n", "\t", "", " e  f", "g", "<eos>"]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(tokens)}, unk_token="g"))
+    tokenizer.decoder = decoders.Fuse()
     write(tmp_path, "val_step_000001", episode(
-        replies=("a b\n\t e  fg",), turns=[dict(reward=1.0, tokens=tokens, logprobs=logprobs)]))
+        replies=("a b\n\t e  fg",), turns=[dict(segment=0, start=0, end=8, reward=1.0)],
+        segments=[segment([*range(8)], logprobs, advantages=advantages)]))
     write(tmp_path, "val_step_000001", episode(number=1))
-    page = open_page(tmp_path)
+    page = open_page(write_tokenizer(tmp_path, tokenizer))
     page.press("j")
     assert page.find(".tok") == []
     page.press("t")
@@ -574,6 +703,17 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
     page.wait("document.getElementById('tip').innerText.includes('-9.0000')")
     page.press(Keys.ARROW_RIGHT)
     page.wait("document.getElementById('tip').innerText.includes('no log-probability')")
+    ActionChains(page.driver).move_to_element(page.find("pre .tok")[4]).perform()
+    assert page.texts("#tip") == [
+        '""\nlog-probability -2.0000 nats\nprobability 0.1353\nadvantage -3']
+    page.choose("by", "advantage")
+    page.wait("document.querySelector('pre .up2')")
+    assert page.hash()["tokens"] == "advantage"
+    assert page.each("pre .tok", "className.replace(' here', '')") == [
+        f"tok {level}" for level in ("up2", "up1", "", "down1", "down2", "pn", "up1", "up2")]
+    assert page.texts(".legend .tok") == ["-4", "-2", "0", "2", "4", "unknown"]
+    page.choose("by", "1")
+    page.wait("!document.querySelector('pre .up2')")
     page.press("j")  # one that has no tokens
     assert page.find("#tokens")[0].is_enabled() is False and page.texts(".message pre")[1] == "1 + 2 = 3"
     page.press("k", "t")
@@ -581,13 +721,33 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_while_none_is_chosen_the_samples_of_validation_are_shown(a_run, open_page):
+    half = episode("test-9", 0, 0.5, ("one", "two"), tool="no", info=dict(format=0.2))
+    write(a_run, "val_step_000010", half)
+    page = open_page(a_run)
+    page.wait("document.querySelectorAll('#samples tbody tr').length === 4")
+    assert "Validation at step 10" in page.texts("#detail h2")[0]
+    assert page.texts("#samples tbody tr:last-child > *") == [
+        "\u2717 test-9", "the task test-9", "two", "+0.5", "sums", "format 0.2"]
+    page.choose("step", "0")
+    page.wait("document.querySelectorAll('#samples tbody tr').length === 3")
+    assert "Validation at step 0" in page.texts("#detail h2")[0]
+    page.choose("split", "train")
+    page.wait("!document.querySelector('#samples')")
+    page.choose("split", "")
+    page.wait("document.querySelector('#samples')")
+    page.click("#samples tbody tr", 1)
+    assert page.texts("#detail h2") == ["\u2717 test-1"]
+
+
+@pytest.mark.slow
 def test_two_steps_side_by_side(a_run, tmp_path, open_page):
     other = tmp_path / "other"
     write(other, "val_step_000010", episode("test-1", 1, 0.0, ("first", "second")))
-    page = open_page(a_run, other, run="run", e="run/val_step_000000/test-1_1")
+    page = open_page(a_run, other, run="run", e="run/val_step_000000/4")
     values = page.each("#compare option", "value")
-    assert values == ["", "run/val_step_000010/test-1_1", "other/val_step_000010/test-1_1",
-                      "run/val_step_000000/test-1_0", "run/val_step_000010/test-1_0"]
+    assert values == ["", "run/val_step_000010/4", "other/val_step_000010/1", "run/val_step_000000/3",
+                      "run/val_step_000010/3"]
     page.choose("compare", values[1])
     columns = page.texts("#outcomes thead th")
     table = [dict(zip(columns, cells, strict=True)) for cells in (
@@ -622,7 +782,7 @@ def test_hostile_texts_are_shown_as_they_are_and_run_nothing(tmp_path, open_page
     page = open_page(run)
     elements = page.js("return new Set([...document.querySelectorAll('*')].map(e => e.tagName)).size")
     for number, text in enumerate(HOSTILE):
-        key = page.js("return all.find(ep => ep.file === arguments[0]).key", f"{number}_0")
+        key = page.js("return all[arguments[0]].key", number)
         for tokens in ("", "1"):
             page.js("open(byKey.get(arguments[0]), true); set({tokens: arguments[1]}); drawDetail(true);",
                     key, tokens)
@@ -706,7 +866,7 @@ def test_text_has_contrast_in_light_and_dark(a_run, open_page, driver):
     for scheme in ("light", "dark"):
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
             "features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        page = open_page(a_run, e="run/val_step_000010/long_0", tokens="1")
+        page = open_page(a_run, e="run/val_step_000010/8", tokens="1")
         worst = page.js("""
             const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(x => x / 255)
                 .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
@@ -737,7 +897,7 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         for number in range(count):
             write(run, f"val_step_{number // 100:06d}", with_turns(episode(
                 f"test-{number % 25}", number % 100, rng.random(), (text(60), text(60)), text(250)), rng))
-        return run
+        return write_tokenizer(run)
 
     few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
     ready, written, used = {}, {}, {}
@@ -771,9 +931,9 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
         times.rows = document.querySelectorAll(".row").length;
         times.shown = shown.length;
         return times;""")
-    size, files = (many / "episodes.html").stat().st_size, list(many.rglob("*_*.json"))
-    each = sum(file.stat().st_size for file in files) / len(files)
-    print(f"{len(files)} episodes of {each / 1e3:.1f} KB, a page of {size / 1e6:.1f} MB, written in "
+    size, files = (many / "episodes.html").stat().st_size, list(many.rglob("*.jsonl"))
+    each = sum(file.stat().st_size for file in files) / 5000
+    print(f"5,000 episodes of {each / 1e3:.1f} KB, a page of {size / 1e6:.1f} MB, written in "
           f"{written[many]:.1f} s of processor time; in the browser [ms]: "
           f"list {ready[many]} (of 50 episodes {ready[few]}), {took}; "
           f"processor time of opening it {used[many]:.2f} s (of 50 episodes {used[few]:.2f} s)")

@@ -1,4 +1,4 @@
-"""Write the tables of flags and metrics in the docs from the scripts, so that nothing is typed twice.
+"""Write the tables of flags and metrics in the docs from the code, so that nothing is typed twice.
 
     python tools/docs_tables.py             # rewrites README.md and docs/*.md, names those that changed
     python tools/docs_tables.py --check     # changes nothing; exits 1 and names the pages that are stale
@@ -7,8 +7,9 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
 
     <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args, with its
                                             default, and the one that REAL_MODEL has for it
-    <!-- metrics: SCRIPT.py -->             one row for each entry of its METRICS
+    <!-- metrics: SCRIPT.py -->             one row for each of its METRICS in tools/validate_train_log.py
     <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
+    <!-- lines -->                          the four scripts and how long they are
     <!-- end -->
 
 A link such as [`gae`](../ppo_llm.py#L250) gets the line where the script defines that name.
@@ -20,17 +21,24 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import re
 import shlex
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.validate_train_log import METRICS
+
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^<!-- (flags|metrics|options): (\S+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+SCRIPTS = {"grpo_llm.py": "grpo", "ppo_llm.py": "ppo", "sft.py": "sft", "a2c_vecenv.py": "a2c"}
+BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<!-- end -->$",
+                   re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[`(\w+)`\]\((\.\./)?(\w+\.py)#L\d+\)")
-OPENING = re.compile(r"^<!-- (?:flags|metrics|options):.*-->$", re.MULTILINE)
+OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
 
 
 class DocsError(ValueError):
@@ -58,41 +66,87 @@ def parse_script(script: Path) -> ast.Module:
         raise DocsError(f"{script.name}: not Python ({error})") from error
 
 
-def args_class(script: Path, name: str = "Args") -> ast.ClassDef:
-    for node in parse_script(script).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return node
-    raise DocsError(f"{script.name}: no class {name}")
-
-
 def flags(script: Path, name: str = "Args") -> list[Flag]:
-    """The fields of a class of a script in order. A field without a docstring under it is a DocsError."""
-    body = args_class(script, name).body
+    """The fields of a class of a script in order. A field without a help text is a DocsError."""
+    module, comments = parse_script(script).body, comments_of(script)
+    body = next((node.body for node in module if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if body is None:
+        raise DocsError(f"{script.name}: no class {name}")
+    aliases = {node.targets[0].id: node.value for node in module
+               if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
     result = []
     for node, below in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign):
             continue
-        literal = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
-        if not (isinstance(literal, str) and literal.strip()):
-            raise DocsError(f"{script.name}:{node.lineno}: {name}.{node.target.id} has no docstring under it")
+        text = help_text(node, below, comments)
+        if not text:
+            where = f"{script.name}:{node.lineno}: {name}.{node.target.id}"
+            raise DocsError(f"{where} has no docstring or comment")
         default = None if node.value is None else shown(default_of(node.value))
-        text = " ".join(literal.split())
-        result.append(Flag(node.target.id, shown_type(node.annotation), default, text))
+        kind = ", ".join(filter(None, (shown_type(node.annotation, aliases), limit(node.value))))
+        result.append(Flag(node.target.id, kind, default, text))
     return result
 
 
-def shown_type(node: ast.expr) -> str:
-    """An annotation; of a Literal its choices."""
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "typing.Literal"):
-        return ast.unparse(node.slice).strip("()").replace("'", "")
-    return ast.unparse(node)
+def comments_of(script: Path) -> dict[int, tuple[bool, str]]:
+    """line -> (whether the comment has it for itself, its text)."""
+    with script.open("rb") as file:
+        return {token.start[0]: (token.line.lstrip().startswith("#"), token.string.lstrip("# "))
+                for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT}
+
+
+def help_text(node: ast.AnnAssign, below: ast.stmt | None, comments: dict[int, tuple[bool, str]]) -> str:
+    """As tyro has it: the docstring under a field, or the comment behind it, or those right above it."""
+    literal = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
+    if isinstance(literal, str):
+        return " ".join(literal.split())
+    if node.end_lineno in comments:
+        return comments[node.end_lineno][1]
+    above, line = [], node.lineno - 1
+    while comments.get(line, (False,))[0]:
+        above, line = [comments[line][1], *above], line - 1
+    return " ".join(above)
+
+
+def shown_type(node: ast.expr, aliases: dict[str, ast.expr]) -> str:
+    """An annotation without its Annotated and with the range that this says; of a Literal its choices.
+
+    aliases: what a name such as Count stands for, as Annotated[int, Field(ge=1)]: "int, 1 or more".
+    """
+    limits = []
+
+    class Bare(ast.NodeTransformer):
+        def visit_Name(self, node):
+            is_type = isinstance(aliases.get(node.id), (ast.Subscript, ast.Name))
+            return self.visit(aliases[node.id]) if is_type else node
+
+        def visit_Subscript(self, node):
+            kind = ast.unparse(node.value).rpartition(".")[2]
+            if kind == "Literal":
+                return ast.Name(ast.unparse(node.slice).strip("()").replace("'", ""))
+            if kind == "Annotated":
+                base, *marks = node.slice.elts
+                limits.extend(filter(None, map(limit, marks)))
+                return self.visit(base)
+            return self.generic_visit(node)
+
+    return ", ".join([ast.unparse(Bare().visit(copy.deepcopy(node))), *limits])
+
+
+def limit(mark: ast.expr | None) -> str:
+    """Field(gt=0, le=1) as "more than 0, at most 1"; nothing where a mark tells no range."""
+    bounds = {word.arg: ast.unparse(word.value) for word in getattr(mark, "keywords", [])}
+    if {"ge", "le"} <= set(bounds):
+        return f"{bounds['ge']} to {bounds['le']}"
+    says = {"ge": "{} or more", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+    return ", ".join(text.format(bounds[name]) for name, text in says.items() if name in bounds)
 
 
 def default_of(node: ast.expr) -> ast.expr:
-    """The default of a field, also where field(default=...) or field(default_factory=...) holds it."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "dataclasses.field"):
+    """The default of a field, also where field(default=...) or Field(default_factory=...) holds it."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("field", "Field"):
         values = {keyword.arg: keyword.value for keyword in node.keywords}
-        node = values.get("default", values.get("default_factory", node))
+        node = node.args[0] if node.args else values.get("default", values.get("default_factory", node))
         return node.body if isinstance(node, ast.Lambda) else node
     return node
 
@@ -107,22 +161,6 @@ def shown(node: ast.expr) -> str:
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Path") and len(node.args) == 1:
         return shown(node.args[0])
     return ast.unparse(node)
-
-
-def metrics(script: Path) -> dict[str, str]:
-    """A script's METRICS: name -> meaning. It must be a dict literal of text."""
-    for node in parse_script(script).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if not any(isinstance(target, ast.Name) and target.id == "METRICS" for target in targets):
-            continue
-        try:
-            found = ast.literal_eval(node.value)
-        except (ValueError, TypeError):
-            found = None
-        if isinstance(found, dict) and all(isinstance(text, str) for text in (*found, *found.values())):
-            return found
-        raise DocsError(f"{script.name}:{node.lineno}: METRICS is not a dict literal of text")
-    raise DocsError(f"{script.name}: no METRICS")
 
 
 def real_model(script: Path) -> dict[str, str]:
@@ -147,10 +185,21 @@ def prose(text: str) -> str:
     return re.sub(r"([<*])", r"\\\1", text)
 
 
-def table(kind: str, script: Path, name: str = "") -> str:
-    if kind == "metrics":
-        rows = [(f"`{name}`", prose(text)) for name, text in metrics(script).items()]
-        return markdown(("metric", "meaning"), rows)
+def metrics_table(script: str) -> str:
+    """Of a family, the name is that before its parts: critic/score for critic/score/{mean,max,min}."""
+    if script not in SCRIPTS:
+        raise DocsError(f"{script}: tools/validate_train_log.py has no metrics of it")
+    rows = [(f"`{name}`", kind.split()[0].replace("?", ", optional"), prose(text))
+            for name, (kind, text) in METRICS[SCRIPTS[script]].items()]
+    return markdown(("metric", "type", "meaning"), rows)
+
+
+def lines_table(root: Path) -> str:
+    lengths = [(f"`{name}`", str((root / name).read_bytes().count(b"\n"))) for name in SCRIPTS]
+    return markdown(("script", "lines"), lengths)
+
+
+def flags_table(kind: str, script: Path, name: str) -> str:
     rows, others = [], {} if name else real_model(script)
     for flag in flags(script, name or "Args"):
         default = "required" if flag.default is None else f"`{flag.default}`"
@@ -167,13 +216,16 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
         raise DocsError(f"{name}: a marker of a table is malformed or has no line <!-- end --> after it")
 
     def block(match: re.Match) -> str:
-        kind, place, between = match.groups()
+        kind, place, between = match.groups(default="")
         script, _, symbol = place.partition(":")
         if OPENING.search(between):
             raise DocsError(f"{name}: the table of {place} has no line <!-- end --> before the next marker")
+        if not kind:
+            return f"<!-- lines -->\n{lines_table(root)}<!-- end -->"
         if not (root / script).is_file():
             raise DocsError(f"{name}: there is no {script}")
-        return f"<!-- {kind}: {place} -->\n{table(kind, root / script, symbol)}<!-- end -->"
+        table = metrics_table(script) if kind == "metrics" else flags_table(kind, root / script, symbol)
+        return f"<!-- {kind}: {place} -->\n{table}<!-- end -->"
 
     def link(match: re.Match) -> str:
         symbol, up, script = match.groups()
@@ -193,7 +245,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:
-    """The pages whose tables are not what the scripts say, each with its text made anew."""
+    """The pages whose tables are not what the code says, each with its text made anew."""
     stale = []
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
@@ -254,7 +306,7 @@ def script_command(words: list[str]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the docs' tables from the scripts.")
+    parser = argparse.ArgumentParser(description="Write the docs' tables from the code.")
     parser.add_argument("--check", action="store_true", help="only name the stale pages; exit 1 if any is")
     args = parser.parse_args(argv)
     try:

@@ -31,48 +31,46 @@ from tools.command_line import Parser, at_least, one_line
 
 def replies_of_run(run: Path, kind: str, step: int | None, sample: int) -> Iterator[tuple[str, str]]:
     """(instance_id, last reply) of the episodes of one step."""
-    folders = {int(found[1]): path for path in (run / "episodes").glob(f"{kind}_step_*")
-               if (found := re.fullmatch(rf"{kind}_step_(\d+)", path.name))}
-    if not folders:
-        raise BadInput(f"--run {run}: no episodes/{kind}_step_*")
-    if step is not None and step not in folders:
-        raise BadInput(f"--step {step}: {run} has {kind} episodes of {', '.join(map(str, sorted(folders)))}")
-    folder = folders[max(folders) if step is None else step]
-    found = False
-    for path in sorted(folder.glob("*.json")):
-        episode = read(path.read_text(encoding="utf-8"), f"--run {run}: {path.name}")
+    files = {int(found[1]): path for path in (run / "episodes").glob(f"{kind}_step_*.jsonl")
+             if (found := re.fullmatch(rf"{kind}_step_(\d+)\.jsonl", path.name))}
+    if not files:
+        raise BadInput(f"--run {run}: no episodes/{kind}_step_*.jsonl")
+    if step is not None and step not in files:
+        raise BadInput(f"--step {step}: {run} has {kind} episodes of {', '.join(map(str, sorted(files)))}")
+    found, file = False, files[max(files) if step is None else step]
+    for where, episode in rows(file, f"--run {run}: {file.name}"):
         if not isinstance(episode, dict) or not str(episode.get("source", "")).startswith("swe"):
-            continue  # a summary, a table, another environment
+            continue  # the summary, another environment
         found = True
         if episode.get("number") == sample:
             try:
                 last = [turn["content"] for turn in episode["messages"] if turn["role"] == "assistant"][-1:]
                 yield text(episode["task_id"]), text("".join(last))
             except (KeyError, TypeError) as error:
-                raise BadInput(f"--run {run}: {path.name}: expected task_id and messages") from error
+                raise BadInput(f"{where}: expected task_id and messages") from error
     if not found:
-        raise BadInput(f"--run {run}: no episodes of environment swe in {folder.name}")
+        raise BadInput(f"--run {run}: no episodes of environment swe in {file.name}")
 
 
 def replies_of_file(path: Path) -> Iterator[tuple[str, str]]:
+    for where, row in rows(path, f"--replies {path}"):
+        try:
+            name = row["instance_id"] if "instance_id" in row else row["task_id"]
+            yield text(name), text(row["reply"] if "reply" in row else row["response"])
+        except (KeyError, TypeError) as error:
+            raise BadInput(f"{where}: expected instance_id or task_id, and reply or response") from error
+
+
+def rows(path: Path, name: str) -> Iterator[tuple[str, object]]:
+    """(where it stands, what stands there) of the lines of a .jsonl file."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"--replies {path}: line {number}"
-            row = read(line, where)
-            try:
-                name = row["instance_id"] if "instance_id" in row else row["task_id"]
-                yield text(name), text(row["reply"] if "reply" in row else row["response"])
-            except (KeyError, TypeError) as error:
-                raise BadInput(f"{where}: expected instance_id or task_id, and reply or response") from error
-
-
-def read(line: str, where: str):
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{where}: expected JSON ({one_line(error)[:100]})") from error
+            if line.strip():
+                try:
+                    yield f"{name}: line {number}", json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    what = one_line(error)[:100]
+                    raise BadInput(f"{name}: line {number}: expected JSON ({what})") from error
 
 
 def text(value) -> str:

@@ -4,13 +4,14 @@
     python tools/validate_train_log.py train_log.jsonl --strict
 
 LOG is the file, or the run folder that holds it. The verdict is JSON on standard output; the exit status is 0
-for a sound log and 1 otherwise. Any file gets a verdict, however broken. Tests of the training scripts call
-`validate(path)`; the tables below are the contract that the scripts' METRICS fill.
+for a sound log and 1 otherwise. Any file gets a verdict, however broken. METRICS says what every metric is
+and means; the tables in docs/ are made from it. Tests call `validate(path)` and `known(algo, key)`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -19,7 +20,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 SCHEMA_VERSION = 1
-ALGOS = ("sft", "ppo", "grpo", "a2c")
 MOST_ANOMALIES = 200  # listed; the rest are counted, since a run gone wrong repeats itself on every line
 COUNTERS = ("iteration", "env_steps", "opt_steps")
 
@@ -28,13 +28,8 @@ COUNTERS = ("iteration", "env_steps", "opt_steps")
 
 
 def _keys(**names: str) -> dict[str, str]:
-    """key -> kind, from kind="key key/{a,b}"."""
-    table = {}
-    for kind, text in names.items():
-        for name in text.split():
-            before, _, rest = name.partition("{")
-            table |= {before + part: kind for part in rest.rstrip("}").split(",")}
-    return table
+    """key -> kind, from kind="key key"."""
+    return {name: kind for kind, text in names.items() for name in text.split()}
 
 
 META = _keys(count="schema_version", text="run_id algo config_hash device", text_or_null="env git_sha",
@@ -49,35 +44,208 @@ RESUME = _keys(text="run_id trace_id checkpoint", count="iteration env_steps opt
                text_or_null="git_sha", utc="at")
 ERROR = _keys(text="type", string="message", text_or_null="receipt")
 
-COMMON = _keys(text="run_id trace_id", count="iteration env_steps opt_steps", amount="wall_time_s sps")
-SFT = _keys(
-    number="train/loss train/learning_rate train/epoch",
-    count="train/global_step",
-    amount="train/throughput train/grad_norm system/memory_usage",
-)
-_PPO_AND_GRPO = _keys(
-    number="""train/policy_loss train/kl_loss train/entropy train/reward train/advantage train/approx_kl
-        train/learning_rate critic/score/{mean,max,min} critic/rewards/{mean,max,min}
-        critic/advantages/{mean,max,min} critic/returns/{mean,max,min} response_length/{mean,max,min}
-        prompt_length/{mean,max,min} mismatch/kl mismatch/ratio_max""",
-    count="train/global_step",
-    amount="train/grad_norm rollout/throughput rollout/turns time/{rollout,update,sync,eval,checkpoint}",
-    rate="train/clipfrac response_length/clip_ratio rollout/finished mismatch/frac_capped",
-)
-GRPO = _PPO_AND_GRPO | _keys(count="rollout/groups_submitted rollout/groups_trainable")
-PPO = _PPO_AND_GRPO | _keys(
-    number="""train/value_loss critic/values/{mean,max,min} critic/vf_loss critic/vpred_mean
-        critic/vf_explained_var""",
-    amount="critic/grad_norm",
-    rate="critic/vf_clipfrac",
-)
-A2C = _keys(
-    number="reward_mean dist_p10 dist_p50 dist_p90 entropy_mean value_mean",
-    amount="value_std",
-    rate="done_rate trunc_rate reset_rate success_rate",
-    histogram="action_hist",
-)
-REQUIRED = {"sft": SFT, "ppo": PPO, "grpo": GRPO, "a2c": A2C}  # of a training record, beside COMMON
+# Metrics of a record: name -> (kind, meaning). One whose kind has a ? need not be there. After the kind come
+# the parts of a family: critic/score, "number mean max min", is critic/score/mean and so on. <x> is any text.
+_SPREAD = "number mean max min"
+_EVERY = {
+    "run_id": ("text", "the same as in the meta line"),
+    "trace_id": ("text", "<run_id>:<opt_steps>; errors, receipts and checkpoints carry it too"),
+    "iteration": ("count", "one rollout and its updates (sft: one optimiser step), from 1; 0 before the "
+                  "first"),
+    "env_steps": ("count", "so far: environment steps (a2c), generated tokens (grpo, ppo), trained tokens "
+                  "(sft)"),
+    "opt_steps": ("count", "optimiser steps so far"),
+    "wall_time_s": ("amount", "training time so far, earlier parts of a continued run included [s]"),
+    "sps": ("amount", "env_steps per second since the record before (a2c: evaluation included)"),
+}
+_SYSTEM = {
+    "system/processes": ("amount?", "processes of torchrun; 1 without it"),
+    "system/memory_usage": ("amount?", "resident memory of the process; as all of system/*, of the first one "
+                            "[GiB]"),
+    "system/cpu_utilization": ("amount?", "processor time over wall time since the record before [cores]"),
+    "system/gpu_memory": ("amount?", "peak memory allocated on the GPU [GiB]"),
+}
+_ACCURACY = {
+    "val/<source>/pass@1": ("rate?", "held-out correctness at --eval-temperature, mean over tasks and "
+                            "samples"),
+    "val/<source>/pass@<n>": ("rate?", "share of held-out tasks with a correct response among n"),
+    "val/<source>/greedy": ("rate?", "held-out correctness of greedy decoding"),
+}
+_GRPO_AND_PPO = {
+    "train/policy_loss": ("number", "policy loss without entropy bonus and KL penalty, mean of the updates"),
+    "train/kl_loss": ("number", "k3 estimate of KL(policy || starting model), 0 without a reference "
+                      "[nats/token]"),
+    "train/entropy": ("number", "mean entropy of the next-token distribution on response tokens [nats]"),
+    "train/reward": ("number", "mean reward of the iteration's episodes, failed ones aside, as in all that "
+                     "follows"),
+    "train/advantage": ("number", "mean advantage over the tokens trained on"),
+    "train/clipfrac": ("rate", "share of trained tokens whose ratio was clipped"),
+    "train/approx_kl": ("number", "k3 estimate of KL(old policy || policy) [nats/token]"),
+    "train/grad_norm": ("amount", "global gradient norm before clipping"),
+    "train/weight_norm": ("amount?", "global norm of the policy's trained weights"),
+    "train/learning_rate": ("number", "learning rate of the iteration"),
+    "train/global_step": ("count", "optimiser steps so far"),
+    "train/pass@1": ("rate?", "share of the iteration's episodes that are correct"),
+    "kl/k1": ("number?", "mean of logprobs - ref_logprobs, with a reference only [nats/token]"),
+    "critic/score": (_SPREAD, "episode rewards: mean, max, min"),
+    "critic/rewards": (_SPREAD, "episode rewards after penalties (GRPO has none in the reward): mean, max, "
+                       "min"),
+    "critic/advantages": (_SPREAD, "advantages of the trained responses: mean, max, min"),
+    "critic/returns": (_SPREAD, "the same (there is no critic): mean, max, min"),
+    "response_length": (_SPREAD, "tokens after the prompt: mean, max, min [tokens]"),
+    "response_length/clip_ratio": ("rate", "share of the responses that a length limit cut off"),
+    "prompt_length": (_SPREAD, "tokens of the prompt: mean, max, min [tokens]"),
+    "rollout/throughput": ("amount", "generated tokens per second of rollout [tokens/s]"),
+    "rollout/turns": ("amount", "mean replies per episode"),
+    "rollout/segments": ("amount?", "segments per episode: more than 1 where a template or the context "
+                         "budget made the history fork"),
+    "rollout/finished": ("rate", "share of the episodes that the environment ended"),
+    "rollout/termination": ("rate? <reason>", "share by reason, one or more, which sum to 1: done, truncated "
+                            "(environment's limit), length, context, turns, timeout, error"),
+    "rollout/retries": ("amount?", "times that an episode was played again because its environment failed"),
+    "rollout/sub_agents": ("amount?", "mean number of sub-agents per episode"),
+    "mismatch/kl": ("number", "k3 estimate of KL(sampler || trainer) before the update [nats/token]"),
+    "mismatch/ratio_max": ("number", "largest trainer / sampler probability ratio of a token, before the "
+                           "cap"),
+    "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds --tis-cap"),
+    "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
+             "since the record before) [s]"),
+    **_SYSTEM,
+    **_ACCURACY,
+    "val/<source>/<part>": ("number?", "mean of each named part of the environment's info"),
+}
+METRICS = {
+    "sft": {
+        "train/loss": ("number", "cross-entropy per response token, mean of the steps since the record "
+                       "before [nats]"),
+        "train/learning_rate": ("number", "learning rate of the last step"),
+        "train/epoch": ("number", "rows seen over rows there are"),
+        "train/global_step": ("count", "optimiser steps so far"),
+        "train/throughput": ("amount", "tokens per second, prompts included, padding not [tokens/s]"),
+        "train/grad_norm": ("amount", "global gradient norm before clipping, mean since the record before"),
+        "train/weight_norm": ("amount?", "global norm of the trained weights"),
+        "train/padding": ("rate?", "share of the computed tokens that are padding, in the last step"),
+        "data/rows": ("count?", "rows that are learned from (first record only, as are the four below)"),
+        "data/held_out": ("count?", "rows that val/loss is measured on"),
+        "data/truncated": ("count?", "rows of both kinds that were cut to --max-length"),
+        "data/dropped": ("count?", "rows that were left out, having nothing to learn: an empty response, or "
+                         "one cut off"),
+        "data/bad": ("count?", "rows that were left out, being of a wrong form"),
+        "val/loss": ("number?", "cross-entropy per response token on held-out rows [nats]"),
+        **_ACCURACY,
+        "val/<source>/pass@1": ("rate?", "held-out correctness at temperature 1, mean over tasks and "
+                                "samples"),
+        "time": ("amount? rollout update sync eval checkpoint", "update, eval, checkpoint (those since the "
+                 "record before; rollout and sync are 0 here) [s]"),
+        **_SYSTEM,
+        "system/memory_usage": ("amount", _SYSTEM["system/memory_usage"][1]),
+    },
+    "grpo": _GRPO_AND_PPO | {
+        "rollout/groups_submitted": ("count", "groups sampled"),
+        "rollout/groups_trainable": ("count", "groups whose rewards differ"),
+        "rollout/groups_incomplete": ("amount?", "groups that lost a member to a failing environment"),
+    },
+    "ppo": _GRPO_AND_PPO | {
+        "train/policy_loss": ("number", "policy loss without the entropy bonus, mean over the tokens trained "
+                              "on"),
+        "train/value_loss": ("number", "the critic's loss, half of critic/vf_loss"),
+        "train/kl_loss": ("number", "k3 estimate of KL(policy || starting model) before the update, 0 "
+                          "without a reference [nats/token]"),
+        "train/advantage": ("number", "mean advantage, whitened, over the tokens trained on"),
+        "train/approx_kl": ("number", "k3 estimate of KL(old policy || policy), mean of the minibatches "
+                            "[nats/token]"),
+        "train/grad_norm": ("amount", "global gradient norm of the policy before clipping, 0 where the "
+                            "critic trains alone"),
+        "train/learning_rate": ("number", "the policy's learning rate, 0 where the critic trains alone"),
+        "train/global_step": ("count", "optimiser steps so far, the critic's included"),
+        "train/policy_steps": ("amount?", "optimiser steps of the policy in this iteration; --target-kl may "
+                               "end them early"),
+        "kl/k1": ("number?", "mean of logprobs - ref_logprobs before the update, 0 without a reference "
+                  "[nats/token]"),
+        "kl/coef": ("number?", "weight of the penalty in the rewards [1/nats]"),
+        "critic/score": (_SPREAD, "episode rewards before the penalty: mean, max, min"),
+        "critic/rewards": (_SPREAD, "episode rewards after the penalty, sums over tokens: mean, max, min"),
+        "critic/advantages": (_SPREAD, "advantages of policy tokens before whitening: mean, max, min"),
+        "critic/returns": (_SPREAD, "what the critic is fitted to, advantage + old value: mean, max, min"),
+        "critic/values": (_SPREAD, "values at policy tokens before the update: mean, max, min"),
+        "critic/vf_loss": ("number", "squared error of the values, the clipped one where larger, mean over "
+                           "tokens"),
+        "critic/vf_clipfrac": ("rate", "share of the tokens whose clipped error was the larger"),
+        "critic/vf_explained_var": ("number", "1 - var(returns - values) / var(returns), values before the "
+                                    "update"),
+        "critic/vpred_mean": ("number", "mean value during the critic's update"),
+        "critic/grad_norm": ("amount", "global gradient norm of a critic of its own before clipping, else 0"),
+        "critic/weight_norm": ("amount?", "global norm of the critic's trained weights"),
+        "critic/learning_rate": ("number?", "learning rate of a critic of its own, else 0"),
+    },
+    "a2c": {
+        "reward_mean": ("number", "reward per environment step"),
+        "done_rate": ("rate", "steps that ended an episode by themselves (terminated) [fraction]"),
+        "trunc_rate": ("rate", "steps at which a limit cut the episode [fraction]"),
+        "reset_rate": ("rate", "steps after which a new episode began [fraction]"),
+        "success_rate": ("rate", "done / reset: episodes that reached the goal [fraction]; 0 without a goal "
+                         "or a reset"),
+        "dist_p10": ("number", "distance to the goal in the last rollout, 10th percentile [0..1]; 0 without "
+                     "a goal"),
+        "dist_p50": ("number", "its median"),
+        "dist_p90": ("number", "its 90th percentile"),
+        "entropy_mean": ("number", "of the policy [nats]; log(number of actions) is random play"),
+        "value_mean": ("number", "predicted value, in the last rollout"),
+        "value_std": ("amount", "its standard deviation"),
+        "action_hist": ("histogram", "how often each action was chosen [count]"),
+        "policy_loss": ("number?", "mean of -A log pi; near 0 by construction where advantages are "
+                        "normalised"),
+        "value_loss": ("number?", "mean squared error of the values"),
+        "explained_variance": ("number?", "1 - var(R - V) / var(R) in the last rollout; 0 is a constant "
+                               "guess"),
+        "grad_norm": ("number?", "norm of the gradient before clipping"),
+        "episode_return": ("number?", "mean undiscounted return of the episodes that ended; 0 if none did"),
+        "episode_length": ("number?", "their mean length [steps]"),
+        "eval/success_rate": ("rate?", "evaluation, actions sampled: episodes that reached the goal "
+                              "[fraction]"),
+        "eval/steps": ("number?", "lower median length of those [steps]; 0 if none"),
+        "eval/return": ("number?", "mean undiscounted return of all"),
+        "eval/greedy_success_rate": ("rate?", "the same with the likeliest action"),
+        "eval/greedy_steps": ("number?", "the same with the likeliest action [steps]"),
+        "eval/greedy_return": ("number?", "the same with the likeliest action"),
+        **{name: metric for name, metric in _SYSTEM.items() if name != "system/cpu_utilization"},
+    },
+}
+METRICS = {algo: metrics | _EVERY for algo, metrics in METRICS.items()}
+
+
+def keys_of(name: str, kind: str) -> list[str]:
+    """The keys that a name in METRICS stands for: itself, or name/part for each part after the kind."""
+    return [f"{name}/{part}" for part in kind.split()[1:]] or [name]
+
+
+def required(metrics: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """key -> kind of those that every record of training has."""
+    return {key: kind.split()[0] for name, (kind, _) in metrics.items() for key in keys_of(name, kind)
+            if not kind.split()[0].endswith("?")}
+
+
+def pattern(key: str) -> str:
+    """A regular expression in which <x> stands for any text."""
+    return re.sub(r"<\w+>", ".+", re.escape(key))
+
+
+@functools.lru_cache(4096)
+def name_of(algo: str, key: str) -> str | None:
+    """The name in METRICS that stands for a key of a record: an exact one before one with <x>."""
+    found = [(each.count("<"), name) for name, (kind, _) in METRICS[algo].items()
+             for each in keys_of(name, kind) if re.fullmatch(pattern(each), key)]
+    return min(found, default=(0, None), key=lambda pair: pair[0])[1]
+
+
+def known(algo: str, key: str) -> bool:
+    """Whether METRICS tells what a key of a record means."""
+    return name_of(algo, key) is not None
+
+
+COMMON = required(_EVERY)
+REQUIRED = {algo: required(metrics) for algo, metrics in METRICS.items()}  # of a record of training
+ALGOS = tuple(METRICS)
 
 # Families of keys of which a training record needs at least one, whatever the name.
 _TEXT_FAMILIES = {"rollout/termination/<reason>": "rollout/termination/.+", "system/<name>": "system/.+"}
@@ -85,7 +253,7 @@ FAMILIES = {
     "sft": {}, "ppo": _TEXT_FAMILIES, "grpo": _TEXT_FAMILIES,
     "a2c": {"<name>_loss": ".*loss", "grad_norm": ".*grad_norm"},
 }
-# Keys that need not be there but have a kind when they are.
+# Keys that have a kind when they are there, in the log of any algorithm.
 OPTIONAL = {
     "rate": "rollout/termination/.+|val/.+/(pass@[0-9]+|greedy|correct)|(val|eval)/(.+[/_])?success_rate",
     "number": "(val|eval)/.+|system/gpu_utilization",
@@ -213,7 +381,7 @@ class Checker:
             for family, pattern in FAMILIES[self.algo].items():
                 if not any(re.fullmatch(pattern, key) for key in record):
                     self.wrong(line, family, "missing: at least one such key is required")
-        self.keys(line, record, optional_keys(record) | needed, "")
+        self.keys(line, record, optional_keys(record, self.algo) | needed, "")
         self.same_run(line, "run_id", record.get("run_id"))
         self.trace(line, "trace_id", record)
         self.forward(line, record)
@@ -310,15 +478,18 @@ class Checker:
 
 def is_validation_only(record: dict, algo: str) -> bool:
     """A record that only evaluates, as the one before the first update: counters, val/ and data/ keys do."""
-    trained = A2C.__contains__ if algo == "a2c" else lambda key: key.startswith("train/")
+    own = REQUIRED[algo].keys() - COMMON.keys()
+    trained = own.__contains__ if algo == "a2c" else lambda key: key.startswith("train/")
     return any(key.startswith(("val/", "data/")) for key in record) and not any(map(trained, record))
 
 
-def optional_keys(record: dict) -> dict[str, str]:
+def optional_keys(record: dict, algo: str | None) -> dict[str, str]:
     """The keys of a record that need not be there but have a kind -> that kind."""
     found = {}
     for key in record:
         kind = next((kind for kind, pattern in OPTIONAL.items() if re.fullmatch(pattern, key)), None)
+        if kind is None and algo and (name := name_of(algo, key)):
+            kind = METRICS[algo][name][0].split()[0].rstrip("?")
         if kind:
             found[key] = kind
     return found

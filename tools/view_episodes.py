@@ -3,15 +3,17 @@
     python tools/view_episodes.py runs/grpo/RUN
     python tools/view_episodes.py runs/grpo/S1 runs/grpo/S2 --out both.html
 
-RUN is a run folder, a folder inside one, or a folder of runs. The page is tools/view_episodes.html with the
-episodes in it, compressed: an index that it reads at once, and chunks that it unpacks when they are needed.
-All text travels as base64, so whatever a model wrote, none of it can be markup.
+RUN is a run folder, a folder or file inside one, or a folder of runs. The page is tools/view_episodes.html
+with the episodes in it, compressed: an index that it reads at once, and chunks that it unpacks when they are
+needed. All text travels as base64, so whatever a model wrote, none of it can be markup.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import codecs
+import functools
 import hashlib
 import json
 import math
@@ -26,35 +28,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
 from tools.command_line import Parser, one_line
 
+ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDER = re.compile(r"(train|val)_step_([0-9]{1,12})")
+FILE = re.compile(r"((train|val)_step_([0-9]{1,12}))\.jsonl")
 CHUNK = 2**18  # characters of JSON: what the page unpacks to show one episode
 PREVIEW = 120  # characters of the last reply, for the list
+DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 # What is read
 
 
-def step_folders(run: Path) -> list[Path]:
-    found = [(int(match[2]), path.name, path) for path in (run / "episodes").glob("*_step_*")
-             if (match := FOLDER.fullmatch(path.name)) and path.is_dir()]
+def step_files(run: Path) -> list[Path]:
+    found = [(int(match[3]), path.name, path) for path in (run / "episodes").glob("*_step_*")
+             if (match := FILE.fullmatch(path.name))]
     return [path for *_, path in sorted(found)]
 
 
 def find(path: Path) -> dict[Path, list[Path]]:
-    """{run folder: its folders of episodes} for what a person may name."""
+    """{run folder: its files of episodes} for what a person may name."""
     if not path.exists():
         raise BadInput(f"{path}: there is no such folder")
     inside = path.resolve()
-    if FOLDER.fullmatch(inside.name) and inside.parent.name == "episodes":
+    if FILE.fullmatch(inside.name) and inside.parent.name == "episodes":
         return {inside.parent.parent: [inside]}
     for run in (inside, *inside.parents[:2]):  # episodes/ and checkpoints/step_000010/ lie in their run
-        if folders := step_folders(run):
-            return {run: folders}
-    below = {run: folders for run in sorted(inside.glob("*/")) if (folders := step_folders(run))}
+        if files := step_files(run):
+            return {run: files}
+    below = {run: files for run in sorted(inside.glob("*/")) if (files := step_files(run))}
     if not below:
-        raise BadInput(f"{path}: no episodes (expected a run folder that holds episodes/val_step_000010 or "
-                       "the like; ppo_llm.py and grpo_llm.py write them, the share --log-episodes)")
+        raise BadInput(f"{path}: no episodes (expected a run folder that has episodes/val_step_000010.jsonl "
+                       "or the like; ppo_llm.py and grpo_llm.py write them, the share --log-episodes)")
     return below
 
 
@@ -65,6 +69,82 @@ def labels(runs: list[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
+
+
+# The texts of tokens
+
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {  # how byte-level vocabularies spell bytes, as GPT-2's did
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
+
+
+def load_tokenizer(run: Path):
+    """The tokenizers.Tokenizer of a run's newest checkpoint, else of the model it started from; else None."""
+    places = sorted((run / "checkpoints").glob("step_*"), reverse=True)
+    try:
+        with (run / "train_log.jsonl").open(encoding="utf-8") as log:
+            model = json.loads(log.readline())["meta"]["model"]
+        places += [Path(model), ROOT / model] if model else []
+    except DAMAGE:
+        model = None
+    for place in places:
+        if (place / "tokenizer.json").is_file():  # at once; transformers takes seconds to import
+            import tokenizers
+
+            return tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+    for place in [*filter(Path.is_dir, places), *filter(None, [model])]:
+        try:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(str(place), local_files_only=True).backend_tokenizer
+        except Exception:  # whatever a folder without a tokenizer makes of it
+            continue
+    return None
+
+
+class Pieces:
+    """What each token says alone. Joined, the texts of a reply's tokens are the reply and its special tokens.
+
+    tokenizer: a tokenizers.Tokenizer; with None a token is \u27e8its id\u27e9.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.found = tokenizer, {}
+        self.anchor, self.start = [], ""  # a token of plain text, before which no decoder strips a space
+        for token in range(tokenizer.get_vocab_size() if tokenizer else 0):
+            start = self.decode([token])
+            if start.isascii() and start.isalnum() and self.decode([token] * 2).startswith(start):
+                self.anchor, self.start = [token], start
+                break
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def piece(self, token: int, first: bool) -> str | bytes:
+        """bytes of a token that is no whole number of characters."""
+        name = self.tokenizer.id_to_token(token) if self.tokenizer else None
+        if name is None:
+            return f"\u27e8{token}\u27e9"
+        text = self.decode([token] if first else [*self.anchor, token])
+        text = text if first else text.removeprefix(self.start)
+        if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes([int(name[3:5], 16)])
+        if "\ufffd" in text and all(character in BYTES for character in name):
+            return bytes(BYTES[character] for character in name)
+        return text
+
+    def texts(self, ids: list[int]) -> list[str]:
+        """One for each token. A character of several tokens stands at the last of them."""
+        pieces = []
+        for i, token in enumerate(ids):
+            if (token, i == 0) not in self.found:
+                self.found[token, i == 0] = self.piece(token, i == 0)
+            pieces.append(self.found[token, i == 0])
+        if any(isinstance(piece, bytes) for piece in pieces):
+            reader = codecs.getincrementaldecoder("utf-8")("replace")
+            pieces = [reader.decode(each if isinstance(each, bytes) else each.encode()) for each in pieces]
+            pieces[-1] += reader.decode(b"", final=True)
+        return pieces
 
 
 # An episode as the page wants it
@@ -81,50 +161,52 @@ def text(value) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-def shape(raw, tokens: list, name: str) -> dict:
+def sampled(turn: dict, segments: list[dict], pieces) -> list:
+    """[texts, log-probabilities, advantages (of GRPO one number)] of the tokens of one reply.
+
+    pieces: a function that returns the run's Pieces, for many runs are looked at without tokens.
+    """
+    segment, span = segments[turn["segment"]], slice(turn["start"], turn["end"])
+    advantages = segment.get("advantages")
+    return [pieces().texts(segment["response_ids"][span]),
+            [number(logprob, 5) for logprob in (segment.get("rollout_logprobs") or [])[span]],
+            number(segment.get("advantage"), 5) if advantages is None else
+            [number(advantage, 5) for advantage in advantages[span]]]
+
+
+def shape(raw, pieces, tokens: list) -> dict:
     """The same keys as in the file, every value of the type that the page relies on.
 
     Tokens go to the end of `tokens`, and a turn keeps their index: they are large, and rarely looked at.
-    Raises ValueError, TypeError and the like for what is no episode.
+    Raises one of DAMAGE for what is no episode.
     """
     if not isinstance(raw, dict) or not isinstance(raw.get("messages"), list):
         raise ValueError("expected an episode with messages")
-    turns, segments, info = [], raw.get("segments", 1), raw.get("info")
+    turns, segments, info = [], raw.get("segments") or [], raw.get("info")
     for turn in raw.get("turns") or []:
         turns.append({"reward": number(turn.get("reward"))})
-        if turn.get("tokens"):
+        if "segment" in turn:
             turns[-1]["tokens"] = len(tokens)
-            tokens.append([[text(token) for token in turn["tokens"]],
-                           [number(logprob, 5) for logprob in turn.get("logprobs") or []]])
+            tokens.append(sampled(turn, segments, pieces))
     return {
-        "task_id": text(raw.get("task_id", name)), "source": text(raw.get("source")),
+        "task_id": text(raw.get("task_id")), "source": text(raw.get("source")),
         "number": number(raw.get("number")), "reward": number(raw.get("reward")),
         "correct": number(raw.get("correct")), "termination": text(raw.get("termination")),
-        "segments": len(segments) if isinstance(segments, list) else number(segments),
-        "retries": number(raw.get("retries", 0)),
+        "segments": len(segments), "retries": number(raw.get("retries", 0)),
         "info": {key: number(value) if isinstance(value, float) else value
                  for key, value in (info if isinstance(info, dict) else {}).items()},
         "messages": [{"role": text(message.get("role")), "content": text(message.get("content"))}
                      for message in raw["messages"]],
         "turns": turns,
-        "sub_agents": [shape(each, tokens, name) for each in raw.get("sub_agents") or []]}
+        "sub_agents": [shape(each, pieces, tokens) for each in raw.get("sub_agents") or []]}
 
 
-def read(file: Path) -> tuple[dict, list]:
-    """An episode and its tokens. parse_constant: NaN is null to the page."""
-    if not file.is_file():
-        raise ValueError("expected a file")
-    tokens = []
-    raw = json.loads(file.read_bytes(), parse_constant=lambda name: None)
-    return shape(raw, tokens, file.stem), tokens
-
-
-def row(folder: int, file: Path, episode: dict, tokens: list) -> list:
+def row(file: int, line: int, episode: dict, tokens: list) -> list:
     """What the list, the filters and the sorting need, in the order of COLUMNS in the page."""
     replies = [message["content"] for message in episode["messages"] if message["role"] == "assistant"]
-    return [folder, file.stem, episode["task_id"], episode["number"], episode["source"], episode["reward"],
+    return [file, line, episode["task_id"], episode["number"], episode["source"], episode["reward"],
             episode["correct"], episode["termination"], len(replies), sum(map(len, replies)),
-            sum(len(texts) for texts, _ in tokens), " ".join("".join(replies[-1:])[:999].split())[:PREVIEW]]
+            sum(len(texts) for texts, *_ in tokens), " ".join("".join(replies[-1:])[:999].split())[:PREVIEW]]
 
 
 # The page
@@ -151,18 +233,36 @@ def page_halves() -> tuple[str, str]:
     return before, after
 
 
+def lines_of(files: list[Path]):
+    """Yields (index of the file, number of the line, the line or what went wrong), a progress bar beside."""
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        for index, file in enumerate(files):
+            try:
+                if not file.is_file():
+                    raise ValueError("expected a file")
+                with file.open("rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        bar.update(len(line))
+                        yield index, number, line
+            except (OSError, ValueError) as error:
+                yield index, 0, error
+
+
 def elements(runs: dict[Path, list[Path]], report: dict):
     """Yields the elements that hold the episodes, about CHUNK characters in each, and at last the index.
 
-    Adds to the report how many episodes there are, and appends the names of damaged files.
+    Adds to the report how many episodes there are, and appends the names of damaged lines.
     """
     names = labels(list(runs))
-    folders, files, rows, sizes, chunk = [], [], [], [], []
-    for name, run in zip(names, runs, strict=True):
-        for folder in runs[run]:
-            files += [(len(folders), file) for file in sorted(folder.glob("*.json"))
-                      if file.name not in ("summary.json", "table.json") and not file.name.startswith(".")]
-            folders.append([name, folder.name, *FOLDER.fullmatch(folder.name).groups()])
+    files = [(name, run, file) for name, run in zip(names, runs, strict=True) for file in runs[run]]
+    rows, sizes, chunk = [], [], []
+
+    @functools.cache
+    def pieces_of(run):
+        if (tokenizer := load_tokenizer(run)) is None:
+            tqdm.write(f"{run}: no tokenizer, so tokens are shown as their ids", file=sys.stderr)
+        return Pieces(tokenizer)
 
     def flush():
         for name, texts in zip(("episodes", "tokens"), zip(*chunk, strict=True), strict=True):
@@ -170,13 +270,20 @@ def elements(runs: dict[Path, list[Path]], report: dict):
         sizes.append(len(chunk))
         chunk.clear()
 
-    for folder, file in tqdm(files, unit=" episodes", disable=None, leave=False):
+    for index, line, content in lines_of([file for *_, file in files]):
+        name, run, file = files[index]
         try:
-            episode, tokens = read(file)
-            found = as_json(episode), as_json(tokens), row(folder, file, episode, tokens)
-        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            report["damaged"].append("/".join([*folders[folder][:2], file.name]))
-            tqdm.write(f"skipped {file}: {one_line(error)}", file=sys.stderr)
+            if isinstance(content, Exception):
+                raise content
+            raw = json.loads(content, parse_constant=lambda name: None)  # NaN is null to the page
+            if isinstance(raw, dict) and "summary" in raw:
+                continue
+            tokens = []
+            episode = shape(raw, functools.partial(pieces_of, run), tokens)
+            found = as_json(episode), as_json(tokens), row(index, line, episode, tokens)
+        except DAMAGE as error:
+            report["damaged"].append(f"{name}/{file.name}:{line}")
+            tqdm.write(f"skipped {file}, line {line}: {one_line(error)}", file=sys.stderr)
             continue
         chunk.append(found[:2])
         rows.append(found[2])
@@ -186,17 +293,18 @@ def elements(runs: dict[Path, list[Path]], report: dict):
         yield from flush()
     if not rows:
         where = ", ".join(map(str, runs))
-        raise BadInput(f"{where}: no episode that can be read ({len(report['damaged'])} damaged files)")
+        raise BadInput(f"{where}: no episode that can be read ({len(report['damaged'])} damaged lines)")
     report["episodes"] = len(rows)
-    yield packed("index", as_json({"runs": names, "folders": folders, "rows": rows, "sizes": sizes,
-                                   "damaged": report["damaged"]}))
+    yield packed("index", as_json({
+        "runs": names, "files": [[name, *FILE.fullmatch(file.name).groups()] for name, _, file in files],
+        "rows": rows, "sizes": sizes, "damaged": report["damaged"]}))
 
 
 def run(args: argparse.Namespace) -> dict:
     runs = {}
     for path in args.runs:
-        for run, folders in find(path).items():
-            runs[run] = list(dict.fromkeys([*runs.get(run, []), *folders]))
+        for run, files in find(path).items():
+            runs[run] = list(dict.fromkeys([*runs.get(run, []), *files]))
     out = args.out or next(iter(runs)) / "episodes.html"
     if out.suffix != ".html":
         raise BadInput(f"--out {out}: expected a name that ends in .html")
@@ -208,7 +316,7 @@ def run(args: argparse.Namespace) -> dict:
             page.writelines(elements(runs, report))
             page.write(after)
         beside.replace(out)
-    except OSError as error:  # those of reading are damaged files
+    except OSError as error:  # those of reading are damaged lines
         raise BadInput(f"--out {out}: cannot be written ({error})") from error
     finally:
         if beside.is_file():

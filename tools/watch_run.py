@@ -1,0 +1,131 @@
+"""Watch what a run leaves on its machine: processes, temporary space, stale folders (docs/watch_run.md).
+
+    python tools/watch_run.py runs/grpo/RUN                  # a line a minute, until Ctrl-C
+    python tools/watch_run.py runs/grpo/RUN --once           # exit status 1 when it is over a limit
+
+The run's processes are those whose command line names RUN as --run-dir and those that write its
+train_log.jsonl. Episodes with a sandbox have child processes, and work folders envs-* among the temporary
+files, which a killed run may leave behind. This program reads and tells; it ends and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from envs import BadInput
+from tools.command_line import Parser, at_least, one_line
+
+GIB = 2**30
+LIMITS = {"child processes": 256, "work folders": 50.0}  # number, [GiB]
+NEAR = 0.8  # share of a limit from which it warns
+STALE = 3600.0  # age of a work folder that no process is in [s]
+
+
+def run_processes(run: Path) -> list[psutil.Process]:
+    """Those of the run itself, torchrun and its workers among them, as far as this user may see them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and (names_run(process, run) or writes_log(process, run)):
+                found.append(process)
+    return found
+
+
+def names_run(process: psutil.Process, run: Path) -> bool:
+    words = [word for argument in process.cmdline() for word in argument.split("=", 1)]
+    return any(flag in ("--run-dir", "--run_dir") and Path(process.cwd(), place).resolve() == run
+               for flag, place in itertools.pairwise(words))
+
+
+def writes_log(process: psutil.Process, run: Path) -> bool:
+    log = str(run / "train_log.jsonl")
+    return any(file.path == log and getattr(file, "mode", "w") != "r" for file in process.open_files())
+
+
+def children_of(processes: list[psutil.Process]) -> set[psutil.Process]:
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found.update(process.children(recursive=True))
+    return found - set(processes)
+
+
+def memory(processes) -> float:
+    """Resident [GiB]; pages that several share are counted for each."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total / GIB
+
+
+def work_folders() -> tuple[float, list[Path]]:
+    """Space that all envs-* take [GiB], and those that are stale: old, and no process in them."""
+    folders = [path for path in sorted(Path(tempfile.gettempdir()).glob("envs-*")) if path.is_dir()]
+    size, old = 0, []
+    for place, _, names in (step for folder in folders for step in os.walk(folder)):
+        for name in names:
+            with contextlib.suppress(OSError):  # what was listed may be gone
+                size += os.lstat(os.path.join(place, name)).st_blocks * 512
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > STALE:
+                old.append(folder)
+    used = [Path(p.info["cwd"]) for p in psutil.process_iter(["cwd"]) if p.info["cwd"]] if old else []
+    return size / GIB, [folder for folder in old if not any(path.is_relative_to(folder) for path in used)]
+
+
+def look(run: Path) -> tuple[str, bool]:
+    """What there is to say now, and whether a limit is passed."""
+    processes = run_processes(run)
+    children = children_of(processes)
+    space, stale = work_folders()
+    age = time.time() - (run / "train_log.jsonl").stat().st_mtime
+    says = [f"processes {len(processes)} ({memory(processes):.2f} GiB)",
+            f"child processes {len(children)} ({memory(children):.2f} GiB)", f"work folders {space:.2f} GiB",
+            f"stale {len(stale)}" + (f" ({stale[0]} among them)" if stale else ""),
+            f"last log line {age:.0f} s ago"]
+    over = False
+    for (name, limit), value in zip(LIMITS.items(), (len(children), space), strict=True):
+        if value > NEAR * limit:
+            over |= value > limit
+            where = "over" if value > limit else "near"
+            says.append(f"WARNING: {name} {value:g}, {where} the limit of {limit:g}")
+    return f"{time.strftime('%H:%M:%S')}  " + " | ".join(says), over
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description="Watch processes, temporary space and stale folders of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--every", type=at_least(0.1, float), default=60.0,
+                        help="time between two lines [s] (60)")
+    parser.add_argument("--once", action="store_true", help="one line; exit status 1 when over a limit")
+    try:
+        args = parser.parse_args(argv)
+        if not (args.run / "train_log.jsonl").is_file():
+            raise BadInput(f"{args.run}: expected a run folder, which holds train_log.jsonl")
+        run = args.run.resolve()
+        while True:
+            line, over = look(run)
+            print(line, flush=True)
+            if args.once:
+                return int(over)
+            time.sleep(args.every)
+    except (BadInput, OSError) as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
