@@ -820,8 +820,8 @@ class VllmServers(Engine):
         # All that a server would otherwise take from the model's generation config is said.
         answer = self.call(url, "/v1/completions", dict(
             model=self.models[url], prompt=prompt_ids, n=num_replies, temperature=temperature, logprobs=0,
-            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True))
+            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True, top_p=1.0,
+            top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
