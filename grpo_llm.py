@@ -331,7 +331,7 @@ def permutation(seed, size):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
 def start_processes(args):
@@ -820,8 +820,9 @@ class VllmServers(Engine):
         # All that a server would otherwise take from the model's generation config is said.
         answer = self.call(url, "/v1/completions", dict(
             model=self.models[url], prompt=prompt_ids, n=num_replies, temperature=temperature, logprobs=0,
-            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True, top_p=1.0,
-            top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
+            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True,
+            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+            frequency_penalty=0.0))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
