@@ -1740,7 +1740,8 @@ def main(args):
         with run.timed("checkpoint"):
             weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
             if weights:  # without the second name of a tied head
-                weights = {name: weights[name] for name, _ in model.named_parameters() if name in weights}
+                once = dict(model.named_parameters()) | dict(model.named_buffers())
+                weights = {name: tensor for name, tensor in weights.items() if name in once}
             stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
             state = get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
 
