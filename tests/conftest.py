@@ -12,10 +12,12 @@ def countdown_tiny():
     """(model, tokenizer) of the shipped checkpoint. Shared: copy the model before changing it."""
     import torch
 
+    import envs
     import grpo_llm
 
     torch.set_num_threads(1)
-    return grpo_llm.load_weights("models/countdown-tiny"), grpo_llm.load_tokenizer("models/countdown-tiny")
+    args = grpo_llm.Args()
+    return grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args, envs.make("countdown"))
 
 
 @pytest.fixture(scope="session")
