@@ -208,7 +208,8 @@ METRICS = {
         "eval/greedy_success_rate": ("rate?", "the same with the likeliest action"),
         "eval/greedy_steps": ("number?", "the same with the likeliest action [steps]"),
         "eval/greedy_return": ("number?", "the same with the likeliest action"),
-        **{name: metric for name, metric in _SYSTEM.items() if name != "system/cpu_utilization"},
+        "time": ("amount? eval checkpoint", "eval, checkpoint (those since the record before) [s]"),
+        **_SYSTEM,
     },
 }
 METRICS = {algo: metrics | _EVERY for algo, metrics in METRICS.items()}
