@@ -990,6 +990,11 @@ def episode_reward(rollout: Rollout) -> float:
     return sum(step.reward for step in rollout.steps)
 
 
+def set_reward(r, reward):
+    """Write what the reward function says that an episode is worth into its Rollout."""
+    r.reward = float(reward)
+
+
 def render(messages, tokenizer, args):
     """The text of a history and of the opening of the model's turn."""
     if args.chat_template == "plain":
@@ -1221,9 +1226,9 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
-        r.reward = float(score(r)) if r.termination != "error" else 0.0
+        set_reward(r, score(r) if r.termination != "error" else 0.0)
         for child in r.family[1:]:
-            child.reward = r.reward
+            set_reward(child, r.reward)
     return rollouts
 
 
