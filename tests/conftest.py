@@ -12,12 +12,11 @@ def countdown_tiny():
     """(model, tokenizer) of the shipped checkpoint. Shared: copy the model before changing it."""
     import torch
 
-    import envs
     import grpo_llm
 
     torch.set_num_threads(1)
     args = grpo_llm.Args()
-    return grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args, envs.make("countdown"))
+    return grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args)
 
 
 @pytest.fixture(scope="session")
