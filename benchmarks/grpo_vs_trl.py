@@ -70,7 +70,7 @@ def trl_config(flags, **more):
         temperature=flags["temperature"], top_k=0, scale_rewards="none", loss_type="dapo", beta=0.0,
         epsilon=flags["clip_low"], epsilon_high=flags["clip_high"], entropy_coef=flags["entropy_coef"],
         optim="adamw_torch_fused", adam_beta1=0.9, adam_beta2=flags["beta2"], learning_rate=rate,
-        weight_decay=flags["weight_decay"], max_grad_norm=flags["max_grad_norm"],
+        weight_decay=0.0, max_grad_norm=flags["max_grad_norm"],
         warmup_steps=flags["warmup_iterations"], lr_scheduler_type="polynomial",
         lr_scheduler_kwargs=dict(lr_end=rate * flags["final_learning_rate"], power=1.0),
         use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_strategy="no",
@@ -218,9 +218,10 @@ def compare(options, mode, size_name, sides, seed, blocks):
     job["flags"] = dataclasses.asdict(args)
     job["tasks"] = [grpo_llm.task_index(cursor, seed, env.num_tasks("train"))
                     for cursor in range(size[0] * job["iterations"])]
-    tokenizer = grpo_llm.load_tokenizer(args.model)
-    prompts = [grpo_llm.encode_prompt(env.task("train", index).messages, tokenizer, args)
-               for index in job["tasks"][:size[0]]]
+    tokenizer = grpo_llm.load_tokenizer(args)
+    texts = [grpo_llm.render(env.task("train", index).messages, tokenizer, args)
+             for index in job["tasks"][:size[0]]]
+    prompts = [grpo_llm.encode_prompt(text, tokenizer, args) for text in texts]
     started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
     try:
         for side in sides:

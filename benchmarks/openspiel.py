@@ -16,6 +16,7 @@ counted. The wait is the time from the last reply to the last score: medians, an
 """
 
 import argparse
+import asyncio
 import csv
 import os
 import random
@@ -89,56 +90,39 @@ def speed(case, least):
             "all moves alike": round(ties / TASKS, 3)}
 
 
-class Sampler:
-    """Stands in for an engine of grpo_llm.py on another device: sleeps, and then replies with a key each."""
-
-    eos = (1,)
-
-    def __init__(self, spread, seconds):
-        self.continuous, self.seconds, self.due = spread, seconds, {}
-        self.keys = []
-
-    @property
-    def busy(self):
-        return bool(self.keys or self.due)
-
-    def submit(self, key, prompt, temperature, seed):
-        self.keys.append(key)
-
-    def collect(self):
-        """-> [(key, response_ids, logprobs)]"""
-        now = time.perf_counter()
-        for number, key in enumerate(self.keys, 1):
-            share = (1 + number / len(self.keys)) / 2 if self.continuous else 1
-            self.due[key] = now + share * self.seconds
-        self.keys = []
-        time.sleep(max(min(self.due.values()) - now, 0))
-        ended = [key for key, due in self.due.items() if due <= time.perf_counter()]
-        for key in ended:
-            del self.due[key]
-        self.ended = time.perf_counter()
-        return [(key, [key, 1], [0.0, 0.0]) for key in ended]
-
-
 def one_iteration(env, tasks, replies, spread, seconds):
     """-> seconds of it, seconds from the last reply to the last score, rewards"""
     import grpo_llm
 
-    args = SimpleNamespace(chat_template="plain", seed=1, max_response_tokens=2, max_context_tokens=9,
-                           env_threads=8, max_concurrent=0, max_turns=0, episode_timeout=0, episode_retries=0)
+    class Sampler(grpo_llm.Engine):
+        """Stands in for an engine on another device: sleeps, and answers the k-th request with the id k."""
+
+        def __init__(self):
+            self.eos = (1,)
+
+        async def serve(self):
+            requests = []
+            while len(requests) < len(replies):
+                requests = await self.next_requests()
+            began = time.perf_counter()
+            self.ended = began + seconds
+            for number, request in enumerate(requests):
+                share = (1 + (number + 1) / len(requests)) / 2 if spread else 1
+                if (left := began + share * seconds - time.perf_counter()) > 0:
+                    await asyncio.sleep(left)
+                request.future.set_result(([number, 1], [0.0, 0.0]))
+            await asyncio.Event().wait()  # there is no second turn
 
     class Tokenizer:
-        def __call__(self, text):
+        def __call__(self, text, add_special_tokens):
             return SimpleNamespace(input_ids=[0])
 
         def decode(self, ids, skip_special_tokens):
             return replies[ids[0]]
 
-    sampler, began = Sampler(spread, seconds), time.perf_counter()
-    pool = grpo_llm.EnvThreads(args.env_threads)
-    rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, pool,
-                                grpo_llm.episode_reward)
-    pool.close()
+    args = grpo_llm.Args(chat_template="plain", max_response_tokens=2, max_context_tokens=9)
+    sampler, began = Sampler(), time.perf_counter()
+    rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, grpo_llm.episode_reward)
     end = time.perf_counter()
     return end - began, end - sampler.ended, [r.reward for r in rollouts]
 
@@ -210,16 +194,17 @@ def model_player(folder, temperature):
     """A model that reads the conversation so far, as in training with mode=game."""
     import torch
 
-    import sft
+    import grpo_llm
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model, tokenizer = sft.load_weights(folder), sft.load_tokenizer(folder)
+    args = grpo_llm.Args(model=folder)
+    model, tokenizer = grpo_llm.load_weights(folder), grpo_llm.load_tokenizer(args)
 
     def player(episodes, conversations):
-        ids = [sft.prompt_tokens(messages, tokenizer) for messages in conversations]
-        with torch.no_grad():
-            replies = sft.generate(model, ids, 8, temperature, tokenizer)
+        texts = [grpo_llm.render(messages, tokenizer, args) for messages in conversations]
+        prompts = [grpo_llm.encode_prompt(text, tokenizer, args) for text in texts]
+        replies = grpo_llm.generate(model, prompts, 8, temperature, tokenizer)
         return tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
     return player
 
