@@ -1,9 +1,9 @@
 """PPO with a learned critic: policy gradients for language models with verifiable rewards.
 
-A critic reads the same tokens as the policy and says, before each of a response, which reward is to come:
+A critic reads the same tokens as the policy and estimates, before each of a response, the reward to come:
 
     A_t = sum_l (gamma lambda)^l (r_t+l + gamma V_t+l+1 - V_t+l)            GAE, arXiv:1506.02438 eq. 16
-    L   = - mean_t min(ratio A, clip(ratio, 1 - low, 1 + high) A)           PPO, arXiv:1707.06347 eq. 7
+    L   = - mean_t min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)          PPO, arXiv:1707.06347 eq. 7
     L_V = 1/2 mean_t max((V - R)^2, (V_old + clip(V - V_old) - R)^2)        R_t = A_t + V_old,t
 
 Where grpo_llm.py compares several responses to the same prompt, this asks for one response to each of many
@@ -22,14 +22,9 @@ the first iterations.
 
 Expect greedy accuracy on held-out problems to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31
 to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
-
-The algorithm is `gae` to `token_logprobs`, the section Update and `main`: read these 600 lines first.
-Processes (torchrun), Engine (sampling), Rollout and Log (the run folder) are those of grpo_llm.py.
 """
 
-from __future__ import annotations
-
-import atexit
+import asyncio
 import collections
 import contextlib
 import copy
@@ -37,26 +32,22 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import itertools
 import json
 import math
 import os
 import platform
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import zlib
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import peft
@@ -67,10 +58,19 @@ import torch.distributed as dist
 import transformers
 import tyro
 from dotenv import load_dotenv
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -80,183 +80,99 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 import envs
 from envs import BadInput
 
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
 class Args:
     # Task
-    env: str = "countdown"
-    """environment: a name known to envs.make, path/to/file.py:Class, or several with commas and weights"""
-    env_kwargs: tuple[str, ...] = ()
-    """its options, as key=value; of several environments, as name.key=value"""
-    reward_fn: str = ""
-    """path/to/file.py:name of a function to use in place of episode_reward"""
+    env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
+    env_kwargs: tuple[str, ...] = ()  # its options, as key=value; of several environments, as name.key=value
+    reward_fn: str = ""  # path/to/file.py:name of a function to use in place of episode_reward
+
     # Model
-    model: str = "models/countdown-tiny"
-    """folder or hub id of the causal language model to start from"""
-    chat_template: Literal["model", "plain"] = "model"
-    """the tokenizer's chat template, or the bare text of the messages (base models)"""
+    model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
+    chat_template: Literal["model", "plain"] = "model"  # the tokenizer's, or the bare text of the messages
+    # arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32"""
-    device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda, cuda:1"""
-    threads: int = 1
-    """CPU threads of torch [threads]; the small default model gains nothing from more"""
-    dist_timeout: float = 1800.0
-    """longest wait for another process, under torchrun [s]"""
-    lora_rank: int = 0
-    """rank of the LoRA adapter; 0 trains all weights"""
-    lora_alpha: int = 32
-    """LoRA scale: the adapter's output is multiplied by alpha / rank"""
-    lora_target_modules: str = "all-linear"
-    """modules to adapt: all-linear, or names with commas"""
-    lora_exclude_modules: str = "lm_head,embed_tokens"
-    """modules never to adapt, names with commas"""
-    lora_adapter_path: str = ""
-    """folder of a PEFT adapter to go on from; its own configuration then replaces the four flags above"""
+    lora_rank: Whole = 0  # rank of the LoRA adapters; 0 trains all weights
+    lora_alpha: Count = 32  # LoRA scale: an adapter's output is multiplied by alpha / rank
+    lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
+    lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
+
     # Engine
-    engine: Literal["hf", "vllm"] = "hf"
-    """sampler: hf samples with the trained weights themselves; vllm has its own, handed over each time"""
-    vllm_url: tuple[str, ...] = ()
-    """servers to ask, such as http://127.0.0.1:8000, in place of vLLM in this process"""
-    vllm_gpu_memory: float = 0.4
-    """share of the GPU's memory that vLLM in this process takes for its weights and cache"""
-    vllm_cpu_cache: float = 0.25
-    """vLLM's cache where there is no GPU [GiB]"""
-    vllm_max_seqs: int = 256
-    """replies that vLLM samples at once"""
-    vllm_sleep: bool = True
-    """on a GPU, vLLM in this process gives its memory back during the update"""
-    vllm_timeout: float = 600.0
-    """longest wait for a server's answer [s]"""
-    vllm_retries: int = 6
-    """tries again, after 1, 2, 4, ... s, when a server is away or fails"""
-    check_sync: bool = False
-    """compare sampler and trainer after every hand-over of weights, not only after the first two"""
+    engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights; vllm has its own copy of them
+    # servers to ask, such as http://127.0.0.1:8000, in place of vLLM in this process
+    vllm_url: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
+    vllm_kwargs: tuple[str, ...] = ()  # more arguments of vllm.LLM, as key=value: gpu_memory_utilization=0.6
+
     # The three sizes
-    prompts_per_iteration: int = 512
-    """different prompts in an iteration"""
-    group_size: int = 1
-    """responses sampled per prompt; the critic is the baseline, so one is enough"""
-    microbatch_tokens: int = 4096
-    """response tokens per forward/backward pass [tokens]; changes memory and speed, never the gradient"""
+    prompts_per_iteration: Count = 512  # different prompts in an iteration
+    group_size: Count = 1  # responses sampled per prompt; the critic is the baseline, so one is enough
+    microbatch_tokens: Count = 4096  # response tokens per pass [tokens]; changes memory, never the gradient
+
     # Rollout
-    max_response_tokens: int = 16
-    """longest reply in one turn, eos included [tokens]"""
-    max_context_tokens: int = 4096
-    """longest prompt and response together; a longer history is cut and starts a new segment [tokens]"""
-    temperature: float = 1.0
-    """sampling temperature; the trainer divides its logits by it too"""
-    max_concurrent: int = 0
-    """episodes in play at once, their sub-agents not counted; 0: all"""
-    env_threads: int = 8
-    """threads that call environments"""
-    max_turns: int = 0
-    """replies after which an episode ends; 0: the environment's own limit"""
-    episode_timeout: float = 0.0
-    """longest time that an episode may be in play; 0: any [s]"""
-    episode_retries: int = 2
-    """times that an episode whose environment fails is played again from its start"""
-    train_sub_agents: bool = False
-    """train an episode's sub-agents too, on what it is worth"""
+    max_response_tokens: Count = 16  # longest reply in one turn, eos included [tokens]
+    # longest prompt and response together; a longer history loses its oldest turns in a new segment [tokens]
+    max_context_tokens: Count = 4096
+    temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it too
+    max_concurrent: Whole = 0  # episodes in play at once, their sub-agents not counted; 0: all
+    max_turns: Whole = 0  # replies after which an episode ends; 0: the environment's own limit
+    episode_timeout: NotNegative = 0.0  # longest time that an episode may be in play; 0: any [s]
+    train_sub_agents: bool = False  # train an episode's sub-agents too, on what it is worth
+
     # Optimisation
-    seed: int = 1
-    """of everything random"""
-    iterations: int = 160
-    """rollouts, each followed by its updates; 0 evaluates the model and ends"""
-    epochs: int = 1
-    """passes of the policy over an iteration's responses"""
-    minibatches: int = 4
-    """the policy's optimiser steps per epoch"""
-    target_kl: float = 0.0
-    """KL(old policy || policy) that ends an iteration's policy updates; 0: none does [nats/token]"""
-    learning_rate: float = 5e-4
-    """peak learning rate of the policy's AdamW"""
-    warmup_iterations: int = 10
-    """linear warm-up of each of the two learning rates, from its first update on [iterations]"""
-    final_learning_rate: float = 0.1
-    """share of the peak that the linear decay ends at; 1 keeps it constant"""
-    beta2: float = 0.95
-    """AdamW's second decay rate (the first is 0.9)"""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay"""
-    max_grad_norm: float = 1.0
-    """gradient clipping, by global norm, for policy and critic each"""
+    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
+    iterations: Whole = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
+    epochs: Count = 1  # passes of the policy over an iteration's responses
+    minibatches: Count = 4  # the policy's optimiser steps per epoch
+    # KL(old policy || policy) that ends an iteration's policy updates; 0: none does [nats/token]
+    target_kl: NotNegative = 0.0
+    learning_rate: Positive = 5e-4  # peak learning rate of the policy's AdamW
+    warmup_iterations: Whole = 10  # linear warm-up of each learning rate, from its first update [iterations]
+    final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
+    beta2: Share = 0.95  # AdamW's second decay rate; the first is 0.9, and there is no weight decay
+
     # Critic
+    # a backbone of its own that starts as the policy's; a head on the policy's last layer; V = 0
     critic: Literal["own", "shared", "none"] = "own"
-    """a backbone of its own that starts as the policy's; a head on the policy's last layer; V = 0"""
-    value_coef: float = 5.0
-    """weight of the value loss beside the policy's, with --critic shared; the flags below are for own"""
-    critic_warmup: int = 10
-    """iterations at the start that train the critic alone [iterations]"""
-    critic_epochs: int = 1
-    """passes of the critic over an iteration's responses"""
-    critic_minibatches: int = 16
-    """the critic's optimiser steps per epoch"""
-    critic_learning_rate: float = 1e-3
-    """peak learning rate of the critic's AdamW"""
-    critic_beta2: float = 0.99
-    """its second decay rate"""
-    value_clip: float = 0.5
-    """how far from its old value a value may move before the clipped loss holds it; 0: any way [reward]"""
+    critic_warmup: Whole = 10  # iterations at the start that train a critic of its own alone [iterations]
+    critic_epochs: Count = 1  # passes of a critic of its own over an iteration's responses
+    critic_minibatches: Count = 16  # its optimiser steps per epoch
+    critic_learning_rate: Positive = 1e-3  # peak learning rate of its AdamW
+    critic_beta2: Share = 0.99  # its second decay rate
+
     # Loss
-    gamma: float = 1.0
-    """discount per token"""
-    gae_lambda: float = 0.95
-    """GAE's lambda: 1 uses whole returns, less leans on the critic"""
-    clip_low: float = 0.2
-    """the ratio is clipped at 1 - this"""
-    clip_high: float = 0.2
-    """the ratio is clipped at 1 + this"""
-    kl_coef: float = 0.0
-    """penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]"""
+    gae_lambda: Share = 0.95  # GAE's lambda: 1 uses whole returns, less leans on the critic
+    clip: Share = 0.2  # the ratio is clipped at 1 - this and at 1 + this
+    # penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]
+    kl_coef: NotNegative = 0.0
+    # its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back
     kl_penalty: Literal["k1", "k3"] = "k1"
-    """its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back"""
-    kl_target: float = 0.0
-    """the coefficient is adapted to hold the KL at this, --kl-coef being the first; 0: fixed [nats/token]"""
-    kl_gain: float = 0.1
-    """how fast it is adapted: by at most a fifth of this in an iteration, at most 1"""
-    entropy_coef: float = 0.04
-    """weight of the entropy bonus [1/nats]"""
-    tis_cap: float = 2.0
-    """cap of the importance weight between sampler and trainer; 0 turns the correction off"""
+    # the coefficient is adapted to hold the KL at this, --kl-coef being the first; 0: fixed [nats/token]
+    kl_target: NotNegative = 0.0
+    entropy_coef: NotNegative = 0.04  # weight of the entropy bonus [1/nats]
+
     # Evaluation
-    eval_every: int = 20
-    """iterations between evaluations [iterations]; 0: only before and after"""
-    eval_tasks: int = 512
-    """held-out tasks, always the same ones"""
-    eval_samples: int = 16
-    """responses per task, for pass@1 and pass@n"""
-    eval_temperature: float = 1.0
-    """sampling temperature of pass@1 and pass@n; greedy decoding is measured beside it"""
+    eval_every: Whole = 20  # iterations between evaluations [iterations]; 0: only before and after
+    eval_tasks: Count = 512  # held-out tasks, always the same ones
+    eval_samples: Count = 16  # responses per task, for pass@1 and pass@n
+    eval_temperature: Positive = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
+
     # Log
-    experiment: str = "ppo"
-    """runs/<experiment>/ holds the run"""
-    run_dir: str = ""
-    """the run's folder; one that holds a checkpoint is continued (default: a new one)"""
-    checkpoint_every: int = 20
-    """iterations between checkpoints [iterations]"""
-    keep_checkpoints: int = 2
-    """newest checkpoints to keep; 0: all"""
-    log_episodes: float = 0.001
-    """share of the episodes written to episodes/"""
-    print_samples: int = 0
-    """sample episodes to print at each rollout and evaluation"""
-    val_table_samples: int = 10
-    """rows of the validation table"""
-    track: bool = False
-    """mirror the TensorBoard log to Weights & Biases"""
-    health_every: float = 60.0
-    """time between two looks at child processes and temporary space; 0: none [s]"""
+    experiment: str = "ppo"  # runs/<experiment>/ holds the run
+    run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
+    checkpoint_every: Count = 20  # iterations between checkpoints [iterations]
+    keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
+    log_episodes: Share = 0.001  # share of the episodes written to episodes/
+    print_samples: Whole = 0  # sample episodes to print at each rollout and evaluation
+    track: bool = False  # mirror the TensorBoard log to Weights & Biases
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            low = LOWEST.get(name, 0)
-            if isinstance(value, (int, float)) and not low <= value < math.inf:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: expected {low} or more")
-            if name in SHARES and value > 1:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: expected at most 1")
-            if name in POSITIVE and value == 0:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: expected more than 0")
         for name in ("minibatches", "critic_minibatches"):
             if getattr(self, name) > self.prompts_per_iteration * self.group_size:
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at most the "
@@ -268,11 +184,8 @@ class Args:
                            f"--max-response-tokens {self.max_response_tokens}")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
-        if self.vllm_url and self.engine != "vllm":
-            raise BadInput(f"--vllm-url {self.vllm_url[0]}: needs --engine vllm")
-        for url in self.vllm_url:
-            if not re.fullmatch(r"https?://[^/\s]+", url):
-                raise BadInput(f"--vllm-url {url}: expected the form http://host:port")
+        if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
+            raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
 
     @property
     def first_policy_iteration(self) -> int:
@@ -285,70 +198,22 @@ class Args:
         return bool(self.lora_rank or self.lora_adapter_path)
 
 
-LOWEST = dict.fromkeys((
-    "prompts_per_iteration", "group_size", "microbatch_tokens", "max_response_tokens", "env_threads",
-    "epochs", "minibatches", "critic_epochs", "critic_minibatches", "eval_tasks", "eval_samples",
-    "checkpoint_every", "threads", "vllm_max_seqs"), 1)  # the others: 0
-SHARES = ("log_episodes", "final_learning_rate", "clip_low", "gamma", "gae_lambda", "kl_gain",
-          "vllm_gpu_memory")
-POSITIVE = ("temperature", "eval_temperature", "learning_rate", "critic_learning_rate", "max_grad_norm",
-            "vllm_gpu_memory", "vllm_cpu_cache", "vllm_timeout", "dist_timeout")
+DISCOUNT = 1.0  # GAE's gamma, per token
+VALUE_CLIP = 0.5  # how far from its old value a value may move before the clipped loss holds it [reward]
+# Weight of the value loss beside the policy's, with --critic shared: large, since the error of a value in
+# [0, 1] is small beside a policy gradient that is clipped to norm 1.
+VALUE_COEF = 5.0
+KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most a fifth of this an iteration
+TIS_CAP = 2.0  # of the importance weight between sampler and trainer
+MAX_GRAD_NORM = 1.0  # of policy and critic each
 
-METRICS = {
-    "train/policy_loss": "policy loss without the entropy bonus, mean over the tokens trained on",
-    "train/value_loss": "the critic's loss, half of critic/vf_loss",
-    "train/kl_loss": "k3 estimate of KL(policy || starting model) before the update, 0 without a reference "
-                     "[nats/token]",
-    "train/entropy": "mean entropy of the next-token distribution on response tokens [nats]",
-    "train/reward": "mean reward of the iteration's episodes, failed ones aside, as in all that follows",
-    "train/advantage": "mean advantage, whitened, over the tokens trained on",
-    "train/clipfrac": "share of trained tokens whose ratio was clipped",
-    "train/approx_kl": "k3 estimate of KL(old policy || policy), mean of the minibatches [nats/token]",
-    "train/grad_norm": "global gradient norm of the policy before clipping, 0 where the critic trains alone",
-    "train/weight_norm": "global norm of the policy's trained weights",
-    "train/learning_rate": "the policy's learning rate, 0 where the critic trains alone",
-    "train/global_step": "optimiser steps so far, the critic's included",
-    "train/policy_steps": "optimiser steps of the policy in this iteration; --target-kl may end them early",
-    "train/pass@1": "share of the iteration's episodes that are correct",
-    "kl/k1": "mean of logprobs - ref_logprobs before the update, 0 without a reference [nats/token]",
-    "kl/coef": "weight of the penalty in the rewards [1/nats]",
-    "critic/score": "episode rewards before the penalty: mean, max, min",
-    "critic/rewards": "episode rewards after the penalty, sums over tokens: mean, max, min",
-    "critic/advantages": "advantages of policy tokens before whitening: mean, max, min",
-    "critic/returns": "what the critic is fitted to, advantage + old value: mean, max, min",
-    "critic/values": "values at policy tokens before the update: mean, max, min",
-    "critic/vf_loss": "squared error of the values, the clipped one where larger, mean over tokens",
-    "critic/vf_clipfrac": "share of the tokens whose clipped error was the larger",
-    "critic/vf_explained_var": "1 - var(returns - values) / var(returns), values before the update",
-    "critic/vpred_mean": "mean value during the critic's update",
-    "critic/grad_norm": "global gradient norm of a critic of its own before clipping, else 0",
-    "critic/weight_norm": "global norm of the critic's trained weights",
-    "critic/learning_rate": "learning rate of a critic of its own, else 0",
-    "response_length": "tokens after the prompt: mean, max, min [tokens]; clip_ratio is the share cut off",
-    "prompt_length": "tokens of the prompt: mean, max, min [tokens]",
-    "rollout/throughput": "generated tokens per second of rollout [tokens/s]",
-    "rollout/turns": "mean replies per episode",
-    "rollout/finished": "share of the episodes that the environment ended",
-    "rollout/termination": "share by reason: done, truncated (environment's limit), length, context, turns, "
-                           "timeout, error",
-    "rollout/retries": "times that an episode was played again because its environment failed",
-    "rollout/sub_agents": "mean number of sub-agents per episode",
-    "mismatch/kl": "k3 estimate of KL(sampler || trainer) before the update [nats/token]",
-    "mismatch/ratio_max": "largest trainer / sampler probability ratio of a token, before the cap",
-    "mismatch/frac_capped": "share of tokens whose ratio exceeds --tis-cap",
-    "time": "rollout, update, sync, eval, checkpoint (those since the record before) [s]",
-    "system/processes": "processes of torchrun; 1 without it",
-    "system/memory_usage": "resident memory of the process; as all of system/*, of the first one [GiB]",
-    "system/cpu_utilization": "processor time over wall time since the record before [cores]",
-    "system/gpu_memory": "peak memory allocated on the GPU [GiB]",
-    "system/child_processes": "processes that this one has started, and theirs",
-    "system/temporary_space": "taken by the environments' work folders [GiB]",
-    "system/stale_folders": "those of them that were left behind: over an hour old, no process in them",
-    "val/<source>/pass@1": "held-out correctness at --eval-temperature, mean over tasks and samples",
-    "val/<source>/pass@<n>": "share of held-out tasks with a correct response among n",
-    "val/<source>/greedy": "held-out correctness of greedy decoding",
-    "val/<source>/<part>": "mean of each named part of the environment's info",
-}
+# Flags that a continued run may change; every other one decides what is learned.
+MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
+              "print_samples", "track", "max_concurrent", "vllm_url", "vllm_kwargs"}
+TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+
+
+# Maths
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -368,10 +233,16 @@ def gae(rewards, values, mask, gamma, lam):
     return advantages
 
 
+def masked_mean(x, mask):
+    """Mean of x where mask is 1, over all processes.  x, mask (B, T) -> scalar"""
+    total, count = all_reduce(torch.stack([(x * mask).sum(), mask.sum()]))
+    return total / count
+
+
 def whiten(x, mask):
     """Zero mean and unit (population) variance where mask is 1, 0 elsewhere.  x, mask (B, T) -> (B, T)"""
-    mean = (x * mask).sum() / mask.sum()
-    variance = ((x - mean).square() * mask).sum() / mask.sum()
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean).square(), mask)
     # The constant is large enough that rounding errors of equal advantages are not blown up to signals.
     return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
 
@@ -386,15 +257,15 @@ def kl_penalty(logprobs, ref_logprobs, kind):
     return logprobs - ref_logprobs if kind == "k1" else k3(ref_logprobs - logprobs)
 
 
-def adapt_kl_coef(coef, kl, target, gain):
+def adapt_kl_coef(coef, kl, target):
     """The next coefficient of the penalty: a proportional controller (arXiv:1909.08593, section 2.2)."""
-    return coef * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
+    return coef * (1 + KL_GAIN * min(max(kl / target - 1, -0.2), 0.2))
 
 
-def clipped_policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+def clipped_policy_loss(logprobs, old_logprobs, advantages, clip):
     """Loss of each token (arXiv:1707.06347, eq. 7), and whether it was clipped.  All (B, T)."""
     ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
 
 
@@ -403,7 +274,7 @@ def clipped_value_loss(values, old_values, returns, clip):
 
     As in the PPO paper's code (openai/baselines), not in its text. All (B, T).  -> errors, was it clipped
     """
-    near = old_values + (values - old_values).clamp(-(clip or math.inf), clip or math.inf)
+    near = old_values + (values - old_values).clamp(-clip, clip)
     error, near_error = (values - returns).square(), (near - returns).square()
     return torch.maximum(error, near_error), near_error > error
 
@@ -440,34 +311,30 @@ def hidden_states(decoder, batch):
     start = prompts.shape[1] - 1 if batch["share_prompts"] else 0  # what is computed once
     cache = new_cache(decoder) if start else None
     if start:
-        before = decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
-                         position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
-                         past_key_values=cache, use_cache=True).last_hidden_state
+        decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
+                position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
+                past_key_values=cache, use_cache=True)
         cache.batch_select_indices(rows)
     inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
     hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
                      past_key_values=cache, use_cache=bool(start)).last_hidden_state
-    if start and UNDER_TORCHRUN:
-        # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output. Nothing
-        # else reads that of the last layer: its keys and values would meet weights that are gone.
-        hidden = hidden + 0 * before[:, -1].sum()
     return hidden[:, prompts.shape[1] - 1 - start:]
 
 
-def token_logprobs(model, batch, temperature, hidden=None):
+def token_logprobs(model, batch, temperature, critic=None):
     """Log-probability and entropy of each response token of each segment.  -> two (B, T).
 
-    hidden: the decoder's states (R, T, H), where they are computed already.
+    With a critic that shares the model's states, its values as well: they are computed once for both.
     """
-    def of_pass(hidden):
+    def of_pass():
         decoder, head = decoder_and_head(model)
-        hidden = hidden_states(decoder, batch) if hidden is None else hidden
-        chosen = batch["chosen"]                                                         # (R, T)
-        values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
+        hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                  # (R, T, H), (R, T)
+        found = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
         zeros = torch.zeros(chosen.shape, device=chosen.device)
-        return [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in values]
+        found = [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in found]
+        return [*found, critic(batch, hidden)] if critic else found
 
-    return as_forward(model, of_pass, None) if hidden is None else of_pass(hidden)
+    return as_forward(model, of_pass)
 
 
 def decoder_and_head(model):
@@ -476,187 +343,85 @@ def decoder_and_head(model):
     return base.get_decoder(), base.get_output_embeddings()
 
 
-# Processes: those that torchrun started, if it did. Each holds a part of the weights (FSDP2) and plays its
-# share of the episodes; all know all episodes, so that each computes the same advantages, order and metrics.
+def learning_rate(peak, iteration, start, args):
+    """Linear warm-up from iteration `start` on, 0 before; then linear decay to a share of the peak."""
+    done, whole, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
+    progress = (done - warm) / max(whole - warm, 1)
+    decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
+    return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
 
 
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # a process group alone may be one that vLLM has made
+def task_index(cursor, seed, num_tasks):
+    """The cursor-th task of training: a new permutation of all tasks in each epoch."""
+    epoch, offset = divmod(cursor, num_tasks)
+    return int(permutation(seed * 1_000_003 + epoch, num_tasks)[offset])
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+@functools.lru_cache(2)
+def permutation(seed, size):
+    return np.random.default_rng(seed).permutation(size)
 
 
-def num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+# Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2), plays its share
+# of the episodes and trains on what it played.
+
+
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+PART = StateDictOptions(full_state_dict=True, strict=False)
 
 
 def start_processes(args):
-    """Join the processes of torchrun, if it started this one.  -> the device of this process
-
-    Of several GPUs each process sees its own alone, as vLLM wants it too.
-    """
-    if not UNDER_TORCHRUN:
-        return choose_device(args)
-    if args.device not in ("auto", "cpu", "cuda"):
-        raise BadInput(f"--device {args.device}: under torchrun each process has its own; use cuda or cpu")
-    if not args.run_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise BadInput("--run-dir: needed with torchrun --max-restarts, or a restart would begin a new run")
-    if args.device != "cpu":
-        number, seen = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        os.environ["CUDA_VISIBLE_DEVICES"] = (seen.split(",") if seen else [*map(str, range(64))])[number]
-    device = choose_device(args)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=args.dist_timeout)
-    store, number, count = next(dist.rendezvous("env://", timeout=patience))
-    Peers.store = own_part(store, number, count)
-    dist.init_process_group(backend, store=Peers.store, rank=number, world_size=count, timeout=patience)
-    watch = threading.Thread(target=Peers.watch, name="peers", daemon=True)
-    watch.start()
-    atexit.register(Peers.close, watch)
-    return device
-
-
-def own_part(store, number, count):
-    """The part of torchrun's store that belongs to this start. The store still holds what the processes of an
-    earlier one wrote: that one of them failed, and addresses where nobody listens any more.
-    """
-    mine = os.urandom(8).hex()
-    store.set(f"hello/{number}", mine)
-    while True:
-        if number == 0:
-            names = [mine, *(store.get(f"hello/{other}").decode() for other in range(1, count))]
-            store.set("names", " ".join(names))  # again, until nobody reads an old one
-            if all(store.check([f"heard/{other}/{mine}"]) for other in range(1, count)):
-                return dist.PrefixStore(mine, store)
-        else:
-            names = store.get("names").decode().split()
-            if names[number:number + 1] == [mine]:
-                store.set(f"heard/{number}/{names[0]}", "")
-                return dist.PrefixStore(names[0], store)
-        time.sleep(0.05)
-
-
-def end_processes():
-    if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM ends all groups at exit
-        dist.destroy_process_group()
-
-
-def say(text, file=None):
-    """Print beside the progress bar, in the first process alone."""
-    if rank() == 0:
-        tqdm.write(text, file)
-
-
-class Peers:
-    """Word of a process that failed: the others end, without a receipt of their own."""
-
-    store, first, ended = None, False, threading.Event()
-
-    @classmethod
-    def tell(cls):
-        """Let the others know that this process fails.  -> whether it is the first, as far as can be known"""
-        answers = []
-
-        def ask():
-            with contextlib.suppress(RuntimeError):  # the store is gone with torchrun
-                answers.append(cls.store.add("failed", 1))
-
-        if cls.store:
-            asking = threading.Thread(target=ask, daemon=True)
-            asking.start()
-            asking.join(10)  # over a link that is cut, no answer comes
-        cls.first = not answers or answers == [1]
-        return cls.first
-
-    @classmethod
-    def watch(cls):
-        with contextlib.suppress(RuntimeError):
-            while not cls.ended.wait(1):
-                # What waits for a process that is gone fails by itself; but with NCCL it does not.
-                if cls.store.check(["failed"]) and not cls.ended.wait(5) and not cls.first:
-                    os._exit(1)
-
-    @classmethod
-    def close(cls, watch):
-        """Python must not end while a thread asks the store."""
-        cls.ended.set()
-        watch.join(10)
-        if watch.is_alive():
-            sys.stderr.flush()
-            os._exit(1)
-
-
-class Preempted(Exception):
-    """SIGTERM came, as from a cluster that takes its machines back: save, and end well."""
-
-    asked = at_once = False
-    before = None  # the handler that was there
-
-    @classmethod
-    def listen(cls):
-        cls.asked = False
-        if threading.current_thread() is threading.main_thread():
-            cls.before = signal.signal(signal.SIGTERM, cls.on_signal)
-
-    @classmethod
-    def forget(cls):
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, cls.before)
-
-    @classmethod
-    def on_signal(cls, *_):
-        cls.asked = True
-        if cls.at_once:
-            cls.at_once = False
-            raise cls
-
-
-def together(work, at_once=False):
-    """work() in every process.  -> what each returned, in order of ranks.
-
-    What ends the run well in one of them, SIGTERM or a sampler that is gone, is raised in all, between two
-    collective operations. at_once: SIGTERM interrupts the work, which must be without such operations.
-    """
-    result = problem = None
-    try:
-        try:
-            Preempted.at_once = at_once
-            result = None if Preempted.asked else work()
-        finally:
-            Preempted.at_once = False
-        if Preempted.asked:
-            raise Preempted
-    except (OSError, Preempted) as error:
-        problem = error
-    results = [(result, problem)] * num_ranks()
+    """Join the processes of torchrun, if it started this one.  -> the device of this process"""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
-        dist.all_gather_object(results, (result, problem))
-    for _, problem in results:
-        if problem:
-            raise problem
-    return [result for result, _ in results]
+        if not args.run_dir and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            raise BadInput("--run-dir: needed with --max-restarts, or a restart would begin a new run")
+        # Each process sees its own GPU alone, as vLLM wants it too.
+        gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
+        # The store outlives a restart; what an earlier attempt wrote into it must not be read.
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def total(tensor):
-    """The sum of a tensor over all processes, in its place."""
+def print_rank_0(text, file=None):
+    if RANK == 0:
+        tqdm.write(text, file)  # beside the progress bar
+
+
+def gather(items):
+    """The lists of all processes as one, in order of ranks, in each of them."""
+    parts = [items] * WORLD_SIZE
     if UNDER_TORCHRUN:
-        dist.all_reduce(tensor)
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    if UNDER_TORCHRUN:
+        dist.all_reduce(tensor, op)
     return tensor
 
 
-def share(size):
+def shard(size):
     """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
-    return range(rank() * size // num_ranks(), (rank() + 1) * size // num_ranks())
+    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
-def shard(model, device):
-    """A model on its device. Under torchrun each process keeps a part of each weight (FSDP2); a layer's are
-    gathered when it computes.
-    """
+def full_tensor(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def distribute(model, device):
+    """A model on its device. Under torchrun a layer's weights are gathered when it computes (FSDP2)."""
     if not UNDER_TORCHRUN:
         return model.to(device)
-    mesh = dist.init_device_mesh(device.type, (num_ranks(),))
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
@@ -666,139 +431,83 @@ def shard(model, device):
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    model.as_forward = lambda function, *given: function(*given)
+    model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
     model.reshard()
     return model
 
 
-def as_forward(model, function, *given):
-    """function(*given) as the model's forward pass: what it calls of a sharded model has whole weights."""
+def as_forward(model, function):
+    """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
     if not isinstance(model, FSDPModule):
-        return function(*given)
-    result = model.as_forward(function, *given)
+        return function()
+    result = model.as_forward(function)
     if not torch.is_grad_enabled():
         model.reshard()  # else its backward pass does; until then it shows whole parameters
     return result
 
 
-def gather_weights(model, whole):
-    """Whole weights on each process, until they are let go: meanwhile none waits for another to compute."""
+def unshard(model, whole):
+    """Whole weights on each process until they are let go: sampling then waits for no other process."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(not whole and module is not model, recurse=False)
             module.unshard() if whole else module.reshard()
 
 
-def plain(tensor):
-    """A tensor whose parts lie in several processes as a whole one, in all of them; others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def saved_weights(model):
-    """(name, tensor) of an adapter's weights, or of all; to be read to the end by all processes together."""
+def trained_weights(model):
+    """(name, whole tensor) of an adapter's weights, or of all; all processes read to the end."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict().items():  # names a tied head too, as vLLM must be told
         if not isinstance(model, peft.PeftModel) or name in trained:
-            yield name, plain(tensor)
-
-
-def whole_weights(model):
-    """What save_pretrained is to write of a sharded model, on the CPU; None where it can see for itself."""
-    if UNDER_TORCHRUN:
-        # Without the second name of a tied head.
-        once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        keep = once if rank() == 0 else ()  # the first process writes
-        return {name: tensor.cpu() for name, tensor in saved_weights(model) if name in keep}
-    return None
-
-
-def optimizer_state(optimizer):
-    """As torch saves it, with whole tensors: it loads into any number of processes."""
-    state = optimizer.state_dict()
-    return state | dict(state={index: {name: plain(value).cpu() for name, value in moments.items()}
-                               for index, moments in state["state"].items()})
-
-
-def split(tensor, parameter):
-    """A whole tensor as the parameter is: this process's part of it where that is sharded."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    mesh, tensor = parameter.device_mesh, tensor.to(parameter.device)
-    return distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
-
-
-def load_optimizer(optimizer, state):
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.load_state_dict(state | dict(state={
-        index: {name: value if name == "step" else split(value, parameters[index])
-                for name, value in moments.items()} for index, moments in state["state"].items()}))
-
-
-def deal(sizes):
-    """Items for each process, evenly by size: the largest first, to whoever has least.
-
-    -> the indices of each rank's items, the same in every process
-    """
-    loads, hands = [0] * num_ranks(), [[] for _ in range(num_ranks())]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        least = loads.index(min(loads))
-        hands[least].append(index)
-        loads[least] += sizes[index]
-    return [sorted(hand) for hand in hands]
-
-
-def seed_of(text):
-    """A seed for `uniform` that a text names."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+            yield name, full_tensor(tensor)
 
 
 # Engine: load, generate, sync
 
 
-def find_model(name):
-    """A folder as given, or beside this script (the defaults work from anywhere), or a hub id."""
-    folders = [str(f) for f in (Path(name), Path(__file__).parent / name) if (f / "config.json").is_file()]
-    if not folders and (Path(name).exists() or name.count("/") != 1 or name.startswith("models/")):
-        raise BadInput(f"--model {name}: expected a folder with config.json and weights, or a hub id")
-    return folders[0] if folders else name
-
-
-def load_pretrained(kind, name, **options):
-    """kind.from_pretrained of a model's name. Raises BadInput with the first line of what went wrong."""
-    folder = find_model(name)
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
+    beside = Path(__file__).parent / name  # the defaults work from anywhere
+    path = beside if beside.is_dir() and not Path(name).is_dir() else name
     try:
-        return kind.from_pretrained(folder, **options)
+        if not Path(path).is_dir() and (name.count("/") != 1 or name.startswith("models/")):
+            raise ValueError("expected a folder with config.json and weights, or a hub id")
+        return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        what = "tokenizer" if kind is AutoTokenizer else "weights"
-        raise BadInput(f"--model {name}: its {what} cannot be loaded ({first_line(error)})") from error
+        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)})") from error
 
 
-def load_tokenizer(name):
-    """The tokenizer of a model, with a padding token."""
-    tokenizer = load_pretrained(AutoTokenizer, name)
+def load_tokenizer(args):
+    """The model's tokenizer, with a padding token."""
+    tokenizer = from_pretrained(AutoTokenizer, args.model)
     if tokenizer.eos_token_id is None:
-        raise BadInput(f"--model {name}: its tokenizer has no eos token, so no response could end")
+        raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
+    if args.chat_template == "model" and tokenizer.chat_template is None:
+        raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
+@torch.no_grad()
 def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
-    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
-    with torch.no_grad():
-        ids = torch.arange(4)[None]
-        logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-2):
-            raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which "
-                           "this script does not")
+    model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
+    logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
+    if not torch.allclose(logits, model(ids).logits, atol=1e-2):
+        raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
+                       "script does not")
     return model
 
 
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def weights_sha256(model, adapter=""):
+    """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
+    digest = hashlib.sha256(sha256(Path(adapter, "adapter_model.safetensors")).encode() if adapter else b"")
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def add_lora(model, args, checkpoint=""):
@@ -806,35 +515,23 @@ def add_lora(model, args, checkpoint=""):
 
     Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
     """
-    if folder := checkpoint or args.lora_adapter_path:
-        try:
-            names = set(load_file(Path(folder, "adapter_model.safetensors")))
+    folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
+    try:
+        if folder:
             config = peft.LoraConfig.from_pretrained(folder)
             config.lora_dropout, config.inference_mode = 0.0, False
             model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
+            names = set(load_file(Path(folder, "adapter_model.safetensors")))
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
             return model
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            raise BadInput(f"--lora-adapter-path {folder}: expected adapter_config.json and "
-                           f"adapter_model.safetensors for {args.model} ({first_line(error)})") from error
-    targets = args.lora_target_modules
-    config = peft.LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
-        target_modules=targets if targets == "all-linear" else targets.split(","),
-        exclude_modules=[name for name in args.lora_exclude_modules.split(",") if name] or None)
-    try:
-        return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise BadInput(f"--lora-target-modules {targets}: {first_line(error)}") from error
-
-
-def adapter_sha256(folder):
-    """Of the weights of an adapter that PEFT saved. Raises BadInput where there is none."""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not Path(folder, name).is_file():
-            raise BadInput(f"--lora-adapter-path {folder}: expected a folder with {name}")
-    return sha256(Path(folder, "adapter_model.safetensors"))
+        # An adapted vocabulary would change the size of a merged model.
+        return peft.get_peft_model(model, peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=args.lora_alpha, exclude_modules=["lm_head", "embed_tokens"],
+            target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+        raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
 
 def precision(args, device):
@@ -850,6 +547,15 @@ def pad(rows, value, device, left=False, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
+def seed_of(text):
+    """A seed for `uniform` that a text names."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+GAMMA = -0x61c8864680b583eb
+
+
 def uniform(state):
     """A number in [0, 1) from each row's own state, so that none depends on what is sampled beside it:
     splitmix64 (Steele et al., OOPSLA 2014, fig. 17), whose state grows by GAMMA from number to number.
@@ -861,9 +567,6 @@ def uniform(state):
         z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
     z = z ^ (z >> 31 & (1 << 33) - 1)
     return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
-
-
-GAMMA = -0x61c8864680b583eb
 
 
 def sample(logits, temperature, uniform):
@@ -968,74 +671,70 @@ class EngineError(OSError):
     """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
 
 
+Request = collections.namedtuple("Request", "order future prompt_ids temperature seed")
+
+
 class Engine:
-    """A sampler: submit prompts under keys, then collect the replies that are finished while it is busy."""
+    """A sampler. Episodes await `sample`, while `serve` runs beside them and answers."""
+
+    def __init__(self, model, tokenizer, args):
+        self.model, self.tokenizer, self.args, self.eos = model, tokenizer, args, eos_ids(model, tokenizer)
+
+    def begin_rollout(self):
+        # `playing`: the episodes that wait for the engine or soon will, and not for a sub-agent.
+        self.requests, self.playing, self.changed = [], set(), asyncio.Event()
+
+    def end_rollout(self):
+        pass
+
+    async def sample(self, prompt_ids, temperature, seed=0, order=()):
+        """-> response_ids, logprobs"""
+        request = Request(order, asyncio.get_running_loop().create_future(), prompt_ids, temperature, seed)
+        self.requests.append(request)
+        self.changed.set()
+        return await request.future
+
+    async def next_requests(self):
+        """Wait for a change.  -> what is asked by then, in order; a timeout may have ended who asked."""
+        await self.changed.wait()
+        self.changed.clear()
+        waiting = [request for request in self.requests if not request.future.done()]
+        return sorted(waiting, key=lambda request: request.order)
 
     def sync_weights(self, model):
         """Hand over the trained weights."""
 
-    def wake(self):
-        """Before a rollout, in all processes together."""
-
     def sleep(self):
-        """Give the device's memory back until the next hand-over or rollout."""
-
-    def close(self):
-        """Drop what is still asked."""
+        """Give the device's memory back until the next hand-over."""
 
 
 class HfEngine(Engine):
     """Samples with the trained weights themselves: nothing to hand over, no other arithmetic."""
 
-    continuous = False  # the replies to all waiting prompts come together
+    def begin_rollout(self):
+        super().begin_rollout()
+        unshard(self.model, whole=True)
 
-    def __init__(self, model, tokenizer, args):
-        self.model, self.tokenizer, self.args, self.waiting = model, tokenizer, args, []
-        self.eos = eos_ids(model, tokenizer)
+    def end_rollout(self):
+        unshard(self.model, whole=False)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting)
-
-    def wake(self):
-        gather_weights(self.model, whole=True)
-
-    def sleep(self):
-        gather_weights(self.model, whole=False)
-
-    def submit(self, key: int, prompt: list[int], temperature: float, seed: int = 0):
-        self.waiting.append((key, prompt, temperature, seed))
-
-    def collect(self):
-        """-> [(key, response_ids, logprobs)]"""
-        waiting, self.waiting, replies = self.waiting, [], []
+    async def serve(self):
+        """Answer all together, once every episode in play waits; so no batch depends on timing."""
         limit = self.args.max_response_tokens
-        # A cached token costs far less memory than a trained one, hence the factor.
-        longest = max(len(prompt) for _, prompt, *_ in waiting) + limit
-        rows = max(1, 16 * self.args.microbatch_tokens // longest)
-        for start in range(0, len(waiting), rows):
-            keys, prompts, temperatures, seeds = zip(*waiting[start:start + rows], strict=True)
-            with precision(self.args, self.model.device):
-                sampled = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
-            replies += [(key, *reply) for key, reply in zip(keys, sampled, strict=True)]
-        return replies
-
-
-def import_vllm(device):
-    """The library, not installed with the others; what it reads from the environment is set before."""
-    if device.index:
-        raise BadInput(f"--device {device}: vLLM takes the first GPU that it sees; use --device cuda with "
-                       f"CUDA_VISIBLE_DEVICES={device.index}")
-    # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if device.type == "cpu":
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
-    try:
-        import vllm
-    except ImportError as error:
-        raise BadInput(f"--engine vllm: {first_line(error)}; see requirements-vllm.txt") from error
-    return vllm
+        while True:
+            waiting = await self.next_requests()
+            if len(waiting) < max(len(self.playing), 1):
+                continue
+            self.requests = []
+            # A cached token costs far less memory than a trained one, hence the factor.
+            longest = max(len(request.prompt_ids) for request in waiting) + limit
+            rows = max(1, 16 * self.args.microbatch_tokens // longest)
+            for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
+                _, futures, prompts, temperatures, seeds = zip(*part, strict=True)
+                with precision(self.args, self.model.device):
+                    replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
+                for future, reply in zip(futures, replies, strict=True):
+                    future.set_result(reply)
 
 
 class VllmEngine(Engine):
@@ -1044,70 +743,74 @@ class VllmEngine(Engine):
     A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
     """
 
-    continuous = True
-
-    def __init__(self, args, eos, device, lora_rank, folder):
-        vllm, gpu = import_vllm(device), device.type == "cuda"
-        memory = (dict(gpu_memory_utilization=args.vllm_gpu_memory, enable_sleep_mode=args.vllm_sleep) if gpu
-                  else dict(kv_cache_memory_bytes=int(args.vllm_cpu_cache * 2**30), enforce_eager=True))
-        if lora_rank:
-            allowed = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= lora_rank), lora_rank)
-            memory |= dict(enable_lora=True, max_loras=1, max_lora_rank=allowed)
+    def __init__(self, model, tokenizer, args, folder):
+        super().__init__(model, tokenizer, args)
+        # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        options = dict(gpu_memory_utilization=0.4, enable_sleep_mode=True)
+        if model.device.type == "cpu":
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
+            options = dict(kv_cache_memory_bytes=2**28, enforce_eager=True)
+        if args.lora:
+            sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+            largest = next((size for size in sizes if size >= model.peft_config["default"].r), 512)
+            options |= dict(enable_lora=True, max_loras=1, max_lora_rank=largest)
         try:
+            import vllm  # not installed with the others
+            for name, text in envs.parse_options(args.vllm_kwargs).items():
+                with contextlib.suppress(ValueError):  # what is not JSON is a text
+                    text = json.loads(text)
+                options[name] = text
             self.llm = vllm.LLM(
-                find_model(args.model), skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
+                model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
                 # Weights that training will replace start as noise: whatever does not arrive shows at once.
-                load_format="auto" if lora_rank else "dummy",
+                load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
-                logprobs_mode="processed_logprobs",
-                max_model_len=args.max_context_tokens, max_num_seqs=args.vllm_max_seqs, seed=args.seed,
-                disable_log_stats=True, **memory)
-        except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
-            raise BadInput(f"--engine vllm: {first_line(error)}") from error
-        self.vllm, self.eos, self.folder, self.lora, self.running = vllm, eos, folder, None, set()
-        self.sampling = dict(max_tokens=args.max_response_tokens, stop_token_ids=eos, logprobs=0,
+                logprobs_mode="processed_logprobs", disable_log_stats=True, seed=args.seed,
+                **dict(max_model_len=args.max_context_tokens, max_num_seqs=256) | options)
+        except (ImportError, TypeError, ValueError, RuntimeError, OSError, NotImplementedError) as error:
+            raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
+        self.vllm, self.folder, self.lora, self.asleep = vllm, folder / str(RANK), None, False
+        self.sampling = dict(max_tokens=args.max_response_tokens, stop_token_ids=self.eos, logprobs=0,
                              detokenize=False)
-        self.sleep_level = 0 if not gpu or not args.vllm_sleep else 1 if lora_rank else 2
-        self.asleep = False
+        self.sleep_level = 0 if not options.get("enable_sleep_mode") else 1 if args.lora else 2
 
-    @property
-    def busy(self):
-        return bool(self.running)
-
-    def submit(self, key, prompt, temperature, seed=0):
-        params = self.vllm.SamplingParams(temperature=temperature, **self.sampling)
-        prompt = self.vllm.TokensPrompt(prompt_token_ids=prompt)
-        self.llm.llm_engine.add_request(str(key), prompt, params, lora_request=self.lora)
-        self.running.add(key)
-
-    def collect(self):
-        """One step of the whole batch.  -> [(key, response_ids, logprobs)] of the replies that it ended."""
-        ended = [(int(out.request_id), out.outputs[0]) for out in self.llm.llm_engine.step() if out.finished]
-        self.running -= {key for key, _ in ended}
-        return [(key, list(reply.token_ids), [of[token].logprob for token, of
-                                              in zip(reply.token_ids, reply.logprobs, strict=True)])
-                for key, reply in ended]
+    async def serve(self):
+        engine, running = self.llm.llm_engine, {}
+        try:
+            while True:
+                for request in await self.next_requests():
+                    params = self.vllm.SamplingParams(temperature=request.temperature, **self.sampling)
+                    prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
+                    engine.add_request(str(id(request)), prompt, params, lora_request=self.lora)
+                    running[str(id(request))] = request
+                self.requests = []
+                for output in engine.step() if running else ():
+                    if output.finished and not (future := running.pop(output.request_id).future).done():
+                        ids, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
+                        future.set_result((list(ids), [of[token].logprob for token, of
+                                                       in zip(ids, logprobs, strict=True)]))
+                await asyncio.sleep(0)  # whoever can go on may ask before the next step
+                if running:
+                    self.changed.set()
+        finally:
+            engine.abort_request([*running])
 
     def sync_weights(self, model):
         """All that reaches into the engine. What its prefix cache holds was computed with the old weights."""
         if self.asleep:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        if isinstance(model, peft.PeftModel):
+        if self.args.lora:
             # An adapter under the name or number of an earlier one would be that one.
             number = self.lora.lora_int_id + 1 if self.lora else 1
             path = write_weights(model, self.folder / str(number))
-            before, make = self.lora, self.vllm.lora.request.LoRARequest
-            self.lora = make(f"policy-{number}", number, path)
-            try:
-                self.llm.llm_engine.add_lora(self.lora)
-            except (ValueError, RuntimeError) as error:
-                raise EngineError(f"vLLM cannot use this adapter: {first_line(error)}") from error
-            if before:
-                shutil.rmtree(before.lora_path)
+            self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+            self.llm.llm_engine.add_lora(self.lora)
+            shutil.rmtree(self.folder / str(number - 1), ignore_errors=True)
         else:
-            # state_dict names a tied head, which named_parameters leaves out and vLLM would then not change.
-            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=saved_weights(model)))
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=trained_weights(model)))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -1118,153 +821,105 @@ class VllmEngine(Engine):
             self.llm.sleep(self.sleep_level)
             self.asleep = True
 
-    def close(self):
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 class VllmServers(Engine):
     """Running vLLM servers that see the run's folder (docs/engines.md has the command that starts one).
 
-    A server that fails is asked again after growing pauses. By then it may be a new process with the weights
-    that it was started with, so it is handed the policy's first.
+    A request that fails is not tried again: a server that was started anew would answer with other weights.
     """
 
-    continuous = True
-
-    def __init__(self, args, eos, lora, folder):
-        self.args, self.eos, self.lora, self.folder = args, eos, lora, folder
-        self.session, self.stop = requests.Session(), threading.Event()
+    def __init__(self, model, tokenizer, args, folder):
+        super().__init__(model, tokenizer, args)
+        self.session, self.folder, self.number = requests.Session(), folder, 0
         self.session.trust_env = False  # a proxy for the web is not for these
-        self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=args.vllm_max_seqs))
-        self.threads = ThreadPoolExecutor(args.vllm_max_seqs)
-        self.waiting, self.asked, self.count = {}, {}, 0
-        self.number, self.path, self.pushes, self.locks, self.names, self.failed = 0, None, {}, {}, {}, set()
-        self.tag, self.problem = together(os.urandom(4).hex)[0], "closed"
+        self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=256))
+        self.tag = gather([os.urandom(4).hex()])[0]
+        self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):
-            self.pushes[url], self.locks[url] = 0, threading.Lock()
-            self.names[url], longest = self.persist(url, functools.partial(self.describe, url))
-            if longest < args.max_context_tokens:
+            card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
+            self.models[url] = card["id"]
+            if card["max_model_len"] < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
-                               f"--max-model-len {longest}")
-
-    @property
-    def busy(self):
-        return bool(self.waiting or self.asked)
-
-    def submit(self, key, prompt, temperature, seed=0):
-        # Replies to one prompt are one request, which halves their cost; greedy ones may not be.
-        self.waiting.setdefault((tuple(prompt), temperature, 0 if temperature else key), []).append(key)
-
-    @property
-    def adapter(self) -> str:
-        return f"policy-{self.tag}-{self.number}"
-
-    def describe(self, url):
-        card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
-        return card["id"], int(card["max_model_len"])
-
-    def ask(self, url, prompt, temperature, num_replies):
-        # All that a server would otherwise take from the model's generation config is said.
-        answer = self.call(url, "/v1/completions", dict(
-            model=self.names[url], prompt=prompt, n=num_replies, temperature=temperature, top_p=1.0, top_k=0,
-            min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
-            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True))
-        replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"])
-                   for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
-        whole = sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies)
-        if not len(replies) == whole == num_replies:
-            raise ValueError(f"{whole} replies of {num_replies}")
-        return replies
-
-    def collect(self):
-        """Ask for what waits, and wait a moment.  -> [(key, response_ids, logprobs)] of what came."""
-        for (prompt, temperature, _), keys in self.waiting.items():
-            url = list(self.names)[self.count % len(self.names)]
-            ask = functools.partial(self.ask, url, prompt, temperature, len(keys))
-            self.asked[self.threads.submit(self.persist, url, ask)] = keys
-            self.count += 1
-        self.waiting = {}
-        done, _ = wait(self.asked, timeout=0.05, return_when=FIRST_COMPLETED)
-        return [(key, *reply) for future in done
-                for key, reply in zip(self.asked.pop(future), future.result(), strict=True)]
+                               f"--max-model-len {card['max_model_len']}")
 
     def call(self, url, path, body=None):
         """One request: POST with a body, GET without.  -> the answer's JSON."""
-        answer = self.session.request("POST" if body else "GET", url + path, json=body,
-                                      timeout=(5, self.args.vllm_timeout))
-        unknown_adapter = answer.status_code == 404 and path == "/v1/completions"  # by a server that is new
-        if answer.status_code >= 500 or unknown_adapter:
-            answer.raise_for_status()
-        if not answer.ok:
-            raise EngineError(f"{url}{path} answered {answer.status_code}: {answer.text[:300]} "
-                              "(docs/engines.md has the command that starts a server)")
-        return answer.json() if answer.text.startswith("{") else {}
+        try:
+            answer = self.session.request("POST" if body else "GET", url + path, json=body, timeout=(5, 600))
+            if answer.ok:
+                return answer.json() if answer.text.startswith("{") else {}
+            problem = f"answered {answer.status_code}: {answer.text[:300]}"
+        except (requests.RequestException, ValueError) as error:
+            problem = f"does not answer: {first_line(error)}"
+        raise EngineError(f"--vllm-url {url}: {path} {problem} (docs/engines.md)")
 
-    def persist(self, url, action):
-        """The action's result; where it fails for the server's sake, after a pause and a hand-over again."""
-        pushes = self.pushes[url]
-        for attempt in range(self.args.vllm_retries + 1):
-            try:
-                with self.locks[url]:  # one hands over, for all that failed together and for new requests too
-                    if url in self.failed and self.path:
-                        self.push(url)
-                    pushes = self.pushes[url]
-                return action()
-            except (requests.RequestException, LookupError, TypeError, ValueError) as error:
-                failure = error
-                if self.pushes[url] == pushes:
-                    self.failed.add(url)
-            if attempt == self.args.vllm_retries or self.stop.wait(min(2**attempt, 30)):
-                break
-        if not self.stop.is_set():  # the other requests need not try either, and say the same
-            self.problem = f"--vllm-url {url}: no answer after {attempt + 1} tries ({first_line(failure)})"
-            self.stop.set()
-        raise EngineError(self.problem)
+    def ask(self, url, prompt_ids, temperature, num_replies):
+        """-> [(response_ids, logprobs)] of one prompt"""
+        # All that a server would otherwise take from the model's generation config is said.
+        answer = self.call(url, "/v1/completions", dict(
+            model=self.models[url], prompt=prompt_ids, n=num_replies, temperature=temperature, logprobs=0,
+            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True,
+            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+            frequency_penalty=0.0))
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+            if num_replies == len(replies) == sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
+                return replies
+        except (LookupError, TypeError):
+            pass
+        raise EngineError(f"--vllm-url {url}: not {num_replies} replies with token ids, as were asked for")
 
-    def push(self, url):
-        """Hand the weights in self.path to a server. What it had cached was computed with older ones."""
-        if self.lora:
-            # Under a new name: one loaded in place is read from the disk again by every batch of requests.
-            name = self.adapter
-            loaded = {card["id"] for card in self.call(url, "/v1/models")["data"]}
-            if name not in loaded:
-                self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=self.path))
-            for old in loaded - {name}:
-                if re.match("policy-[0-9a-f]{8}-", old):
-                    self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
-            self.names[url] = name
-        else:
-            load = dict(method="reload_weights", kwargs=dict(weights_path=self.path))
-            self.call(url, "/collective_rpc", load)
-        self.call(url, "/reset_prefix_cache", {"reset": True})
-        self.pushes[url] += 1
-        self.failed.discard(url)
+    async def serve(self):
+        count, asked = 0, set()
+        while True:
+            groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
+            for request in await self.next_requests():
+                key = tuple(request.prompt_ids), request.temperature or request.order
+                groups.setdefault(key, []).append(request)
+            self.requests = []
+            for group in groups.values():
+                url, count = list(self.models)[count % len(self.models)], count + 1
+                asked.add(asyncio.create_task(self.answer(url, group)))
+
+    async def answer(self, url, group):
+        try:
+            results = await in_thread(self.ask, url, group[0].prompt_ids, group[0].temperature, len(group))
+        except EngineError as error:
+            results = [error] * len(group)
+        for request, result in zip(group, results, strict=True):
+            if isinstance(result, EngineError) and not request.future.done():
+                request.future.set_exception(result)
+            elif not request.future.done():
+                request.future.set_result(result)
 
     def sync_weights(self, model):
+        """Hand the weights to each server. What it had cached was computed with older ones."""
         self.number += 1
-        before, self.path = self.path, write_weights(model, self.folder / f"{self.tag}-{self.number}", 0)
-        for url in self.names:
-            if rank() == 0:
-                self.persist(url, functools.partial(self.push, url))
-            elif self.lora:
-                self.names[url] = self.adapter
-        if before and rank() == 0:
+        before, name = self.folder / f"{self.tag}-{self.number - 1}", f"policy-{self.tag}-{self.number}"
+        path = write_weights(model, self.folder / f"{self.tag}-{self.number}", writes=RANK == 0)
+        for url in self.models:
+            if RANK == 0 and self.args.lora:
+                # Under a new name: one loaded in place is read from the disk by every batch of requests.
+                loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
+                self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+                for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
+                    self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
+            elif RANK == 0:
+                load = dict(method="reload_weights", kwargs=dict(weights_path=path))
+                self.call(url, "/collective_rpc", load)
+            if RANK == 0:
+                self.call(url, "/reset_prefix_cache", {"reset": True})
+            if self.args.lora:
+                self.models[url] = name
+        gather([])  # the others wait until the servers have them
+        if RANK == 0:
             shutil.rmtree(before, ignore_errors=True)
 
-    def close(self):
-        """Do not wait for what is still being asked. The last weights stay: a server may read them again."""
-        self.stop.set()
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        self.session.close()
 
-
-def write_weights(model, folder, only=None):
-    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path.
-
-    only: the one process that writes them; otherwise each does, in a folder of its own.
-    """
-    writes = only in (None, rank())
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in saved_weights(model) if writes}
+def write_weights(model, folder, writes=True):
+    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path"""
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in trained_weights(model) if writes}
     if writes and isinstance(model, peft.PeftModel):
         model.save_pretrained(folder, state_dict=tensors)
     elif writes:
@@ -1277,42 +932,9 @@ def make_engine(model, tokenizer, args, folder):
     """The sampler that --engine and --vllm-url name; it writes weights that it hands over into `folder`."""
     if args.engine == "hf":
         return HfEngine(model, tokenizer, args)
-    eos, lora = eos_ids(model, tokenizer), isinstance(model, peft.PeftModel)
-    if args.vllm_url:
-        shutil.rmtree(folder, ignore_errors=True)  # left behind by a killed run
-        return VllmServers(args, eos, lora, folder)
-    folder = folder / str(rank())
-    shutil.rmtree(folder, ignore_errors=True)
-    return VllmEngine(args, eos, model.device, model.peft_config["default"].r if lora else 0, folder)
-
-
-def check_sync(engine, model, tokenizer, args):
-    """Mean difference of the log-probabilities that sampler and trainer give to the same tokens [nats].
-
-    After a prompt so long that a stale prefix cache shows. Raises EngineError over SYNC_TOLERANCE.
-    """
-    length = min(256, args.max_context_tokens - args.max_response_tokens)
-    prompt = np.random.default_rng(0).integers(len(tokenizer), size=length).tolist()
-    for key in range(8):
-        engine.submit(key, prompt, args.temperature, key)
-    segments = []
-    while engine.busy:
-        for _, ids, logprobs in engine.collect():
-            segments.append(Segment(prompt))
-            segments[-1].append(ids, 1, logprobs)
-    for segment in segments:  # as many passes in each process
-        batch = collate([segment], tokenizer.pad_token_id, model.device)
-        write_logprobs(model, [segment], batch, "old_logprobs", args)
-    difference = float(np.mean(np.abs(np.concatenate(
-        [np.subtract(segment.old_logprobs, segment.rollout_logprobs) for segment in segments]))))
-    if not difference <= SYNC_TOLERANCE[args.dtype]:
-        raise EngineError(f"after the hand-over of weights sampler and trainer differ by {difference:.2g} "
-                          f"nats per token; tolerated are {SYNC_TOLERANCE[args.dtype]} in {args.dtype} "
-                          "(docs/engines.md, troubleshooting)")
-    return difference
-
-
-SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2}  # [nats]
+    if RANK == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # left behind by an earlier run
+    return (VllmServers if args.vllm_url else VllmEngine)(model, tokenizer, args, folder)
 
 
 class Critic(torch.nn.Module):
@@ -1342,10 +964,6 @@ class Critic(torch.nn.Module):
             values = self.head(hidden.float()).squeeze(-1)
         return values[batch["row_of_segment"]]
 
-    def trained(self) -> dict:
-        """Name to weight of what an optimiser changes and a checkpoint holds."""
-        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
-
 
 def make_critic(policy, backbone, args):
     """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
@@ -1355,10 +973,10 @@ def make_critic(policy, backbone, args):
     if args.critic == "own":
         decoder, _ = decoder_and_head(add_lora(backbone, args) if args.lora else backbone)
     critic = Critic(decoder, head.in_features, policy if args.critic == "shared" else None)
-    return shard(critic, policy.device)
+    return distribute(critic, policy.device)
 
 
-# Rollout: tasks to scored token sequences
+# Rollout: tasks to scored token sequences, one coroutine for each episode
 
 
 @dataclasses.dataclass
@@ -1394,23 +1012,22 @@ class Segment:
 
 @dataclasses.dataclass(eq=False)
 class Rollout:
-    """One episode: its texts, its tokens (one segment, or more where the history was cut) and its score."""
+    """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
 
     task: envs.Task
     number: int  # within the group; of a sub-agent, among its parent's
-    messages: list[dict]
-    segments: list[Segment]
-    steps: list[envs.Step] = dataclasses.field(default_factory=list)
-    termination: str = ""  # one of TERMINATIONS once it is over
-    reward: float = 0.0
+    order: tuple  # among all episodes of the rollout
+    draws: str  # names its random numbers
+    messages: list[dict] = dataclasses.field(default_factory=list)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
+    steps: list[envs.Step] = dataclasses.field(default_factory=list)
+    children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
+    text: str = ""  # the last segment, as far as the model has seen and said it
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
-    cut: str = ""  # the termination, while the environment is asked what the episode is worth so far
+    termination: str = ""  # one of TERMINATIONS once it is over
     retries: int = 0
-    children: list[Rollout] = dataclasses.field(default_factory=list)  # sub-agents
-    parent: Rollout | None = None
-    key: int = 0  # that the engine knows it by
-    draws: str = ""  # names its random numbers
+    reward: float = 0.0
 
     @property
     def info(self) -> dict:
@@ -1421,7 +1038,7 @@ class Rollout:
         return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
 
     @property
-    def family(self) -> list[Rollout]:
+    def family(self) -> list["Rollout"]:
         """Itself, then its sub-agents, each followed by its own."""
         return [self, *(member for child in self.children for member in child.family)]
 
@@ -1432,21 +1049,17 @@ class Rollout:
         return said[-1] if said and self.termination != "error" else ""
 
     @property
-    def reply_seed(self) -> int:
-        """Of the next reply's random numbers."""
-        return seed_of(f"{self.draws} {self.retries} {len(self.turns)}")
-
-    def restart(self):
-        """Back to the task alone."""
-        self.messages, self.segments = list(self.task.messages), [Segment(self.segments[0].prompt_ids)]
-        self.steps, self.turns, self.start, self.children, self.cut = [], [], 0, [], ""
-        self.retries += 1
+    def num_generated(self) -> int:
+        """Tokens that the policy chose, its sub-agents' included."""
+        return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
 
 
 # done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
 # --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
 TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
-CUTS = ("length", "context", "turns")
+ENV_THREADS = 8  # calls at once of an environment that waits for something
+EPISODE_RETRIES = 2  # times that an episode whose environment fails is played again from its start
+CLOSING = 10.0  # longest wait for an environment that is being closed [s]
 
 
 def episode_reward(rollout: Rollout) -> list[float]:
@@ -1459,7 +1072,7 @@ def episode_reward(rollout: Rollout) -> list[float]:
     return [step.reward for step in rollout.steps]
 
 
-def set_rewards(r, rewards):
+def set_reward(r, rewards):
     """Put a turn's reward at its last token; a single number is the last turn's."""
     if not isinstance(rewards, (list, tuple)):
         rewards = [0.0] * (len(r.turns) - 1) + [rewards]
@@ -1470,419 +1083,281 @@ def set_rewards(r, rewards):
         r.segments[segment].rewards[end - 1] = float(reward)
 
 
-def encode_prompt(messages, tokenizer, args):
-    """Ids of the messages and of the opening of the model's turn."""
+def render(messages, tokenizer, args):
+    """The text of a history and of the opening of the model's turn."""
     if args.chat_template == "plain":
-        return tokenizer("".join(message["content"] for message in messages)).input_ids
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+        return "".join(message["content"] for message in messages)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def encode_answer(messages, tokenizer, args):
-    """Ids of the environment's messages as they follow a reply that ended with eos."""
-    if args.chat_template == "plain":
-        text = "".join(message["content"] for message in messages)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    mark = "@@reply@@"  # that no template contains
-    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
-    text = tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
-    tail = text[text.index(mark) + len(mark):]
-    closing, eos, rest = tail.partition(tokenizer.eos_token)
+def encode_prompt(text, tokenizer, args):
+    if len(text) > 100 * args.max_context_tokens:
+        return [tokenizer.pad_token_id] * args.max_context_tokens  # megabytes do not fit, and take long
+    return tokenizer(text, add_special_tokens=args.chat_template == "plain").input_ids
+
+
+def extension(text, seen, reply, tokenizer):
+    """What `text` adds to what the model has seen and to its reply, which ended with eos; None where the
+    template has rewritten some of that.
+    """
+    rest = text[len(seen):]
+    if not rest.startswith(reply):  # templates trim what they are given
+        rest, reply = rest.lstrip(), reply.strip()
+    if not (text.startswith(seen) and rest.startswith(reply)):
+        return None
+    closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
     # Usually the reply's own eos has closed the turn; a template with another closing mark keeps that mark.
-    return tokenizer(rest if eos and not closing.strip() else tail, add_special_tokens=False).input_ids
-
-
-def check_template(tokenizer, args, multi_turn):
-    """Refuse a missing template, and one that changes earlier turns: a model would not read what it wrote."""
-    if args.chat_template == "plain":
-        return
-    if tokenizer.chat_template is None:
-        raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
-    reply = {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nthree"}
-    turns = [{"role": "user", "content": "one"}, reply, {"role": "user", "content": "four"}]
-    short, long = (tokenizer.apply_chat_template(part, tokenize=False) for part in (turns[:2], turns))
-    if multi_turn and not long.startswith(short.rstrip()):
-        raise BadInput(f"--model {args.model}: its chat template rewrites earlier turns, so the model would "
-                       "not read the tokens that it sampled; use --chat-template plain or another model")
-
-
-class Call:
-    """Work for a thread, whose result goes to a queue. Once `lost`, nobody waits for it."""
-
-    def __init__(self, results, work, r, *given):
-        self.results, self.work, self.r, self.given = results, work, r, given
-        self.begun = self.lost = False
-
-
-class EnvThreads:
-    """Threads that call environments. One whose call does not come back is left behind, not waited for."""
-
-    def __init__(self, count):
-        self.queue, self.count = queue.SimpleQueue(), count
-        for _ in range(count):
-            self.start()
-
-    def start(self, call=None):
-        """One more thread; call: what it does first."""
-        threading.Thread(target=self.work, args=(call,), daemon=True).start()
-
-    def work(self, call):
-        while call := call or self.queue.get():
-            call.begun = True
-            if not call.lost:
-                result = call.work(call.r, *call.given)
-                if call.lost:
-                    return  # another thread has taken this one's place
-                call.results.put((call.r, result))
-            call = None
-
-    def leave(self, call, first=None):
-        """Do not wait for a call any longer. first: a call that a thread in its place would begin with."""
-        call.lost = True
-        if call.begun:
-            self.start(first)
-        elif first:
-            self.queue.put(first)
-
-    def close(self):
-        for _ in range(self.count):
-            self.queue.put(None)
-
-
-class Play:
-    """The episodes of a rollout: who is to be answered by the engine or an environment, and how each ends.
-
-    One thread decides everything; others do no more than call env.start, step, resume and close.
-    """
-
-    CLOSING = 10.0  # longest wait for an environment that is being closed [s]
-
-    def __init__(self, engine, tokenizer, env, args, pool, rollouts):
-        self.engine, self.tokenizer, self.env, self.args, self.pool = engine, tokenizer, env, args, pool
-        self.waiting, self.keys = collections.deque(rollouts), itertools.count()
-        self.began = {}  # when each came into play: the episodes that are, without their sub-agents [s]
-        self.ready, self.asked = [], {}  # to be handed to the engine; what it works on, by key
-        self.live = {}  # envs.Episodes that are to be closed
-        self.calls, self.results = {}, queue.SimpleQueue()  # the threads' work on each
-        self.closing, self.closed = {}, queue.SimpleQueue()
-        self.called = {}  # the sub-agents that an episode waits for
-        for r in rollouts:
-            r.key = next(self.keys)
-
-    @property
-    def room(self) -> bool:
-        return bool(self.waiting) and len(self.began) < (self.args.max_concurrent or math.inf)
-
-    def ask(self, temperature):
-        """Fill the room that there is, and hand the engine what it is to answer."""
-        while self.room:
-            r = self.waiting.popleft()
-            self.began[r] = time.monotonic()
-            self.continue_if(fits(r, self.args), r)
-        for r in self.ready:
-            if not r.termination:  # it may have timed out since
-                self.engine.submit(r.key, r.segments[-1].ids, temperature, r.reply_seed)
-                self.asked[r.key] = r
-        self.ready = []
-
-    def continue_if(self, fit, r):
-        if fit:
-            self.ready.append(r)
-        else:
-            self.end(r, r.termination)
-
-    def hear(self):
-        """The engine's replies: each that ended goes to its environment."""
-        asked = time.monotonic()
-        replies = self.engine.collect() if self.engine.busy else []
-        self.patience = time.monotonic() - asked
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for _, ids, _ in replies]
-        for (key, ids, logprobs), text in zip(replies, texts, strict=True):
-            r = self.asked.pop(key)
-            if r.termination:
-                continue  # it timed out
-            segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-            segment.append(ids, 1, logprobs)
-            r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-            r.messages.append({"role": "assistant", "content": text})
-            if ids[-1] in self.engine.eos:
-                self.call(r, "step", text)
-            else:
-                self.end(r, "length")
-
-    def call(self, r, method, given):
-        self.calls[r] = call = Call(self.results, self.work, r, method, given)
-        self.pool.queue.put(call)
-
-    def work(self, r, method, given):
-        """In a thread: hand an episode a reply, or those of its sub-agents.  -> a Step, or what was raised"""
-        try:
-            if r not in self.live:
-                self.live[r] = self.env.start(r.task, self.args.seed)
-            step = None if r.termination else getattr(self.live[r], method)(given)
-            if r.termination:
-                self.drop(r, step)
-            elif method == "end" or (step.terminated or step.truncated) and not step.children:
-                self.release(r)
-            return step
-        except BaseException as error:
-            self.release(r)
-            return error
-
-    def release(self, r):
-        """Close an episode, whoever comes first; what it leaves behind must not end the run."""
-        if (episode := self.live.pop(r, None)) is not None:
-            with contextlib.suppress(BaseException):
-                episode.close()
-
-    def drop(self, r, step):
-        """A step that came too late: close its episode, and the sub-agents that it would have begun."""
-        self.release(r)
-        for _, self.live[r] in getattr(step, "children", ()):
-            self.release(r)
-
-    def settle(self):
-        """What the environments answered. While the engine has replies to work on, nothing waits for them."""
-        self.time_out()
-        results, began = [], time.monotonic()
-        while self.calls:
-            idle = not (results or self.ready or self.room or self.engine.busy)
-            # An engine that answers all prompts together is given all of them together; but where the clock
-            # runs, what takes longer than the replies did does not hold up the others.
-            late = self.args.episode_timeout and time.monotonic() - began > self.patience
-            wait = idle or not (self.engine.continuous or late)
-            try:
-                r, step = self.results.get(wait, timeout=0.1)
-            except queue.Empty:
-                if not wait:
-                    break
-                self.time_out()
-                continue
-            self.calls.pop(r, None)
-            results.append((r, step))
-        for r, step in sorted(results, key=lambda result: result[0].key):
-            if r.termination:
-                self.drop(r, step)
-            else:
-                self.take(r, step)
-
-    def take(self, r, step):
-        """Append a step's answer, call its sub-agents, or play the episode again where it failed."""
-        if isinstance(step, Exception):
-            tqdm.write(f"task {r.task.id}: the environment failed: {step!r}", sys.stderr)
-            if r.parent or r.retries == self.args.episode_retries:
-                self.end(r, "error")
-            else:
-                r.restart()
-                self.began[r] = time.monotonic()
-                self.ready.append(r)
-        elif isinstance(step, BaseException):
-            raise step
-        elif r.cut:
-            if step:  # beside what its last reply earned
-                earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
-                r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
-            self.end(r, r.cut)
-        elif step.children:
-            self.called[r] = [self.sub_agent(r, *child) for child in step.children]
-            for child in self.called[r]:
-                self.continue_if(fits(child, self.args), child)
-        else:
-            r.steps.append(step)
-            r.messages += step.messages
-            r.termination = "done" if step.terminated else "truncated" if step.truncated else (
-                "turns" if len(r.turns) == self.args.max_turns else "")
-            self.continue_if(not r.termination and observe(r, self.tokenizer, self.args), r)
-
-    def sub_agent(self, parent, task, episode):
-        prompt = encode_prompt(task.messages, self.tokenizer, self.args)
-        number = len(parent.children)
-        child = Rollout(task, number, list(task.messages), [Segment(prompt)], parent=parent,
-                        key=next(self.keys), draws=f"{parent.draws} {parent.retries}.{number}")
-        parent.children.append(child)
-        self.live[child] = episode
-        return child
-
-    def end(self, r, termination):
-        """Where a limit of ours ends an episode, its environment judges what there is. Then it is over, and
-        the last of a step's sub-agents hands their replies to the parent.
-        """
-        if termination in CUTS and r in self.live and not r.cut:
-            r.cut, r.termination = termination, ""
-            return self.call(r, "end", termination)
-        r.termination = termination
-        self.close(r)
-        self.began.pop(r, None)
-        called = self.called.get(r.parent, ())
-        if called and all(child.termination for child in called):
-            self.call(r.parent, "resume", [child.last_reply for child in self.called.pop(r.parent)])
-
-    def time_out(self):
-        """End the episodes that are over their time, and their sub-agents."""
-        limit = time.monotonic() - (self.args.episode_timeout or math.inf)
-        for root in [r for r, began in self.began.items() if began < limit]:
-            self.stop(root, "timeout")
-
-    def stop(self, root, termination):
-        del self.began[root]
-        for r in root.family:
-            self.called.pop(r, None)
-            if not r.termination:
-                r.termination = termination
-                self.close(r)
-
-    def close(self, r):
-        """Have a thread close an episode, at once where it is to end a step that takes too long."""
-        call, closing = self.calls.pop(r, None), None
-        if r in self.live:
-            self.closing[r] = closing = Call(self.closed, self.release, r)
-        if call:
-            self.pool.leave(call, closing)
-        elif closing:
-            self.pool.queue.put(closing)
-
-    def finish(self):
-        """End what is left, which is nothing unless the run ends here, and wait for what is being closed."""
-        for root in list(self.began):
-            self.stop(root, "error")
-        while self.closing:
-            try:
-                r, _ = self.closed.get(timeout=self.CLOSING)
-                del self.closing[r]
-            except queue.Empty:
-                tqdm.write(f"{len(self.closing)} episodes do not close; left behind", sys.stderr)
-                for call in self.closing.values():
-                    self.pool.leave(call)
-                break
-
-
-def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, pool, score, kind="train",
-            first=0):
-    """Play num_samples episodes of each of this process's tasks, turn by turn.  -> the Rollouts of all
-    processes, those of a task side by side.
-
-    kind, and the number of the first task among all of that kind, name the random numbers of the replies.
-    """
-    prompts = [encode_prompt(task.messages, tokenizer, args) for task in tasks]
-    rollouts = [Rollout(task, number, list(task.messages), [Segment(prompt)],
-                        draws=f"{args.seed} {kind} {position} {number}")
-                for position, (task, prompt) in enumerate(zip(tasks, prompts, strict=True), first)
-                for number in range(num_samples)]
-
-    def play_all():
-        play = Play(engine, tokenizer, env, args, pool, rollouts)
-        try:
-            while play.waiting or play.began or engine.busy:
-                play.ask(temperature)
-                play.hear()
-                play.settle()
-        finally:
-            play.finish()
-        for r in rollouts:
-            if r.termination != "error":
-                set_rewards(r, score(r))
-            for child in r.family[1:]:
-                set_rewards(child, r.reward)
-        return rollouts
-
-    engine.wake()
-    return [r for part in together(play_all, at_once=True) for r in part]
-
-
-def fits(r, args, answer=()):
-    """Whether the environment's answer and another reply fit the context budget; if not, the episode ends."""
-    if len(r.segments[-1].ids) + len(answer) + args.max_response_tokens > args.max_context_tokens:
-        r.termination = "context"
-    return not r.termination
+    return added if eos and not closing.strip() else rest[len(reply):]
 
 
 def observe(r, tokenizer, args):
-    """Append the environment's answer; where it does not fit, start a segment without the oldest turns."""
-    answer = encode_answer(r.steps[-1].messages, tokenizer, args)
-    if answer and answer[0] == r.segments[-1].response_ids[-1]:
-        answer = answer[1:]  # the mark that closes a turn was sampled, as one more kind of eos
-    if fits(r, args, answer):
-        r.segments[-1].append(answer, 0, [0.0] * len(answer))
-    start = max(r.start, len(r.task.messages))  # what did not fit before will not now
-    while r.termination and (start := start + 1) < len(r.messages) - len(r.steps[-1].messages):
-        if r.messages[start]["role"] == "assistant":
-            r.termination, r.start = "", start
-            r.segments.append(Segment(encode_prompt(r.task.messages + r.messages[start:], tokenizer, args)))
-            if not fits(r, args):
-                r.segments.pop()
-    return not r.termination
+    """Extend the segment by what the environment said; or fork: begin another one, where the template has
+    rewritten the history, or without its oldest turns, where it is too long.  -> whether another reply fits
+    """
+    last = len(r.messages) - len(r.steps[-1].messages)
+    later = [i for i in range(max(r.start, len(r.task.messages)) + 1, last)
+             if r.messages[i]["role"] == "assistant"]
+    for start in (r.start, *later):
+        text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+        reply = r.messages[last - 1]["content"]
+        added = extension(text, r.text, reply, tokenizer) if start == r.start else None
+        segment, ids = r.segments[-1], []
+        if added is None:
+            segment = Segment(encode_prompt(text, tokenizer, args))
+        elif len(added) > 100 * args.max_context_tokens:
+            continue
+        else:
+            ids = tokenizer(added, add_special_tokens=False).input_ids
+            if ids[:1] == segment.response_ids[-1:]:
+                ids = ids[1:]  # the mark that closes a turn was sampled, as one more kind of eos
+        if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
+            segment.append(ids, 0, [0.0] * len(ids))
+            if segment is not r.segments[-1]:
+                r.segments.append(segment)
+            r.text, r.start = text, start
+            return True
+    return False
+
+
+class Player:
+    """Plays episodes: asks the engine for replies and hands them to the environment."""
+
+    def __init__(self, engine, tokenizer, env, args, temperature):
+        self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
+        self.temperature, self.threads, self.prompts = temperature, asyncio.Semaphore(ENV_THREADS), {}
+
+    async def play_all(self, rollouts):
+        """Play episodes, --max-concurrent at a time, while the engine answers."""
+        queue, playing = iter(rollouts), self.engine.playing
+
+        async def worker():
+            for r in queue:
+                playing.add(r)
+                await self.play(r)
+                playing.remove(r)
+                self.engine.changed.set()
+
+        serving = asyncio.create_task(self.engine.serve())
+        workers = asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
+        await asyncio.wait([serving, workers], return_when=asyncio.FIRST_COMPLETED)
+        (workers if workers.done() else serving).result()
+
+    async def play(self, r, episode=None):
+        """Play an episode to its end. One whose environment fails begins again; a sub-agent's does not."""
+        tries, timeout = (1, 0) if episode else (1 + EPISODE_RETRIES, self.args.episode_timeout)
+        for r.retries in range(tries):
+            try:
+                async with asyncio.timeout(timeout or None) as limit:
+                    episode = episode or await self.call(self.env.start, r.task, self.args.seed)
+                    return await self.attempt(r, episode)
+            except EngineError:
+                raise
+            except asyncio.CancelledError:  # with its parent
+                r.termination = "timeout"
+                raise
+            except Exception as error:
+                r.termination = "timeout" if limit.expired() else "error"
+                if limit.expired():
+                    return
+                tqdm.write(f"task {r.task.id}: the environment failed: {error!r}", sys.stderr)
+            finally:
+                await self.close(episode)
+                episode = None
+
+    async def attempt(self, r, episode):
+        """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
+        if id(r.task) not in self.prompts:  # those who play the same task share its prompt
+            text = render(r.task.messages, self.tokenizer, self.args)
+            self.prompts[id(r.task)] = text, encode_prompt(text, self.tokenizer, self.args)
+        r.text, prompt_ids = self.prompts[id(r.task)]
+        r.messages, r.segments, r.start = list(r.task.messages), [Segment(prompt_ids)], 0
+        r.turns, r.steps, r.children, r.termination = [], [], [], ""
+        if len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
+            r.termination = "context"
+        while not r.termination:
+            reply = await self.reply(r)
+            if reply is None:
+                r.termination = "length"
+                break
+            step = await self.call(episode.step, reply)
+            while step.children:
+                step = await self.call(episode.resume, await self.play_children(r, step.children))
+            r.steps.append(step)
+            r.messages += step.messages
+            r.termination = "done" if step.terminated else "truncated" if step.truncated else (
+                "turns" if len(r.turns) == self.args.max_turns else
+                "" if observe(r, self.tokenizer, self.args) else "context")
+        if r.steps and r.termination in ("length", "context", "turns"):
+            # A limit of ours ended it: its environment judges what there is.
+            if step := await self.call(episode.end, r.termination):
+                earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
+                r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+
+    async def reply(self, r):
+        """Append the model's reply.  -> its text; None where the length limit cut it off"""
+        segment, start = r.segments[-1], len(r.segments[-1].response_ids)
+        seed = seed_of(f"{r.draws} {r.retries} {len(r.turns)}")
+        ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
+        segment.append(ids, 1, logprobs)
+        r.turns.append((len(r.segments) - 1, start, start + len(ids)))
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        r.messages.append({"role": "assistant", "content": text})
+        return text if ids[-1] in self.engine.eos else None
+
+    async def play_children(self, r, pairs):
+        """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
+        playing, first = self.engine.playing, len(r.children)
+        children = [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}")
+                    for number, (task, _) in enumerate(pairs, first)]
+        r.children += children
+        playing.remove(r)  # it waits for them, not for the engine
+        playing.update(children)
+
+        async def play(child, episode):
+            await self.play(child, episode)
+            playing.remove(child)
+            if playing.isdisjoint(children):
+                playing.add(r)
+            self.engine.changed.set()
+
+        try:
+            await asyncio.gather(*(play(child, episode) for child, (_, episode)
+                                   in zip(children, pairs, strict=True)))
+        finally:
+            playing.difference_update(children)
+            playing.add(r)
+            for child, (_, episode) in zip(children, pairs, strict=True):
+                if not child.termination:  # cancelled before it began
+                    child.termination = "timeout"
+                    await self.close(episode)
+        return [child.last_reply for child in children]
+
+    async def call(self, method, *given):
+        """What an environment does, in a thread where it waits for something."""
+        if not self.env.blocking:
+            return method(*given)
+        async with self.threads:
+            return await in_thread(method, *given)
+
+    async def close(self, episode):
+        """What an episode leaves behind must not end the run, nor hold it up."""
+        with contextlib.suppress(Exception):
+            if episode and self.env.blocking:
+                await asyncio.wait_for(in_thread(episode.close), CLOSING)
+            elif episode:
+                episode.close()
+
+
+def in_thread(function, *given):
+    """Await a call in a thread of its own, which does not hold up the process's end. Of a result that nobody
+    waits for any more, the episodes are closed.
+    """
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def deliver(result, error):
+        if future.cancelled():
+            for late in (result, *(episode for _, episode in getattr(result, "children", ()))):
+                if isinstance(late, envs.Episode):
+                    threading.Thread(target=late.close, daemon=True).start()
+        elif error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def work():
+        result = error = None
+        try:
+            result = function(*given)
+        except BaseException as problem:  # StopIteration and SystemExit have a meaning of their own to a loop
+            error = problem if isinstance(problem, EngineError) else RuntimeError(repr(problem))
+        with contextlib.suppress(RuntimeError):  # the rollout is over
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
+    """Play num_samples episodes of each task.  -> their Rollouts, those of a task side by side
+
+    kind, and the number of the first task among all of that kind, name the random numbers of the replies.
+    """
+    rollouts = [Rollout(task, number, (position, number), f"{args.seed} {kind} {position} {number}")
+                for position, task in enumerate(tasks, first) for number in range(num_samples)]
+    problem = ""
+    engine.begin_rollout()
+    try:
+        asyncio.run(Player(engine, tokenizer, env, args, temperature).play_all(rollouts))
+    except EngineError as error:
+        problem = str(error)
+    engine.end_rollout()
+    if problem := max(gather([problem])):  # in all processes, so that they can save together
+        raise EngineError(problem)
+    for r in rollouts:
+        set_reward(r, score(r) if r.termination != "error" else 0.0)
+        for child in r.family[1:]:
+            set_reward(child, r.reward)
+    return rollouts
 
 
 # Update: segments to a gradient
 
 
-def learners(r, args):
-    """The episodes that learn from r's reward: itself and, with --train-sub-agents, its sub-agents."""
-    members = r.family if args.train_sub_agents else [r]
-    return [member for member in members if "error" not in (r.termination, member.termination)]
-
-
 def trainable_episodes(rollouts, args):
-    """The segments of each episode in which the policy said something; a sub-agent is one of its own."""
+    """The segments of each episode in which the policy said something; a sub-agent is one of its own, where
+    it learns from what its parent is worth. Where the environment failed, nothing is learned.
+    """
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-    episodes = [[segment for segment in member.segments if any(segment.response_mask)]
-                for r in rollouts for member in learners(r, args)]
+    members = [member for r in rollouts for member in (r.family if args.train_sub_agents else [r])
+               if "error" not in (r.termination, member.termination)]
+    episodes = [[segment for segment in member.segments if any(segment.response_mask)] for member in members]
     return [segments for segments in episodes if segments]
 
 
 def microbatches(segments, budget):
     """Cut segments, by length, into passes of at most `budget` padded response tokens, or one response."""
-    part, rows = [], set()
+    parts, rows = [], set()
     for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        if part and len(segment.response_ids) * len(rows | {segment.key}) > budget:
-            yield part
-            part, rows = [], set()
-        part.append(segment)
-        rows.add(segment.key)
-    yield part
+        rows.add(segment.key)  # equal ones are computed once
+        if not parts or len(segment.response_ids) * len(rows) > budget:
+            parts.append([])
+            rows = {segment.key}
+        parts[-1].append(segment)
+    return parts
 
 
-def deal_groups(groups):
-    """Whole groups for each process, evenly by tokens.  -> a list of segments for each rank"""
-    hands = deal([sum(len(segment.ids) for segment in group) for group in groups])
-    return [[segment for index in hand for segment in groups[index]] for hand in hands]
+def passes(segments, args, pad_id, device):
+    """This process's passes over its segments.  -> (segments, what collate makes of them) of each
 
-
-def passes(groups, args, pad_id, device):
-    """This process's passes over its share of the groups.  -> (segments, what collate makes of them) of each
-
-    All processes take part in every pass and call each layer equally often, since FSDP2 gathers its weights:
-    one that has fewer adds some that count 0, and all share prompts or none does.
+    All processes call the model equally often, since FSDP2 gathers its weights: one that has fewer passes
+    adds some that count 0.
     """
-    parts = [list(microbatches(hand, args.microbatch_tokens)) if hand else [] for hand in deal_groups(groups)]
-    filler = min((segment for group in groups for segment in group), key=lambda segment: len(segment.ids))
-    for now in itertools.zip_longest(*parts, fillvalue=()):
-        part = now[rank()] or [filler]
-        batch = collate(part, pad_id, device)
-        if not now[rank()]:
-            batch["response_mask"].zero_()
-        if UNDER_TORCHRUN:
-            batch["share_prompts"] = any(map(pays_to_share, now)) and min(
-                len(segment.prompt_ids) for part in now for segment in part or [filler]) > 1
-        yield part, batch
-
-
-def pays_to_share(part):
-    """Whether to compute shared prompts once saves more than the second gathering of weights costs."""
-    rows = {segment.key: len(segment.prompt_ids) for segment in part}
-    saved = sum(rows.values()) - sum(map(len, {tuple(segment.prompt_ids) for segment in part}))
-    return saved > sum(len(segment.ids) for segment in part) / 4
-
-
-def tell_others(groups, name):
-    """What the passes of each process have written into segment.<name>, into the same segment in all."""
-    if UNDER_TORCHRUN:
-        hands = deal_groups(groups)
-        told = together(lambda: [getattr(segment, name) for segment in hands[rank()]])
-        for segment, value in zip(itertools.chain(*hands), itertools.chain(*told), strict=True):
-            setattr(segment, name, value)
+    parts = microbatches(segments, args.microbatch_tokens)
+    missing = max(gather([len(parts)])) - len(parts)
+    for part in parts + missing * [[Segment([pad_id], [pad_id], [0], [0.0])]]:
+        yield part, collate(part, pad_id, device)
 
 
 def collate(segments, pad_id, device):
@@ -1899,82 +1374,76 @@ def collate(segments, pad_id, device):
         responses=pad([response for _, response, _ in rows], pad_id, device),
         valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
         chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
-        share_prompts=len(prompts) < len(rows), row_of_segment=torch.tensor(row_of_segment, device=device))
+        share_prompts=len(prompts) < len(rows) and not UNDER_TORCHRUN,  # FSDP2 would gather each layer twice
+        row_of_segment=torch.tensor(row_of_segment, device=device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
-        if getattr(segments[0], name) is not None:
-            batch[name] = pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32)
+        numbers = [getattr(s, name) or [0.0] * len(s.response_ids) for s in segments]  # None: not known yet
+        batch[name] = pad(numbers, 0, device, dtype=torch.float32)
     return batch
 
 
 @torch.no_grad()
-def write_logprobs(model, part, batch, name, args):
-    """Write the model's log-probabilities of a pass's responses into segment.<name>."""
-    with precision(args, model.device):
-        logprobs, _ = token_logprobs(model, batch, args.temperature)
-    for segment, row in zip(part, logprobs.tolist(), strict=True):
-        setattr(segment, name, row[:len(segment.response_ids)])
-
-
 def store_logprobs(model, groups, name, args, pad_id):
-    """write_logprobs of all groups; under torchrun of each in one process, which tells the others."""
-    for part, batch in passes(groups, args, pad_id, model.device):
-        write_logprobs(model, part, batch, name, args)
-    tell_others(groups, name)
+    """Write the model's log-probabilities of all responses into segment.<name>."""
+    for part, batch in passes([s for group in groups for s in group], args, pad_id, model.device):
+        with precision(args, model.device):
+            logprobs, _ = token_logprobs(model, batch, args.temperature)
+        for segment, row in zip(part, logprobs.tolist(), strict=True):
+            setattr(segment, name, row[:len(segment.response_ids)])
 
 
 @torch.no_grad()
 def store_values(critic, episodes, args, pad_id):
     """Write the critic's value before each response token into segment.values; 0 without a critic."""
-    for segment in itertools.chain(*episodes):
+    segments = [segment for episode in episodes for segment in episode]
+    for segment in segments:
         segment.values = [0.0] * len(segment.response_ids)
     device = critic.head.weight.device if critic else None
-    for part, batch in passes(episodes, args, pad_id, device) if critic else ():
+    for part, batch in passes(segments, args, pad_id, device) if critic else ():
         with precision(args, device):
             values = critic(batch)
         for segment, row in zip(part, values.tolist(), strict=True):
             segment.values = row[:len(segment.response_ids)]
-    tell_others(episodes, "values")
 
 
 def estimate_advantages(episodes, kl_coef, args):
     """Penalise, estimate, whiten: advantages and returns of all segments of each episode.  -> metrics
 
-    An episode's tokens are one row, whatever its segments, so that advantages flow across its turns.
+    An episode's tokens are one row, whatever its segments, so that advantages flow across its turns. Means
+    and what the log says are those of all processes.
     """
     def rows(name):
         lists = [[x for segment in segments for x in getattr(segment, name)] for segments in episodes]
-        return pad(lists, 0, "cpu", dtype=torch.float64)                                 # (B, T)
-
-    def mean(x):
-        return float((x * mask).sum() / mask.sum())
+        return pad(lists or [[0.0]], 0, "cpu", dtype=torch.float64)                      # (B, T)
 
     mask, old_logprobs = rows("response_mask"), rows("old_logprobs")
     ref_logprobs = rows("ref_logprobs") if args.kl_coef else old_logprobs
     penalty = kl_coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
     rewards, values = rows("rewards") - penalty * mask, rows("values") * mask
-    advantages = gae(rewards, values, mask, args.gamma, args.gae_lambda)
+    advantages = gae(rewards, values, mask, DISCOUNT, args.gae_lambda)
     returns = advantages + values
     whitened = whiten(advantages, mask)
-    for segments, *columns in zip(episodes, whitened.tolist(), returns.tolist(), strict=True):
+    for segments, *columns in zip(episodes, whitened.tolist(), returns.tolist(), strict=False):
         start = 0
         for segment in segments:
             end = start + len(segment.response_ids)
             segment.advantages, segment.returns = (column[start:end] for column in columns)
             start = end
-    chosen = {name: x[mask > 0] for name, x in
+
+    chosen = {name: gather(x[mask > 0].tolist()) for name, x in
               dict(advantages=advantages, returns=returns, values=values).items()}
-    unexplained = (chosen["returns"] - chosen["values"]).var(correction=0)
-    variance = chosen["returns"].var(correction=0)
+    targets, predictions = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("returns", "values"))
+    unexplained, variance = (targets - predictions).var(correction=0), targets.var(correction=0)
+    metrics = spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
+    for name, numbers in chosen.items():
+        metrics |= spread(f"critic/{name}", numbers)
     mismatch = old_logprobs - rows("rollout_logprobs")
-    ratio, metrics = torch.exp(mismatch), spread("critic/rewards", rewards.sum(1).tolist())
-    for name, x in chosen.items():
-        metrics |= spread(f"critic/{name}", x.tolist())
-    return metrics | {
+    ratio = torch.exp(mismatch)
+    means = {"train/kl_loss": k3(ref_logprobs - old_logprobs), "kl/k1": old_logprobs - ref_logprobs,
+             "mismatch/kl": k3(mismatch), "mismatch/frac_capped": ratio > TIS_CAP}
+    return metrics | {name: float(masked_mean(x, mask)) for name, x in means.items()} | {
         "critic/vf_explained_var": float(1 - unexplained / variance) if variance > 1e-12 else 0.0,
-        "train/kl_loss": mean(k3(ref_logprobs - old_logprobs)), "kl/k1": mean(old_logprobs - ref_logprobs),
-        "kl/coef": kl_coef, "mismatch/kl": mean(k3(mismatch)),
-        "mismatch/ratio_max": float((ratio * mask).max()),
-        "mismatch/frac_capped": mean(ratio > (args.tis_cap or math.inf))}
+        "mismatch/ratio_max": float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX)), "kl/coef": kl_coef}
 
 
 def policy_terms(model, batch, args, critic=None):
@@ -1982,23 +1451,17 @@ def policy_terms(model, batch, args, critic=None):
 
     A critic that shares the policy's backbone is trained in the same pass.
     """
-    def of_pass():
-        hidden = hidden_states(decoder_and_head(model)[0], batch)
-        values = critic(batch, hidden) if critic else None
-        return *token_logprobs(model, batch, args.temperature, hidden), values
-
-    logprobs, entropy, values = as_forward(model, of_pass)
+    logprobs, entropy, *values = token_logprobs(model, batch, args.temperature, critic)  # (B, T)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
-    per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip_low,
-                                             args.clip_high)
-    if args.tis_cap:  # truncated importance sampling, for a sampler whose numerics differ
-        per_token = per_token * torch.exp(old_logprobs - batch["rollout_logprobs"]).clamp(max=args.tis_cap)
+    per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip)
+    # Truncated importance sampling, for a sampler whose numerics differ.
+    per_token = per_token * torch.exp(old_logprobs - batch["rollout_logprobs"]).clamp(max=TIS_CAP)
     logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
     if critic:
-        value_loss, measured = value_terms(critic, batch, args, values)
-        loss, logged = loss + args.value_coef * value_loss, logged | measured
+        value_loss, measured = value_terms(critic, batch, args, *values)
+        loss, logged = loss + VALUE_COEF * value_loss, logged | measured
     return loss, logged
 
 
@@ -2008,28 +1471,39 @@ def value_terms(critic, batch, args, values=None):
     values: the critic's (B, T), where they are computed already.
     """
     values = critic(batch) if values is None else values
-    errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], args.value_clip)
+    errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], VALUE_CLIP)
     return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
 
 
-def update(model, optimizer, terms, episodes, epochs, minibatches, args, pad_id, frozen=False):
+UPDATE_METRICS = (
+    "train/policy_loss", "train/value_loss", "train/kl_loss", "train/entropy", "train/clipfrac",
+    "train/approx_kl", "train/advantage", "train/grad_norm", "train/learning_rate", "kl/k1", "kl/coef",
+    "mismatch/kl", "mismatch/ratio_max", "mismatch/frac_capped", "critic/vf_loss", "critic/vf_clipfrac",
+    "critic/vf_explained_var", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate",
+    *(f"critic/{name}/{of}" for name in ("advantages", "returns", "values") for of in ("mean", "max", "min")))
+MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
+
+
+def update(model, optimizer, rate, terms, episodes, epochs, minibatches, args, pad_id, frozen=False):
     """All optimiser steps of an iteration for the policy or the critic, whose loss `terms` gives.
 
     -> metrics (means over tokens), gradient norm (mean over steps), number of steps: none where frozen
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals, norms, num_seen, device = {}, [], 0, parameters[0].device
+    optimizer.param_groups[0]["lr"] = rate
+    minibatches = min(minibatches, max(gather([len(episodes)])))
     for chosen in [part for _ in range(1 if frozen else epochs) for part in
-                   np.array_split(torch.randperm(len(episodes)).numpy(), min(minibatches, len(episodes)))]:
-        minibatch = [episodes[index] for index in chosen]
-        num_tokens = sum(sum(segment.response_mask) for segments in minibatch for segment in segments)
+                   np.array_split(torch.randperm(len(episodes)).numpy(), minibatches)]:
+        segments = [segment for index in chosen for segment in episodes[index]]
+        # Of the whole minibatch, however it is cut into passes and processes.
+        num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
-        for _, batch in passes(minibatch, args, pad_id, device):
+        for _, batch in passes(segments, args, pad_id, device):
             mask = batch["response_mask"]
             with precision(args, device), torch.set_grad_enabled(not frozen):
                 per_token, logged = terms(model, batch, args)
-                # Over the tokens of the whole minibatch, however it is cut into passes.
                 loss = (per_token * mask).sum() / num_tokens
             if not frozen:
                 loss.backward()
@@ -2040,50 +1514,38 @@ def update(model, optimizer, terms, episodes, epochs, minibatches, args, pad_id,
         num_seen += num_tokens
         if frozen:
             continue
-        if args.target_kl and total(kl) > args.target_kl:
+        if args.target_kl and all_reduce(kl) > args.target_kl:
             optimizer.zero_grad(set_to_none=True)
             break
-        norms.append(plain(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)))
         if not torch.isfinite(norms[-1] + loss):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    means = total(torch.stack([*totals.values()])) / num_seen
+    means = all_reduce(torch.stack([*totals.values()])) / num_seen
     norm = torch.stack(norms or [torch.zeros((), device=device)]).mean().double()
     *means, norm = torch.cat([means, norm[None]]).tolist()  # one host transfer
     return dict(zip(totals, means, strict=True)), norm, len(norms)
 
 
-UPDATE_METRICS = (
-    "train/policy_loss", "train/value_loss", "train/kl_loss", "train/entropy", "train/clipfrac",
-    "train/approx_kl", "train/advantage", "train/grad_norm", "train/learning_rate", "kl/k1", "kl/coef",
-    "mismatch/kl", "mismatch/ratio_max", "mismatch/frac_capped", "critic/vf_loss", "critic/vf_clipfrac",
-    "critic/vf_explained_var", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate",
-    *(f"critic/{name}/{of}" for name in ("advantages", "returns", "values") for of in ("mean", "max", "min")))
-
-
 # Evaluate: the same rollout on held-out tasks, no update, fixed seeds
 
 
-def evaluate(engine, tokenizer, env, args, pool, score):
-    """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts."""
-    n = args.eval_samples
-    mine = share(min(args.eval_tasks, env.num_tasks("test")))
+def evaluate(engine, tokenizer, env, args, score):
+    """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts"""
+    n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
-    torch.manual_seed(args.seed + rank())  # vLLM's draws, the same at every evaluation
+    torch.manual_seed(args.seed + RANK)  # vLLM's draws, the same at every evaluation
     sampled, greedy = (
-        rollout(engine, tokenizer, env, tasks, samples, temperature, args, pool, score, "val", mine.start)
-        for samples, temperature in ((n, args.eval_temperature), (1, 0.0)))
-    if failed := sum(r.termination == "error" for r in sampled + greedy):
-        tqdm.write(f"evaluation: {failed} of {len(sampled + greedy)} episodes are incorrect because their "
-                   "environment failed", sys.stderr)
+        gather(rollout(engine, tokenizer, env, tasks, number, temperature, args, score, "val", mine.start))
+        for number, temperature in ((n, args.eval_temperature), (1, 0.0)))
     metrics = {}
     for source in sorted({r.task.source for r in greedy}):
-        mine = [r for r in sampled if r.task.source == source]
-        correct = np.array([r.correct for r in mine]).reshape(-1, n)                     # (tasks, n)
-        parts = {name for r in mine for name, value in r.info.items() if not isinstance(value, str)}
+        rollouts = [r for r in sampled if r.task.source == source]
+        correct = np.array([r.correct for r in rollouts]).reshape(-1, n)                 # (tasks, n)
+        parts = {name for r in rollouts for name, value in r.info.items() if not isinstance(value, str)}
         for part in sorted(parts):
-            metrics[f"val/{source}/{part}"] = float(np.mean([r.info.get(part, 0.0) for r in mine]))
+            metrics[f"val/{source}/{part}"] = float(np.mean([r.info.get(part, 0.0) for r in rollouts]))
         metrics[f"val/{source}/pass@1"] = float(correct.mean())
         metrics[f"val/{source}/pass@{n}"] = float(correct.max(1).mean())
         greedily = [r.correct for r in greedy if r.task.source == source]
@@ -2091,67 +1553,65 @@ def evaluate(engine, tokenizer, env, args, pool, score):
     return metrics, sampled
 
 
-# Log and checkpoint: the run folder
+# Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
 
 
-def describe_run(args, algo, model_hash, source):
-    """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    def git(*command):
-        with contextlib.suppress(OSError):  # a copy without git runs too
-            here = Path(__file__).parent
-            done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=here)
-            return done.stdout.strip() if done.returncode == 0 else None
-
-    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
-                    transformers=transformers.__version__)
-    if "vllm" in sys.modules:
-        versions["vllm"] = sys.modules["vllm"].__version__
-    gpu = torch.cuda.is_available()
-    now = datetime.now(UTC)
-    return dict(
-        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(args.env).stem}__s{args.seed}",
-        schema_version=1, algo=algo, env=args.env, seed=args.seed, args=flags, argv=sys.argv,
-        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
-        git_sha=git("rev-parse", "HEAD"), git_dirty=bool(git("status", "--porcelain")),
-        model=args.model, model_sha256=model_hash,
-        versions=versions | ({"cuda": torch.version.cuda} if gpu else {}), started_at=now.isoformat(),
-        device=torch.cuda.get_device_name() if gpu else platform.machine())
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def sha256(data):
     """Of bytes, a text, or what a file holds."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+    data = data.read_bytes() if isinstance(data, Path) else data.encode() if isinstance(data, str) else data
+    return hashlib.sha256(data).hexdigest()
 
 
-def weights_sha256(model):
-    """Hash of the names, shapes and values of all weights."""
-    parts = []
-    for name, tensor in sorted(model.state_dict().items()):
-        values = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        parts.append(f"{name} {tuple(tensor.shape)} {sha256(values)}")
-    return sha256("\n".join(parts))
+def replace_file(path, data):
+    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_bytes(data)
+    flush_to_disk(temporary)
+    temporary.replace(path)
+
+
+def flush_to_disk(path):
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def describe_run(args, algo, env, source, **more):
+    """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
+    def git(*command):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy without git runs too
+            return subprocess.check_output(["git", *command], text=True, stderr=subprocess.DEVNULL,
+                                           cwd=Path(__file__).parent).strip()
+
+    gpu, now = torch.cuda.is_available(), datetime.now(UTC)
+    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+    return dict(
+        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env).stem}__s{args.seed}", schema_version=1, algo=algo,
+        env=env, seed=args.seed, args=flags, argv=sys.argv, config_hash=sha256(json.dumps(flags) + source),
+        source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
+        git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
+        versions={name: sys.modules[name].__version__ for name in modules}
+        | dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
+        device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
 
 class Run:
-    """A run folder: the log (train_log.jsonl and TensorBoard), checkpoints, receipts; and the counters.
+    """A run folder, and the counters. One that holds a checkpoint is continued.
 
-    A folder that holds a checkpoint is continued. Whatever a kill could tear is written beside its place,
-    flushed to the disk and renamed.
+    Whatever a kill could tear is written beside its place, flushed to the disk and renamed. The first process
+    writes; the others hold a copy, for its numbers.
     """
 
-    MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                  "print_samples", "track", "max_concurrent", "env_threads", "health_every",
-                  "check_sync", "dist_timeout"}  # and vLLM's flags
-    TIMES = ("rollout", "update", "sync", "eval", "checkpoint")
+    log = writer = state = checkpoint = None
 
     def __init__(self, args, meta):
-        self.args, self.meta, self.state, self.checkpoint = args, together(lambda: meta)[0], None, None
-        meta = self.meta
-        self.dir = Path(args.run_dir or Path("runs", args.experiment, meta["run_id"]))
+        self.args, self.meta = args, gather([meta])[0]
+        self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.dir / "train_log.jsonl").open("ab").close()
@@ -2160,7 +1620,7 @@ class Run:
         self.find_checkpoint()
         if (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
-        if len(seen := set(together(lambda: self.checkpoint))) > 1:
+        if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
         self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
@@ -2172,10 +1632,10 @@ class Run:
         folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
         for folder in folders:
             try:
-                for name, digest in json.loads((folder / "manifest.json").read_text()).items():
-                    if sha256(folder / name) != digest:
-                        raise ValueError(f"{name} is not what was written")
-                self.state = torch.load(folder / "trainer_state.pt", weights_only=True)
+                manifest = json.loads((folder / "manifest.json").read_text())
+                if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
+                    raise ValueError(f"{bad[0]} is not what was written")
+                self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
                 return
             except (OSError, ValueError, AttributeError) as error:
@@ -2191,36 +1651,34 @@ class Run:
         except (ValueError, KeyError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            may_change = name in self.MAY_CHANGE or name.startswith("vllm_")
-            if not may_change and old["args"].get(name) != value:
+            if name not in MAY_CHANGE and old["args"].get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
                                f"{old['args'].get(name)}; use that, or another --run-dir")
-        for key, what in (("model_sha256", "the model"), ("source_sha256", "the reward or the data")):
-            if old[key] != self.meta[key]:
-                raise BadInput(f"--run-dir {self.dir}: {what} changed since that run was started")
+        for what in ("model", "goal", "source"):
+            if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
+                raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
         self.meta["run_id"] = old["run_id"]
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
-        self.log = self.writer = None
-        if rank():
+        if RANK:
             return
-        path, iteration = self.dir / "train_log.jsonl", self.counters["iteration"] if self.state else -1
-        content = json.dumps({"meta": self.meta}).encode() + b"\n"
+        if self.args.track:  # before the writer is opened, or it would see nothing
+            import wandb
+            wandb.init(project="plainrl", name=self.meta["run_id"], config=self.meta["args"], dir=self.dir,
+                       sync_tensorboard=True)
+        path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
-            kept = [line for line in data[end:].splitlines(True) if line.startswith(b'{"resume"')
-                    or line.startswith(b'{"trace_id"') and line.endswith(b"\n")]
+            lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
+                                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
                         checkpoint=Path(self.checkpoint).name, git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
-            content = data[:end] + b"".join(kept) + json.dumps({"resume": mark}).encode() + b"\n"
-        for folder in self.dir.glob("episodes/*_step_*"):
-            if int(folder.name.rpartition("_")[2]) > iteration:
-                shutil.rmtree(folder)  # these will be written again, and summaries add up
-        replace_file(path, content)
+            lines.append(json.dumps({"resume": mark}).encode() + b"\n")
+        replace_file(path, b"".join(lines))
         self.log = path.open("ab")
-        self.writer = SummaryWriter(self.dir, purge_step=iteration + 1)
+        self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
 
     @property
     def trace_id(self):
@@ -2237,16 +1695,16 @@ class Run:
         wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
-        values |= {f"time/{name}": self.times.get(name, 0.0) for name in self.TIMES}
-        values["system/processes"] = num_ranks()
+        values |= {f"time/{name}": self.times.get(name, 0.0) for name in TIMES}
+        values["system/processes"] = WORLD_SIZE
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
         for name, value in values.items():
-            if not math.isfinite(value):
+            if not np.all(np.isfinite(value)):
                 raise FloatingPointError(f"{name} is {value}")
-            if self.writer:
+            if self.writer and not isinstance(value, list):
                 self.writer.add_scalar(name, value, self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
@@ -2256,27 +1714,21 @@ class Run:
             self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self.log.flush()
 
-    def close(self):
-        if self.writer:
-            self.writer.close()
-
-    def save(self, model, tokenizer, state):
+    def save(self, state, save_model):
         """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
 
-        Under torchrun the first process writes it, with the weights of all.
+        save_model(folder) writes what belongs to the model.
         """
-        weights = whole_weights(model)
-        if rank():
+        if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        elapsed = time.perf_counter() - self.started
-        state = state | self.counters | dict(elapsed=elapsed, log_bytes=self.log.tell())
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         try:
             os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
-            model.save_pretrained(temporary, state_dict=weights)
-            tokenizer.save_pretrained(temporary)
+            temporary.mkdir()
+            save_model(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -2285,191 +1737,74 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            names = {"last": folder.name} | {name: state[name] for name in ("best",) if state.get(name)}
+            names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
             replace_file(folder.parent / "state.json", json.dumps(names).encode())
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
-        if self.args.keep_checkpoints:
-            # A later one is a damaged one that this run fell back from; it must not count as the newest.
-            complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
-            for old in complete[:-self.args.keep_checkpoints]:
-                if old.name != state.get("best"):
-                    shutil.rmtree(old)
+        # A later one is a damaged one that this run fell back from; it must not count as the newest.
+        complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+        for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
+            if old.name != state.get("best"):
+                shutil.rmtree(old)
 
     def fail(self, error, evidence):
-        """Leave a receipt with what is needed to look into the failure, and end with a non-zero exit."""
-        if not Peers.tell():
-            raise SystemExit(f"rank {rank()}: ended, because another process failed")
-        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            lost = ConnectionError(f"another process is gone or does not answer: {first_line(error)}")
-            lost.__cause__, error = error, lost
-        if rank():
-            self.log = (self.dir / "train_log.jsonl").open("ab")
-        what = dict(type=type(error).__name__, message=str(error), rank=rank())
-        folder = self.dir / "receipts" / self.trace_id
+        """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
+        what = dict(type=type(error).__name__, message=str(error), rank=RANK)
+        folder = self.dir / "receipts" / f"{self.trace_id}{f':{RANK}' if RANK else ''}"
         receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "receipt.json").write_text(json.dumps(receipt, indent=1))
-            (folder / "evidence.json").write_text(json.dumps(evidence, indent=1))
+            for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
+                (folder / name).write_bytes(data)
+            self.log = self.log or (self.dir / "train_log.jsonl").open("ab")
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (rank {rank()}; receipt: {folder})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
-class HealthMonitor(threading.Thread):
-    """Looks after what environments leave behind: child processes and temporary folders; `latest` is logged.
-
-    Over a limit an error line goes to the log. Training goes on, whatever happens here.
-    """
-
-    LIMITS = {"system/child_processes": 256, "system/temporary_space": 50.0}  # processes, [GiB]
-    WARNING, STALE = 0.8, 3600.0  # share of a limit; age of a folder [s]
-
-    def __init__(self, log, every):
-        super().__init__(name="health", daemon=True)
-        self.log, self.every, self.ended, self.latest, self.told = log, every, threading.Event(), {}, {}
-        if every:
-            self.look()
-            self.start()
-
-    def run(self):
-        while not self.ended.wait(self.every):
-            self.look()
-
-    def close(self):
-        self.ended.set()
-        if self.every:
-            self.join(10)
-
-    def look(self):
-        try:
-            self.latest = self.measure()
-            for name, limit in self.LIMITS.items():
-                self.judge(name, self.latest[name], limit)
-        except Exception as error:
-            tqdm.write(f"the health monitor failed: {error!r}", sys.stderr)
-
-    def measure(self):
-        children = len(psutil.Process().children(recursive=True))
-        folders = [path for path in Path(tempfile.gettempdir()).glob("envs-*") if path.is_dir()]
-        size, stale = 0, []
-        for path in (Path(place, name) for folder in folders for place, _, names in os.walk(folder)
-                     for name in names):
-            with contextlib.suppress(OSError):  # what was listed may be gone
-                size += path.lstat().st_blocks * 512
-        for folder in folders:
-            with contextlib.suppress(OSError):
-                if time.time() - folder.stat().st_mtime > self.STALE:
-                    stale.append(folder)
-        used = [Path(p.info["cwd"]) for p in psutil.process_iter(["cwd"]) if p.info["cwd"]] if stale else []
-        stale = [folder for folder in stale if not any(path.is_relative_to(folder) for path in used)]
-        if len(stale) > self.told.get("stale", 0):
-            tqdm.write(f"health: {len(stale)} work folders left behind, {stale[0]} among them", sys.stderr)
-        self.told["stale"] = len(stale)
-        return {"system/child_processes": children, "system/temporary_space": size / 2**30,
-                "system/stale_folders": len(stale)}
-
-    def judge(self, name, value, limit):
-        """Tell once, when a number comes near its limit and when it passes it."""
-        level = (value > self.WARNING * limit) + (value > limit)
-        if level > self.told.get(name, 0):
-            message = f"{name} is {value:g}, {'over' if level == 2 else 'near'} the limit of {limit:g}"
-            tqdm.write(f"health: {message}", sys.stderr)
-            if level == 2:
-                error = dict(type="HealthError", message=message, receipt=None)
-                self.log.write({"trace_id": self.log.trace_id, "error": error})
-        self.told[name] = level
+# What the log says of episodes
 
 
-def flush_to_disk(path):
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def json_bytes(value):
+    """JSON has no NaN and no infinity: null in their place."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)).encode()
 
 
-def replace_file(path, data):
-    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_bytes(data)
-    flush_to_disk(temporary)
-    temporary.replace(path)
-
-
-def write_episodes(run, kind, rollouts, args, tokenizer, table_rows=0):
-    """episodes/<kind>_step_<iteration>/: some of the episodes, a summary that adds up, a table of samples."""
-    folder = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}"
-    # In validation always the same ones, so that checkpoints can be compared.
-    draw = kind if kind == "val" else folder.name
-    chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes]
-    table = [dict(prompt=r.task.messages[-1]["content"], response=r.messages[-1]["content"], reward=r.reward,
-                  is_correct=r.correct, data_source=r.task.source, metrics_json=json.dumps(finite(r.info)))
-             for r in rollouts[:table_rows * args.eval_samples:args.eval_samples]]
-    if not chosen and not table:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for r in chosen:
-        name = re.sub(r"[^\w.-]", "_", r.task.id, flags=re.ASCII)[:80]  # an id may hold anything
-        name += "" if name == r.task.id else f"_{sha256(r.task.id)[:8]}"
-        episode = json.dumps(finite(describe_episode(r, tokenizer)), indent=1, allow_nan=False)
-        (folder / f"{name}_{r.number}.json").write_text(episode)
-    path = folder / "summary.json"
-    old = json.loads(path.read_text()) if path.exists() else {}
-    new = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
-               correct_sum=sum(r.correct for r in rollouts), files=len(chosen))
-    replace_file(path, json.dumps({name: old.get(name, 0) + value for name, value in new.items()}).encode())
-    if table:
-        replace_file(folder / "table.json", json.dumps(table, indent=1).encode())
-        cells = [list(table[0]), ["---"] * len(table[0]), *(row.values() for row in table)]
-        rows = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
-        markdown = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        run.writer.add_text("val/samples", markdown, run.counters["iteration"])
-
-
-def describe_episode(r, tokenizer):
-    """An episode as it is written, its sub-agents within it; of each reply the tokens that were sampled."""
-    turns = []
-    for (number, start, end), step in itertools.zip_longest(r.turns, r.steps):
-        segment = r.segments[number]
-        turns.append(dict(reward=step.reward if step else 0.0, logprobs=segment.rollout_logprobs[start:end],
-                          tokens=token_texts(segment.response_ids[start:end], tokenizer)))
+def describe_episode(r):
+    """An episode as it is, its sub-agents within it (docs/train_log.md)."""
+    rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
     return dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward, correct=r.correct,
-                info=r.info, termination=r.termination, retries=r.retries, messages=r.messages, turns=turns,
-                segments=[dataclasses.asdict(segment) for segment in r.segments],
-                sub_agents=[describe_episode(child, tokenizer) for child in r.children])
+                info=r.info, termination=r.termination, retries=r.retries, messages=r.messages,
+                turns=[dict(segment=segment, start=start, end=end, reward=reward)
+                       for (segment, start, end), reward in zip(r.turns, rewards, strict=False)],
+                segments=[vars(segment) for segment in r.segments],
+                sub_agents=[describe_episode(child) for child in r.children])
 
 
-def token_texts(ids, tokenizer):
-    """The text, cut into what each token adds to it as far as that can be told."""
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    text, position, ends = decode(ids), 0, [0]
-    for end in range(1, len(ids) + 1):
-        near = ids[max(end - 32, 0):end]  # how a token joins on is decided here; to decode all is quadratic
-        position += len(decode(near)) - len(decode(near[:-1]))  # of half a character, the length is a guess
-        ends.append(max(ends[-1], min(position, len(text))) if end < len(ids) else len(text))
-    return [text[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def finite(value):
-    """JSON has no NaN and no infinity: None in their place, at any depth."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def write_episodes(run, kind, rollouts, args):
+    """episodes/<kind>_step_<iteration>.jsonl: some of the episodes, and a summary that adds up."""
+    path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
+    draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
+    chosen = [r for r in rollouts
+              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes
+              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
+    if RANK == 0 and chosen:
+        summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
+                       correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
+        lines = [*map(describe_episode, chosen), dict(summary=summary)]
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, b"".join(json_bytes(line) + b"\n" for line in lines))
 
 
 def print_samples(rollouts, args, title):
     """Prompt, reply and reward of some episodes, in colours."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
-        reply = "\n".join(message["content"] for message in r.messages[len(r.task.messages):])
-        tqdm.write(f"\033[2m{title} {r.task.id}\033[0m \033[34m{r.task.messages[-1]['content']}\033[0m "
-                   f"\033[{'32' if r.correct else '33'}m{reply}\033[0m reward {r.reward:g} ({r.termination})")
+        prompt, *replies = (m["content"] for m in r.messages[len(r.task.messages) - 1:] or r.task.messages)
+        print_rank_0(f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
+                     f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
+                     f"reward {r.reward:g} ({r.termination})")
 
 
 def spread(name, values):
@@ -2489,281 +1824,203 @@ def rollout_metrics(rollouts, seconds):
         **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
         "response_length/clip_ratio": shares["length"] + shares["context"],
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played]),
-        "rollout/throughput": num_generated(rollouts) / seconds, "rollout/finished": shares["done"],
+        "rollout/throughput": sum(r.num_generated for r in rollouts) / seconds,
+        "rollout/finished": shares["done"], "rollout/retries": sum(r.retries for r in rollouts),
         "rollout/turns": sum(len(r.turns) for r in played) / num_played,
-        "rollout/retries": sum(r.retries for r in rollouts),
+        "rollout/segments": sum(len(r.segments) for r in played) / num_played,
         "rollout/sub_agents": sum(len(r.family) - 1 for r in played) / num_played,
         **{f"rollout/termination/{end}": share for end, share in shares.items()}}
 
 
-def num_generated(rollouts):
-    """Tokens that the policy chose, its sub-agents' included."""
-    return sum(sum(segment.response_mask) for r in rollouts for member in r.family
-               for segment in member.segments)
-
-
 # Main: set-up, then the loop
-
-
-def task_index(cursor, seed, num_tasks):
-    """The cursor-th task of training: a new permutation of all tasks in each epoch."""
-    epoch, offset = divmod(cursor, num_tasks)
-    return int(permutation(seed * 1_000_003 + epoch, num_tasks)[offset])
-
-
-@functools.lru_cache(2)
-def permutation(seed, size):
-    return np.random.default_rng(seed).permutation(size)
-
-
-def learning_rate(peak, iteration, start, args):
-    """Linear warm-up from iteration `start` on, 0 before; then linear decay to a share of the peak."""
-    done, whole, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
-    progress = (done - warm) / max(whole - warm, 1)
-    decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
-    return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
-
-
-def set_learning_rate(optimizer, rate):
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def start_tracking(run, args):
-    """Mirror TensorBoard to Weights & Biases; before the writer is opened, or it would see nothing."""
-    if args.track:
-        try:
-            import wandb
-        except ImportError as error:
-            raise BadInput(f"--track: {error}; pip install wandb") from error
-        wandb.init(project="plainrl", name=run.meta["run_id"], config=run.meta["args"], dir=run.dir,
-                   sync_tensorboard=True)
-
-
-def choose_device(args):
-    """The device that --device names. Raises BadInput when there is none such."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"--device {name}: {first_line(error)}") from error
 
 
 def main(args):
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
     load_dotenv(".env")
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(args.threads)
-    Preempted.listen()
+    stop = threading.Event()
+    handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     device = start_processes(args)
-    if args.engine == "vllm" and not args.vllm_url:
-        import_vllm(device)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
-    tokenizer = load_tokenizer(args.model)
-    check_template(tokenizer, args, env.multi_turn)
+    tokenizer = load_tokenizer(args)
     frozen = args.lora and args.dtype == "bfloat16"
     base = load_weights(args.model, torch.bfloat16 if frozen else torch.float32)
-    model_hash = weights_sha256(base)
-    if args.lora_adapter_path:
-        model_hash = sha256(model_hash + adapter_sha256(args.lora_adapter_path))
-    run = Run(args, describe_run(args, "ppo", model_hash, envs.source_of(score)))
-    torch.manual_seed(args.seed)
+    run = Run(args, describe_run(args, "ppo", args.env, envs.source_of(score), model=args.model,
+                                 model_sha256=weights_sha256(base, args.lora_adapter_path)))
+    torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; but beneath two adapters lie the same frozen weights.
     memo = {id(parameter): parameter for parameter in base.parameters()} if args.lora else None
     backbone = copy.deepcopy(base, memo) if args.critic == "own" else None
-    if args.lora:
-        model = add_lora(base, args, run.checkpoint)
-    else:
-        model = load_weights(run.checkpoint) if run.checkpoint else base
-    model = shard(model, device)
+    model = (add_lora(base, args, run.checkpoint) if args.lora
+             else load_weights(run.checkpoint) if run.checkpoint else base)
+    model = distribute(model, device)
     engine = make_engine(model, tokenizer, args, run.dir / "sync")
-    reference = shard(load_weights(args.model), device) if args.kl_coef and not args.lora else None
+    reference = distribute(load_weights(args.model), device) if args.kl_coef and not args.lora else None
     critic = make_critic(model, backbone, args)
     del base, backbone
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    critic_weights, kl_coef = critic.trained() if critic else {}, args.kl_coef
-    adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=args.weight_decay)
-    critic_optimizer = None
-    if args.critic == "own":
-        critic_optimizer = adamw(critic_weights.values(), betas=(0.9, args.critic_beta2))
-    optimizer = adamw([*parameters, *(critic_weights.values() if args.critic == "shared" else ())],
-                      betas=(0.9, args.beta2))
+    parameters, critic_weights = ([p for p in module.parameters() if p.requires_grad] if module else []
+                                  for module in (model, critic))
+    # What each optimiser trains: a critic that shares the policy's backbone is trained with the policy.
+    trained = {"optimizer": torch.nn.ModuleList([model, critic]) if args.critic == "shared" else model}
+    trained |= {"critic_optimizer": critic} if args.critic == "own" else {}
+    beta2 = {"optimizer": args.beta2, "critic_optimizer": args.critic_beta2}
+    optimizers = {name: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], fused=True,
+                                          betas=(0.9, beta2[name]), weight_decay=0.0)
+                  for name, module in trained.items()}
     terms = functools.partial(policy_terms, critic=critic if args.critic == "shared" else None)
-    cursor, unlogged = 0, {}  # tasks drawn so far; numbers of an iteration that is trained but not logged yet
+    cursor, metrics = 0, {}  # tasks drawn so far; numbers of the last iteration, None once they are logged
+    kl_coef = args.kl_coef
     if run.state:
-        load_optimizer(optimizer, run.state["optimizer"])
-        cursor, unlogged, kl_coef = (run.state[name] for name in ("cursor", "unlogged", "kl_coef"))
-        with torch.no_grad():
-            for name, weight in critic_weights.items():
-                weight.copy_(split(run.state["critic"][name], weight))
-        if critic_optimizer:
-            load_optimizer(critic_optimizer, run.state["critic_optimizer"])
-    start_tracking(run, args)
+        cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
+        if critic:
+            set_model_state_dict(critic, run.state["critic"], options=PART)
+        for name in (name for name in optimizers if run.state[name]):
+            set_optimizer_state_dict(trained[name], optimizers[name], run.state[name], options=FULL)
     run.open()
-    say(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
-          f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
-          f"{args.epochs * args.minibatches} optimiser step(s) of the policy and "
-          f"{args.critic_epochs * args.critic_minibatches if critic_optimizer else 0} of the critic on them, "
-          f"in passes of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} + "
-          f"{sum(p.numel() for p in critic_weights.values()):,} trained weights on {device}; "
-          f"{args.first_policy_iteration - 1} iterations for the critic alone"
-          + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
-    pool, health = EnvThreads(args.env_threads), HealthMonitor(run, 0 if rank() else args.health_every)
-    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], disable=bool(rank()) or None,
-                    unit="it")
-    rollouts, saved = [], run.counters["iteration"]
+    iteration = saved = run.counters["iteration"]
+    critic_steps = args.critic_epochs * args.critic_minibatches if args.critic == "own" else 0
+    print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
+                 f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
+                 f"{args.epochs * args.minibatches} optimiser step(s) of the policy and {critic_steps} of "
+                 f"the critic on them, in passes of {args.microbatch_tokens} tokens; "
+                 f"{sum(p.numel() for p in parameters):,} + {sum(p.numel() for p in critic_weights):,} "
+                 f"trained weights on {device}; {args.first_policy_iteration - 1} iterations for the critic "
+                 f"alone" + (f"; continuing after iteration {iteration}" if run.state else ""))
+    progress = tqdm(total=args.iterations, initial=iteration, disable=bool(RANK) or None, unit="it")
+    rollouts = []
     gc.collect()
     gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
 
-    unchecked = {"start", "update"}  # the first weights handed over, and the first that training has changed
-
-    def hand_over(what):
-        with run.timed("sync"):
-            together(lambda: engine.sync_weights(model))
-            if args.engine != "hf" and (what in unchecked or args.check_sync):
-                difference = max(together(lambda: check_sync(engine, model, tokenizer, args)))
-                say(f"sampler and trainer differ by {difference:.1g} nats per token")
-            unchecked.discard(what)
-
-    def validate():
-        with run.timed("eval"):
-            metrics, samples = evaluate(engine, tokenizer, env, args, pool, score)
-        if rank() == 0:
-            write_episodes(run, "val", samples, args, tokenizer, args.val_table_samples)
-            print_samples(samples, args, "val")
-        shown = [f"{name[4:]} {value:.3f}" for name, value in metrics.items()
-                 if "@" in name or "greedy" in name]
-        say(f"iteration {run.counters['iteration']}: {', '.join(shown)}")
-        return metrics
-
     def save():
-        nonlocal saved
         with run.timed("checkpoint"):
-            state = dict(cursor=cursor, unlogged=unlogged, kl_coef=kl_coef)
-            state["optimizer"] = optimizer_state(optimizer)
-            if critic:
-                state["critic"] = {name: plain(weight) for name, weight in critic_weights.items()}
-            if critic_optimizer:
-                state["critic_optimizer"] = optimizer_state(critic_optimizer)
-            run.save(model, tokenizer, state)
-        saved = run.counters["iteration"]
+            weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+            state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
+            state["critic"] = get_model_state_dict(critic, options=FULL) if critic else {}
+            for name, optimizer in optimizers.items():  # of one that never stepped this would make up a state
+                stepped = bool(optimizer.state)
+                state[name] = stepped and get_optimizer_state_dict(trained[name], optimizer, options=FULL)
 
-    def finish(iteration):
-        last = iteration == args.iterations
-        if last or args.eval_every and iteration % args.eval_every == 0:
-            unlogged.update(validate())
-        run.record(unlogged | health.latest)
-        unlogged.clear()
-        if last or iteration % args.checkpoint_every == 0:
-            save()
+            def save_model(folder):
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+
+            run.save(state, save_model)
 
     try:
-        hand_over("start")
-        if not run.state:
-            run.record(validate() | health.latest)
-        if unlogged:  # the run ended when its weights could not be handed over
-            finish(run.counters["iteration"])
-        for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
-            seed = args.seed * 1_000_003 + iteration  # a resume needs no generator's state
-            torch.manual_seed(seed + rank() * 2**40)  # vLLM's draws
+        while True:
+            # 1. Hand the weights to the sampler; evaluate, log, checkpoint.
+            last = iteration == args.iterations
+            with run.timed("sync"):
+                engine.sync_weights(model)
+            if metrics is not None:
+                if last or iteration == 0 or args.eval_every and iteration % args.eval_every == 0:
+                    with run.timed("eval"):
+                        evaluation, samples = evaluate(engine, tokenizer, env, args, score)
+                    metrics |= evaluation
+                    write_episodes(run, "val", samples, args)
+                    print_samples(samples, args, "val")
+                    print_rank_0(f"iteration {iteration}: " + ", ".join(
+                        f"{name[4:]} {value:.3f}" for name, value in evaluation.items()
+                        if "@" in name or "greedy" in name))
+                run.record(metrics)
+                metrics = None
+            stopped = any(gather([stop.is_set()]))
+            if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):
+                save()
+                saved = iteration
+            if stopped:
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give "
+                             f"the same command with --run-dir {run.dir}")
+            if last or stopped:
+                break
+            seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
+            torch.manual_seed(seed + RANK * 2**40)  # vLLM's draws
 
-            # 1. Rollout: group_size responses to each prompt, from the current policy.
-            mine = share(args.prompts_per_iteration)
+            # 2. Rollout: group_size responses to each prompt, from the current policy.
+            mine = shard(args.prompts_per_iteration)
             with run.timed("rollout"):
                 tasks = [env.task("train", task_index(cursor + i, args.seed, env.num_tasks("train")))
                          for i in mine]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
-                                   pool, score, "train", cursor + mine.start)
+                                   score, "train", cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)
 
-            metrics, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
-            frozen, pad_id = iteration < args.first_policy_iteration, tokenizer.pad_token_id
-            torch.manual_seed(seed)  # of the order of the episodes, the same in all processes
+            numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
+            frozen, pad_id = iteration + 1 < args.first_policy_iteration, tokenizer.pad_token_id
+            torch.manual_seed(seed)  # of the order of the episodes
             with run.timed("update"):
-                if episodes:
+                if any(gather([len(episodes)])):
                     engine.sleep()
-                    # 2. Old log-probabilities and values; penalty, advantages and returns at each token.
+                    # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
                     store_logprobs(model, episodes, "old_logprobs", args, pad_id)
                     if args.kl_coef:
                         # The starting model: a copy, or the policy with its adapter switched off.
                         with contextlib.nullcontext() if reference else model.disable_adapter():
                             store_logprobs(reference or model, episodes, "ref_logprobs", args, pad_id)
                     store_values(critic, episodes, args, pad_id)
-                    metrics |= estimate_advantages(episodes, kl_coef, args)
+                    numbers |= estimate_advantages(episodes, kl_coef, args)
+                    # A sampler that differs has other weights (stale ones, a head that did not arrive) or a
+                    # stale prefix cache.
+                    if not numbers["mismatch/kl"] <= MISMATCH_TOLERANCE[args.dtype]:
+                        raise EngineError(f"mismatch/kl is {numbers['mismatch/kl']:.2g} nats per token; "
+                                          f"tolerated are {MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} "
+                                          "(docs/engines.md)")
                     if args.kl_target and not frozen:
-                        kl_coef = adapt_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, args.kl_gain)
+                        kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
 
-                    # 3. Fit the critic to the returns; one that shares the policy's backbone waits for 4.
-                    if critic_optimizer:
-                        rate = learning_rate(args.critic_learning_rate, iteration, 1, args)
-                        set_learning_rate(critic_optimizer, rate)
+                    # 4. Fit the critic to the returns; one that shares the policy's backbone waits for 5.
+                    if args.critic == "own":
+                        rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
                         measured, norm, critic_steps = update(
-                            critic, critic_optimizer, value_terms, episodes, args.critic_epochs,
-                            args.critic_minibatches, args, pad_id)
-                        metrics |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
+                            critic, optimizers["critic_optimizer"], rate, value_terms, episodes,
+                            args.critic_epochs, args.critic_minibatches, args, pad_id)
+                        numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
-                    # 4. Update the policy, unless the critic is still to learn alone.
-                    rate = learning_rate(args.learning_rate, iteration, args.first_policy_iteration, args)
-                    set_learning_rate(optimizer, rate)
-                    measured, norm, steps = update(model, optimizer, terms, episodes, args.epochs,
-                                                   args.minibatches, args, pad_id, frozen)
-                    metrics |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
-                for name, weights in (("train", parameters), ("critic", critic_weights.values())):
-                    metrics[f"{name}/weight_norm"] = float(plain(torch.nn.utils.get_total_norm(weights)))
+                    # 5. Update the policy, unless the critic is still to learn alone.
+                    rate = learning_rate(args.learning_rate, iteration + 1, args.first_policy_iteration, args)
+                    measured, norm, steps = update(model, optimizers["optimizer"], rate, terms, episodes,
+                                                   args.epochs, args.minibatches, args, pad_id, frozen)
+                    numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
+                for name, weights in (("train", parameters), ("critic", critic_weights)):
+                    norm = torch.nn.utils.get_total_norm(weights)
+                    numbers[f"{name}/weight_norm"] = float(full_tensor(norm))
 
-            # 5. What the log says of the iteration.
-            cursor, run.counters["iteration"] = cursor + args.prompts_per_iteration, iteration
-            run.counters["env_steps"] += num_generated(rollouts)
-            run.counters["opt_steps"] += steps + critic_steps
-            metrics = rollout_metrics(rollouts, run.times["rollout"]) | metrics
-            metrics |= {"train/policy_steps": steps, "train/global_step": run.counters["opt_steps"]}
-            if iteration == 1:
-                shown = rollouts[0].segments[0]
-                say(f"first prompt {tokenizer.decode(shown.prompt_ids)!r}, first response "
-                    f"{tokenizer.decode(shown.response_ids)!r}")
-            if metrics["rollout/termination/error"] == 1:
-                say(f"iteration {iteration}: the environment failed in every episode, so nothing is learned",
-                    sys.stderr)
-            if rank() == 0:
-                print_samples(rollouts, args, "train")
-                write_episodes(run, "train", rollouts, args, tokenizer)
+            # 6. What the log says of the iteration, of all processes.
+            rollouts, iteration = gather(rollouts), iteration + 1
+            cursor += args.prompts_per_iteration
+            opt_steps = run.counters["opt_steps"] + steps + critic_steps
+            env_steps = run.counters["env_steps"] + sum(r.num_generated for r in rollouts)
+            run.counters = dict(iteration=iteration, opt_steps=opt_steps, env_steps=env_steps)
+            metrics = rollout_metrics(rollouts, run.times["rollout"]) | numbers
+            metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
+            print_samples(rollouts, args, "train")
+            write_episodes(run, "train", rollouts, args)
             shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
                      "grad": metrics["train/grad_norm"], "explained": metrics["critic/vf_explained_var"]}
             shown = {name: f"{value:.3f}" for name, value in shown.items()}
             progress.set_postfix(shown, refresh=False)
             progress.update()
             if progress.disable:
-                say(f"{iteration}/{args.iterations} " + " ".join(f"{name} {n}" for name, n in shown.items()))
-            unlogged.update(metrics)
-
-            # 6. Hand the new weights to the sampler; evaluate, log, checkpoint.
-            if episodes:  # the sampler may have given its weights away, even where they have not changed
-                hand_over("update" if steps else "start")
-            finish(iteration)
-    except Preempted:
-        iteration = run.counters["iteration"]
-        if unlogged or saved < iteration:
-            save()
-        say(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give the same command "
-            f"with --run-dir {run.dir}" if iteration else "SIGTERM: stopped in the first iteration")
+                numbers = " ".join(f"{name} {number}" for name, number in shown.items())
+                print_rank_0(f"{iteration}/{args.iterations} {numbers}")
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, EngineError) and run.counters["iteration"]:
+        if isinstance(error, EngineError) and iteration > saved:
             save()  # the trainer is whole: only the rollout is lost
         evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
-        run.fail(error, evidence)
+        run.fail(error, {"evidence.json": json_bytes(evidence)})
     finally:
-        health.close()
-        pool.close()
-        engine.close()
         progress.close()
-        run.close()
-        Preempted.forget()
-    end_processes()
+        if run.writer:
+            run.writer.close()
+        signal.signal(signal.SIGTERM, handler)
+    if UNDER_TORCHRUN and "vllm" not in sys.modules:  # vLLM ends all groups at exit
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
     except (BadInput, EngineError) as problem:
-        sys.exit(f"error: {problem}" if Peers.tell() else 1)
+        sys.exit(f"error: {problem}")
