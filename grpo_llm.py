@@ -1654,7 +1654,8 @@ def write_episodes(run, kind, rollouts, args):
     path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
     draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
     chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes
+              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode(errors="replace")) / 2**32
+              < args.log_episodes
               or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
@@ -1668,9 +1669,10 @@ def print_samples(rollouts, args, title):
     """Prompt, reply and reward of some episodes, in colours."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
         prompt, *replies = (m["content"] for m in r.messages[len(r.task.messages) - 1:] or r.task.messages)
-        print_rank_0(f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
-                     f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
-                     f"reward {r.reward:g} ({r.termination})")
+        text = (f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
+                f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
+                f"reward {r.reward:g} ({r.termination})")
+        print_rank_0(text.encode(errors="replace").decode())  # half a surrogate pair cannot be printed
 
 
 def spread(name, values):

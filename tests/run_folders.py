@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def timeless(folder):
 
 
 def same_tree(one, other):
-    assert type(one) is type(other)
+    assert type(one) is type(other) or {type(one), type(other)} == {list, tuple}
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):
@@ -199,12 +200,27 @@ def same_tree(one, other):
 
 
 def copy_run(source, target):
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    return target
+    return shutil.copytree(source, target)
+
+
+def killed_after(whole, target, step):
+    """A copy of a run that kept all checkpoints, as a kill leaves it some time after the one of `step`:
+    with records that will be made again, an error line of long ago and a line half written.
+    """
+    folder, error = copy_run(whole, target), dict(type="OSError", message="", receipt=None)
+    for later in (folder / "checkpoints").glob("step_*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    with (folder / "train_log.jsonl").open("a") as log:
+        trace_id = records(folder)[-1]["trace_id"]
+        log.write(json.dumps({"trace_id": trace_id, "error": error}) + '\n{"trace_id": "torn')
+    return folder
+
+
+def episodes(folder, name):
+    """What a run wrote into episodes/<name>.jsonl.  -> episodes, summary"""
+    *found, last = map(json.loads, (folder / "episodes" / f"{name}.jsonl").read_text().splitlines())
+    return found, last["summary"]
 
 
 def full_forward(model, segment, temperature):
