@@ -717,9 +717,10 @@ def main(args):
                 if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
                     raise FloatingPointError("a weight is not finite any more")
                 with run.timed("checkpoint"):
-                    run.save(dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                                  env=join_states(gather([env.state_dict()])),
-                                  episodes=all_rows(episodes, env), meta=run.meta), lambda folder: None)
+                    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                                 env=join_states(gather([env.state_dict()])),
+                                 episodes=all_rows(episodes, env))
+                    run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
             if stopped:
                 print_rank_0(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give "
                              f"the same command with --run-dir {run.dir}")
@@ -740,9 +741,10 @@ def main(args):
 
 def evidence(env, batch):
     """For a receipt: what four environments did last, and how they look.  -> {file name: bytes}"""
-    steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
-    files = {"batch.json": json.dumps(steps).encode()}
+    files = {}
     with contextlib.suppress(Exception):  # an environment that cannot draw itself must not hide the error
+        steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
+        files["batch.json"] = json.dumps(steps).encode()
         for row in range(min(4, env.num_envs)):
             if (frame := env.frames(row)) is not None:
                 picture = io.BytesIO()

@@ -1,7 +1,7 @@
 """Show what a policy does: play episodes with a checkpoint of a2c_vecenv.py and draw them as a GIF.
 
     python tools/dump_policy_gif.py --run runs/a2c/20261121_041500__a2c__pixel-goal__s1 --out look
-    python tools/dump_policy_gif.py --checkpoint step_001600.pt --greedy --episodes 3 --seed 7 --out look
+    python tools/dump_policy_gif.py --checkpoint checkpoints/step_001600 --greedy --episodes 3 --out look
     python tools/dump_policy_gif.py --run runs/a2c/mine --env-kwargs menu_prob=1 --steps 40 --out look
 
 In one environment, with the flags of the run; --env-kwargs adds options or replaces them. Episode number i
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import io
 import json
 import math
@@ -36,7 +35,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from a2c_vecenv import Agent, Args, choose_actions, make_env, precision
+from a2c_vecenv import Agent, Args, choose_actions, make_env, precision, sha256
 from envs import BadInput
 from envs.pixels import VEC_ENVS
 from tools.command_line import Parser, at_least, one_line
@@ -52,49 +51,40 @@ FIRST_AND_LAST = 800  # how long an episode's two ends are shown at least [ms]
 # The checkpoint
 
 
-def newest_checkpoint(run: Path) -> tuple[Path, dict, str, list[str]]:
-    """-> the newest one that loads, its state and SHA-256, and the names of damaged ones that are newer"""
-    files = (run / "checkpoints").glob("step_*.pt")
-    files = sorted((path for path in files if path.stem[5:].isdigit()), key=lambda path: int(path.stem[5:]))
-    if not files:
-        raise BadInput(f"--run {run}: no checkpoints/step_*.pt in it")
+def newest_checkpoint(run: Path) -> tuple[Path, dict, dict, list[str]]:
+    """-> the newest one that is complete, its meta line and state; the names of damaged newer ones"""
+    folders = sorted((run / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+    if not folders:
+        raise BadInput(f"--run {run}: no checkpoints/step_* in it")
     damaged = []
-    for path in reversed(files):
+    for folder in reversed(folders):
         try:
-            return path, *load_checkpoint(path), damaged
+            return folder, *load_checkpoint(folder), damaged
         except BadInput as error:
-            damaged.append(path.name)
+            damaged.append(folder.name)
             reason = error
     raise BadInput(f"--run {run}: every checkpoint in it is damaged ({reason})")
 
 
-def load_checkpoint(path: Path) -> tuple[dict, str]:
-    """-> state, SHA-256.  BadInput for a file that is no whole checkpoint of a2c_vecenv.py"""
-    if not path.is_file():  # also keeps away from devices, which may never end
-        raise BadInput(f"checkpoint {path}: no such file")
+def load_checkpoint(folder: Path) -> tuple[dict, dict]:
+    """-> meta line of the run, state.  BadInput for what is no complete checkpoint of a2c_vecenv.py"""
     try:
-        data = path.read_bytes()
-        state = torch.load(io.BytesIO(data), map_location=CPU, weights_only=True)  # runs no code of the file
-    except Exception as error:  # torch.load raises many kinds for a torn file
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = {name: (folder / name).read_bytes() for name in manifest}
+        if wrong := [name for name, data in files.items() if sha256(data) != manifest[name]]:
+            raise ValueError(f"{wrong[0]} is not what was written")
+        state = torch.load(io.BytesIO(files["trainer_state.pt"]), map_location=CPU, weights_only=True)
+        return json.loads(files["meta.json"]), state | {"sha256": manifest["trainer_state.pt"]}
+    except Exception as error:  # torch.load raises many kinds; weights_only runs no code of the file
         reason = one_line(error).partition(". ")[0]
-        raise BadInput(f"checkpoint {path}: cannot be loaded ({reason})") from error
-    try:
-        flags, weights = state["meta"]["args"], state["agent"]
-        whole = flags["env_id"] and all(isinstance(weight, torch.Tensor) for weight in weights.values())
-    except Exception as error:
-        raise BadInput(f"checkpoint {path}: not of a2c_vecenv.py ({one_line(error)})") from error
-    if not whole:
-        raise BadInput(f"checkpoint {path}: not of a2c_vecenv.py")
-    return state, hashlib.sha256(data).hexdigest()
+        raise BadInput(f"checkpoint {folder}: not a complete one of a2c_vecenv.py ({reason})") from error
 
 
-def run_args(state: dict, extra: list[str]) -> Args:
+def run_args(meta: dict, extra: list[str]) -> Args:
     """The flags of the run, with further options of the environment."""
-    known = {field.name for field in dataclasses.fields(Args)}
-    flags = {name: value for name, value in state["meta"]["args"].items() if name in known}
     try:
-        return Args(**flags | {"env_kwargs": (*flags.get("env_kwargs", ()), *extra)})
-    except TypeError as error:
+        return Args(**meta["args"] | {"env_kwargs": (*meta["args"]["env_kwargs"], *extra)})
+    except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"the checkpoint's flags cannot be used ({one_line(error)})") from error
 
 
@@ -261,21 +251,20 @@ def write_gif(path: Path, episodes: list[Episode], scale: int, fps: float, actio
 def dump(args: argparse.Namespace) -> dict:
     damaged = []
     if args.run:
-        path, state, digest, damaged = newest_checkpoint(args.run)
+        path, meta, state, damaged = newest_checkpoint(args.run)
     else:
-        path, (state, digest) = args.checkpoint, load_checkpoint(args.checkpoint)
-    flags = run_args(state, args.env_kwargs)
+        path, (meta, state) = args.checkpoint, load_checkpoint(args.checkpoint)
+    flags = run_args(meta, args.env_kwargs)
     torch.set_num_threads(1)
     env, draw = open_env(flags, args.seed)
     try:
-        trained_on = state["meta"].get("goal_sha256")
-        if not args.env_kwargs and env.log_meta["goal_sha256"] != trained_on:
+        if not args.env_kwargs and env.log_meta["goal_sha256"] != meta.get("goal_sha256"):
             raise BadInput(f"the goal of {flags.env_id} is not the one that the checkpoint was trained on; "
                            "to see it all the same, name the goal by --env-kwargs")
         agent = Agent(env, flags.network, flags.hidden_size)
         try:
             agent.load_state_dict(state["agent"])
-        except RuntimeError as error:
+        except (KeyError, RuntimeError) as error:
             raise BadInput(f"checkpoint {path}: its network does not fit the environment "
                            f"({one_line(error)})") from error
         episodes = [play(agent, env, draw, flags, args.seed + index, args.steps, args.greedy)
@@ -289,14 +278,13 @@ def dump(args: argparse.Namespace) -> dict:
         frames = write_gif(args.out / "rollout.gif", episodes, args.scale, args.fps, env.action_names, tau)
         lines = [json.dumps(step, allow_nan=False) + "\n" for episode in episodes for step in episode.steps]
         (args.out / "rollout.jsonl").write_text("".join(lines))
-        meta = dict(checkpoint=str(path), checkpoint_sha256=digest, damaged=damaged,
-                    iteration=state.get("iteration"), run_id=state["meta"].get("run_id"),
-                    run_git_sha=state["meta"].get("git_sha"), git_sha=git_sha(),
-                    goal_sha256=env.log_meta["goal_sha256"], args=state["meta"]["args"],
+        told = dict(checkpoint=str(path), checkpoint_sha256=state["sha256"], damaged=damaged,
+                    iteration=state["iteration"], run_id=meta["run_id"], run_git_sha=meta["git_sha"],
+                    git_sha=git_sha(), goal_sha256=env.log_meta["goal_sha256"], args=meta["args"],
                     env_kwargs=list(flags.env_kwargs), seed=args.seed,
                     mode="greedy" if args.greedy else "sample", most_steps=args.steps, scale=args.scale,
                     fps=args.fps, frames=frames, episodes=outcomes)
-        (args.out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (args.out / "meta.json").write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
         raise BadInput(f"--out {args.out}: cannot be written ({error})") from error
     return {"ok": True, "out": str(args.out), "checkpoint": str(path), "damaged": damaged, "frames": frames,
@@ -315,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Play episodes with a checkpoint and draw them as a GIF.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder; its newest complete checkpoint is taken")
-    source.add_argument("--checkpoint", type=Path, help="a checkpoint file")
+    source.add_argument("--checkpoint", type=Path, help="a folder checkpoints/step_<iteration>")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is written")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--greedy", action="store_true", help="take the likeliest action")
