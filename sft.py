@@ -1375,6 +1375,9 @@ def main(args):
     def writer():
         """-> a function that writes the model into a folder, with the weights that all processes hold now"""
         weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+        if weights:  # without the second name of a tied head
+            names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            weights = {name: tensor for name, tensor in weights.items() if name in names}
 
         def write(folder):
             model.save_pretrained(folder, state_dict=weights)
