@@ -465,7 +465,10 @@ def load_weights(name, dtype=torch.float32):
 
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
-    digest = hashlib.sha256(sha256(Path(adapter, "adapter_model.safetensors")).encode() if adapter else b"")
+    weights = Path(adapter, "adapter_model.safetensors")
+    if adapter and not weights.is_file():
+        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -798,11 +801,15 @@ class VllmServers(Engine):
         self.tag = gather([os.urandom(4).hex()])[0]
         self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):
-            card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
-            self.models[url] = card["id"]
-            if card["max_model_len"] < args.max_context_tokens:
+            answer = self.call(url, "/v1/models")
+            try:
+                card = answer["data"][0]  # the base; adapters come after it
+                self.models[url], longest = card["id"], int(card["max_model_len"])
+            except (LookupError, TypeError) as error:
+                raise EngineError(f"--vllm-url {url}: /v1/models is not vLLM's ({error!r})") from error
+            if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
-                               f"--max-model-len {card['max_model_len']}")
+                               f"--max-model-len {longest}")
 
     def call(self, url, path, body=None):
         """One request: POST with a body, GET without.  -> the answer's JSON."""
@@ -859,24 +866,30 @@ class VllmServers(Engine):
         """Hand the weights to each server. What it had cached was computed with older ones."""
         self.number += 1
         before, name = self.folder / f"{self.tag}-{self.number - 1}", f"policy-{self.tag}-{self.number}"
-        path = write_weights(model, self.folder / f"{self.tag}-{self.number}", writes=RANK == 0)
-        for url in self.models:
-            if RANK == 0 and self.args.lora:
-                # Under a new name: one loaded in place is read from the disk by every batch of requests.
-                loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
-                self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-                for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
-                    self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
-            elif RANK == 0:
-                load = dict(method="reload_weights", kwargs=dict(weights_path=path))
-                self.call(url, "/collective_rpc", load)
-            if RANK == 0:
-                self.call(url, "/reset_prefix_cache", {"reset": True})
-            if self.args.lora:
-                self.models[url] = name
-        gather([])  # the others wait until the servers have them
+        path, problem = write_weights(model, self.folder / f"{self.tag}-{self.number}", RANK == 0), ""
+        try:
+            for url in self.models if RANK == 0 else ():
+                self.hand_over(url, name, path)
+        except EngineError as error:
+            problem = str(error)
+        if problem := max(gather([problem])):  # the others have waited until the servers have them
+            raise EngineError(problem)
+        if self.args.lora:
+            self.models = dict.fromkeys(self.models, name)
         if RANK == 0:
             shutil.rmtree(before, ignore_errors=True)
+
+    def hand_over(self, url, name, path):
+        if self.args.lora:
+            # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
+            self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+            for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
+                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
+        else:
+            load = dict(method="reload_weights", kwargs=dict(weights_path=path))
+            self.call(url, "/collective_rpc", load)
+        self.call(url, "/reset_prefix_cache", {"reset": True})
 
 
 def write_weights(model, folder, writes=True):
