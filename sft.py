@@ -159,6 +159,8 @@ class Args:
             raise BadInput(f"--lora-rank {self.lora_rank}: expected --model beside it")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
+        if self.lora_adapter_path and not Path(self.lora_adapter_path, "adapter_model.safetensors").is_file():
+            raise BadInput(f"--lora-adapter-path {self.lora_adapter_path}: has no adapter_model.safetensors")
 
     @property
     def lora(self) -> bool:
@@ -390,7 +392,10 @@ def load_weights(name, dtype=torch.float32):
 
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
-    digest = hashlib.sha256(sha256(Path(adapter, "adapter_model.safetensors")).encode() if adapter else b"")
+    weights = Path(adapter, "adapter_model.safetensors")
+    if adapter and not weights.is_file():
+        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -1002,8 +1007,9 @@ def my_batches(rows, args, pad_id, model):
     weights: one that has fewer passes adds some that learn nothing.
     """
     mine = list(batches(rows, args, pad_id, model))
-    (filler,) = batches([([pad_id] * 2, [0, 0])], args, pad_id, model)
-    return mine + [filler] * (max(gather([len(mine)])) - len(mine))
+    for _ in range(max(gather([len(mine)])) - len(mine)):
+        mine += batches([([pad_id] * 2, [0, 0])], args, pad_id, model)
+    return mine
 
 
 def count_targets(rows):

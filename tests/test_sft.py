@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -262,8 +261,7 @@ def test_the_gradient_of_sft_does_not_depend_on_the_passes(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
-    ("mamba", "bfloat16"), ("qwen3-next", "float32"), ("qwen3-next", "bfloat16"), ("lfm2", "bfloat16"),
-    ("mamba", "float32"), ("lfm2", "float32")]))
+    ("mamba", "bfloat16"), ("qwen3-next", "float32"), ("lfm2", "bfloat16")]))
 def test_a_model_whose_rows_would_leak_is_refused(kind, dtype, tmp_path, capfd):
     """The first rows are too long to share a packed row, and the later ones are not."""
     model, order = write_model(tmp_path / "model", kind), sft.permutation(1, 12)
@@ -281,8 +279,7 @@ def test_a_model_whose_rows_would_leak_is_refused(kind, dtype, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
-    ("llama", "bfloat16"), ("mistral", "float32"), ("mistral", "bfloat16"), ("gpt2", "float32"),
-    ("gpt2", "bfloat16"), ("qwen2", "bfloat16"), ("llama", "float32")]))
+    ("llama", "bfloat16"), ("mistral", "float32"), ("gpt2", "float32"), ("qwen2", "bfloat16")]))
 def test_a_model_whose_rows_do_not_leak_packs(kind, dtype, tmp_path, monkeypatch):
     flags = dict(model=write_model(tmp_path / "model", kind), dtype=dtype, packing=True, steps=1,
                  train_files=(str(write_rows(tmp_path, "jsonl")),))
@@ -326,16 +323,6 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
 # Gradient checkpointing
 
 
-def watch_layers(model):
-    """A list that grows by a layer's number whenever that layer is computed, again too."""
-    computed = []
-    layers = [m for m in model.modules() if isinstance(m, sft.GradientCheckpointingLayer)]
-    for number, layer in enumerate(layers):
-        first = next(layer.children())
-        first.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
-    return computed
-
-
 DROPOUT = {
     "llama": dict(attention_dropout=0.5), "qwen2": dict(attention_dropout=0.5),
     "mistral": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5),
@@ -343,59 +330,27 @@ DROPOUT = {
 
 
 @pytest.mark.parametrize(("kind", "lora"), slow_but(2, [
-    ("llama", True), ("gpt2", False), ("llama", False), ("qwen2", False), ("qwen2", True),
-    ("mistral", True)]))
-def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path):
+    ("llama", 2), ("gpt2", 0), ("mistral", 2), ("qwen2", 0)]))
+def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path, monkeypatch):
     """... with dropout in the model's configuration, which stays off."""
-    folder = write_model(tmp_path / "model", kind, **DROPOUT[kind])
-    flags = dict(model=folder, packing=True, microbatch_tokens=130, lora_rank=2 * lora)
-    found, replies, kept = [], [], []
+    folder, runs, computed = write_model(tmp_path / "model", kind, **DROPOUT[kind]), [], []
+    layer = type(next(m for m in AutoModelForCausalLM.from_pretrained(folder).modules()
+                      if isinstance(m, torch.nn.Module) and type(m).__name__.endswith("MLP")))
+    forward = layer.forward
+
+    def counted(*given):
+        computed.append(torch.is_grad_enabled())
+        return forward(*given)
+
+    monkeypatch.setattr(layer, "forward", counted)
     for checkpointing in (False, True):
-        args = sft.Args(gradient_checkpointing=checkpointing, **flags)
-        model = sft.load_weights(folder)
-        if lora:
-            torch.manual_seed(1)
-            model = sft.add_lora(model, args)
-        sft.set_up_passes(model, args)
-        computed, sizes = watch_layers(model), {}
-
-        def keep(tensor, sizes=sizes):
-            sizes[tensor.data_ptr()] = tensor.numel()
-            return tensor
-
-        for _ in range(2):  # no dropout: the second one is as the first
-            computed.clear()
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                *step, passes = gradient_step(model, mixed_rows(), **flags)
-            found.append(step)
-            assert len(passes) == 2
-            assert computed == ([0, 1, 1, 0] if checkpointing else [0, 1]) * 2
-        kept.append(sum(sizes.values()))
-        ends = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+        run = train(sft, tmp_path / str(checkpointing), model=folder, lora_rank=lora, packing=True,
+                    microbatch_tokens=130, gradient_checkpointing=checkpointing)
+        runs.append((run, sum(computed), len(computed) - sum(computed)))
         computed.clear()
-        replies.append(sft.generate(model, [[1, 5, 9], [1, 7]], 8, 0.0, ends))
-        assert computed == [0, 1] * max(len(ids) for ids, _ in replies[-1])
-        with torch.no_grad():
-            ids = torch.tensor([mixed_rows()[0][0]])
-            replies.append(model(ids).logits.tolist())
-    for loss, gradient in found[1:]:
-        assert loss == found[0][0]
-        torch.testing.assert_close(gradient, found[0][1], rtol=1e-6, atol=1e-9)
-    assert replies[0] == replies[2] and replies[1] == replies[3]
-    assert kept[1] < 0.6 * kept[0]
-
-
-def test_a_run_with_gradient_checkpointing_ends_as_one_without(tmp_path):
-    plain, other = (train(sft, tmp_path / str(value), gradient_checkpointing=value, num_layers=2)
-                    for value in (False, True))
-    same_tree(*(load_file(folder / "checkpoints" / LAST / "model.safetensors") for folder in (plain, other)))
-    assert records(plain)[-1]["val/loss"] == records(other)[-1]["val/loss"]
-
-
-def test_a_model_without_layers_to_recompute_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "GradientCheckpointingLayer", torch.nn.Conv2d)
-    with pytest.raises(envs.BadInput, match="--gradient-checkpointing.*countdown-tiny.*no layers"):
-        train(sft, tmp_path / "run", model=TINY, gradient_checkpointing=True)
+    (one, grad, others), (other, twice, the_same) = runs
+    assert twice == 2 * grad > 0 and the_same == others  # sampling is not computed again
+    same_end(one, other)
 
 
 def test_a_model_with_dropout_is_trained_without(tmp_path):
@@ -410,19 +365,12 @@ def test_a_model_with_dropout_is_trained_without(tmp_path):
 # The optimiser
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "lora"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_matrices_decay_and_norms_and_biases_do_not(kind):
-    model = small_model("qwen2" if kind == "lora" else kind)
-    if kind == "lora":
-        model = sft.add_lora(model, sft.Args(model="small", lora_rank=2))
-    groups = sft.parameter_groups(model, 0.25)
-    grouped = [id(parameter) for group in groups for parameter in group["params"]]
-    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    assert len(grouped) == len(set(grouped)) == len(trained)
-    assert set(grouped) == set(map(id, trained.values()))
-    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+    model = small_model(kind)
+    optimizer = torch.optim.AdamW(sft.parameter_groups(model, 0.25), lr=0.1, betas=(0.9, 0.95), fused=True)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    for tensor in trained.values():
+    for tensor in model.parameters():
         tensor.grad = torch.zeros_like(tensor)
     optimizer.step()
     moved = set()
@@ -431,15 +379,12 @@ def test_matrices_decay_and_norms_and_biases_do_not(kind):
             moved.add(name)
             torch.testing.assert_close(tensor.detach(), before[name] * (1 - 0.1 * 0.25))
     vectors = {name for name in before if name.endswith("bias") or ".ln_" in name or "norm" in name}
-    if kind == "lora":  # whose B matrices are zeros yet
-        assert moved == {name for name in trained if "lora_A" in name} and len(moved) == 14
-    else:
-        assert moved == set(before) - vectors and vectors and len(moved) > 8
+    assert moved == set(before) - vectors and vectors and len(moved) > 8
 
 
-def test_the_optimiser_is_set_as_the_flags_say(tmp_path):
-    folder = train(sft, tmp_path / "run", weight_decay=0.3, beta2=0.9, learning_rate=1e-3, steps=6,
-                   max_grad_norm=0.01)
+def test_the_optimiser_is_set_as_the_flags_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "MAX_GRAD_NORM", 0.01)
+    folder = train(sft, tmp_path / "run", weight_decay=0.3, beta2=0.9, learning_rate=1e-3, steps=6)
     state = torch.load(folder / "checkpoints" / "step_000006" / "trainer_state.pt")["optimizer"]
     groups = state["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -447,7 +392,7 @@ def test_the_optimiser_is_set_as_the_flags_say(tmp_path):
     assert {group["lr"] for group in groups} == {records(folder)[-1]["train/learning_rate"]}
     assert records(folder)[-1]["train/learning_rate"] == pytest.approx(0.05 * 1e-3)
     weights = load_file(folder / "checkpoints" / "step_000006" / "model.safetensors")
-    assert len(state["state"]) == len(weights)
+    assert set(state["state"]) == set(weights)
     # What it sees is clipped, and what is logged is not.
     norm = math.sqrt(sum(float(moments["exp_avg"].norm()) ** 2 for moments in state["state"].values()))
     assert 0 < norm <= 0.01 < min(record["train/grad_norm"] for record in records(folder)[1:])
@@ -463,9 +408,9 @@ def test_the_learning_rate_of_sft_warms_up_and_decays():
     assert cosine[60] == pytest.approx((2.0 + 0.5) / 2) and cosine[110] == pytest.approx(0.5)
     constant = rates(20, warmup_steps=4, schedule="constant")
     assert [constant[step] for step in (2, 4, 12, 20)] == [1.0, 2.0, 2.0, 2.0]
-    stable = rates(100, warmup_steps=10, schedule="wsd", decay=0.2, final_learning_rate=0.1)
-    assert stable[5] == 1.0 and stable[10:81] == [2.0] * 71
-    assert [stable[step] for step in (85, 90, 100)] == pytest.approx([1.55, 1.1, 0.2])
+    stable = rates(200, warmup_steps=10, schedule="wsd", final_learning_rate=0.1)
+    assert stable[5] == 1.0 and stable[10:181] == [2.0] * 171
+    assert [stable[step] for step in (185, 190, 200)] == pytest.approx([1.55, 1.1, 0.2])
 
 
 # LoRA
@@ -473,13 +418,6 @@ def test_the_learning_rate_of_sft_warms_up_and_decays():
 
 def folder_hashes(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
-
-
-def watch_models(monkeypatch):
-    """A list of the models that runs export, as they are in memory."""
-    exported, export = [], sft.export
-    monkeypatch.setattr(sft, "export", lambda model, *rest: exported.append(model) or export(model, *rest))
-    return exported
 
 
 @pytest.fixture
@@ -491,22 +429,13 @@ def lora_run(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", slow_but(1, ["bfloat16", "float32"]))
-def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path, monkeypatch):
-    exported, before = watch_models(monkeypatch), folder_hashes(tmp_path / "base")
+def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path):
+    before = folder_hashes(tmp_path / "base")
     folder = train(sft, tmp_path / "run", dtype=dtype, packing=True, **lora_run)
-    (model,), start = exported, load_file(tmp_path / "base" / "model.safetensors")
     assert folder_hashes(tmp_path / "base") == before
-    inside = {name.replace("base_layer.", ""): tensor
-              for name, tensor in model.get_base_model().state_dict().items() if "lora_" not in name}
-    for name, tensor in start.items():
-        assert torch.equal(inside[name], tensor.to(getattr(torch, dtype))), name
-    for name, tensor in model.named_parameters():
-        assert tensor.requires_grad is ("lora_" in name) and "lm_head" not in name.split("lora_")[-1]
-        assert tensor.dtype == (torch.float32 if "lora_" in name else getattr(torch, dtype))
     adapter = load_file(tmp_path / "run-model" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 3 and all("lora_" in name for name in adapter)
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
-    assert not [name for name in adapter if "lm_head" in name or "embed_tokens" in name]
     assert all(tensor.abs().max() > 0 for tensor in adapter.values())  # B, too, which starts at zero
     assert not list((tmp_path / "run-model").glob("model*.safetensors"))
     norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in adapter.values()))
@@ -514,58 +443,46 @@ def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path, mon
     assert records(folder)[-1]["train/loss"] < records(folder)[1]["train/loss"]
 
 
-def test_the_exported_adapter_is_loaded_by_peft_and_merged(lora_run, tmp_path, monkeypatch, capsys):
-    exported, out = watch_models(monkeypatch), tmp_path / "run-model"
+def test_the_exported_adapter_is_loaded_by_peft_and_merged(lora_run, tmp_path, capsys):
+    out = tmp_path / "run-model"
     train(sft, tmp_path / "run", **lora_run)
-    (model,) = exported
     ids = AutoTokenizer.from_pretrained(out)("<bos> 6 18 14 -> 38 : 18 + 14", return_tensors="pt").input_ids
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(lora_run["model"])(ids).logits
-        trained = model(ids).logits
         loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out)(ids).logits
-    assert (trained - base).abs().max() > 0.1
-    torch.testing.assert_close(loaded, trained)
+    assert (loaded - base).abs().max() > 0.1
     capsys.readouterr()
     assert merge_adapter.main(["--adapter", str(out), "--output-dir", str(tmp_path / "merged")]) == 0
     assert json.loads(capsys.readouterr().out)["modules"] == 7 * 3
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
-    torch.testing.assert_close(merged, trained, rtol=1e-4, atol=1e-4)
-    card = (out / "README.md").read_text()
-    assert lora_run["model"] in card and "AutoPeftModelForCausalLM" in card
+    torch.testing.assert_close(merged, loaded, rtol=1e-4, atol=1e-4)
+    assert lora_run["model"] in (out / "README.md").read_text()
 
 
-ADAPTED = {  # --lora-target-modules, --lora-exclude-modules, what is adapted
-    "default": ("all-linear", "lm_head,embed_tokens", "qkvoudg"),
-    "no-exclusion": ("all-linear", "", "qkvoudg"),
-    "named": ("q_proj,lm_head,embed_tokens", "lm_head,embed_tokens", "q"),
-    "others": ("all-linear", "up_proj,down_proj,gate_proj", "qkvo"),
-    "both-ends": ("q_proj,lm_head,embed_tokens", "", "qle"), "head": ("lm_head", "", "l"),
+ADAPTED = {  # flags, what is adapted
+    "default": (dict(), "qkvoudg"), "no-exclusion": (dict(lora_exclude_modules=""), "qkvoudg"),
+    "named": (dict(lora_target_modules="q_proj,lm_head,embed_tokens"), "q"),
+    "others": (dict(lora_exclude_modules="up_proj,down_proj,gate_proj"), "qkvo"),
+    "both": (dict(lora_target_modules="q_proj,lm_head,embed_tokens", lora_exclude_modules=""), "qle"),
 }
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_the_vocabulary_is_adapted_only_when_it_is_named_and_not_excluded(case):
-    targets, exclude, letters = ADAPTED[case]
-    args = sft.Args(model=TINY, lora_rank=2, lora_target_modules=targets, lora_exclude_modules=exclude)
-    model = sft.add_lora(sft.load_weights(TINY), args)
-    adapted = {name.split(".lora_")[0].rpartition(".")[2]
-               for name, tensor in model.named_parameters() if tensor.requires_grad}
+def test_the_vocabulary_is_adapted_only_when_it_is_named_and_not_excluded(case, lora_run, tmp_path):
+    flags, letters = ADAPTED[case]
+    train(sft, tmp_path / "run", **lora_run | dict(steps=1, eval_every=0) | flags)
+    adapter = load_file(tmp_path / "run-model" / "adapter_model.safetensors")
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name}
     names = dict(q="q_proj", k="k_proj", v="v_proj", o="o_proj", u="up_proj", d="down_proj", g="gate_proj",
                  l="lm_head", e="embed_tokens")
     assert adapted == {names[letter] for letter in letters}
 
 
-def test_the_default_of_lora_leaves_the_vocabulary_alone():
-    assert sft.Args().lora_exclude_modules == "lm_head,embed_tokens"
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
-def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(kind):
+def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model():
     """The loss goes round the model's own forward pass, so an adapter of the head must be met on that way."""
-    model = sft.add_lora(small_model(kind), sft.Args(
-        model="small", lora_rank=2, lora_target_modules="q_proj,lm_head,embed_tokens",
-        lora_exclude_modules=""))
+    model = peft.get_peft_model(small_model("llama"), peft.LoraConfig(
+        r=2, target_modules=["q_proj", "lm_head", "embed_tokens"], task_type="CAUSAL_LM"))
     torch.manual_seed(0)
     for name, tensor in model.named_parameters():
         tensor.data += 0.3 * torch.randn_like(tensor) * ("lora_" in name)
@@ -601,7 +518,7 @@ def test_an_adapter_of_another_model_is_refused(lora_run, tmp_path):
         train(sft, tmp_path / "second", **flags)
     assert "\n" not in str(told.value)
     for path in ("nowhere", TINY):
-        with pytest.raises(envs.BadInput, match=f"--lora-adapter-path {path}: .*adapter_config.json"):
+        with pytest.raises(ValueError, match=f"--lora-adapter-path {path}: .*adapter_"):
             train(sft, tmp_path / "third", **flags | dict(lora_adapter_path=path))
 
 
@@ -657,9 +574,8 @@ def test_the_best_checkpoint_outlives_a_resume(interrupt, overfitting, tmp_path)
 
 
 @pytest.mark.parametrize(("flags", "evaluated"), slow_but(2, [
-    (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0, eval_epochs=2), [0, 5, 9]),
-    (dict(eval_every=0), [0, 3, 5, 8, 9]), (dict(eval_every=4, eval_epochs=0), [0, 4, 8, 9]),
-    (dict(eval_every=0, eval_epochs=0), [0, 9]), (dict(eval_every=0, batch_size=25), [*range(10)])]))
+    (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0), [0, 9]),
+    (dict(eval_every=99, batch_size=25), [*range(10)])]))
 def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_path):
     """Ten rows in batches of four: the epochs end in the steps 3, 5 and 8."""
     path = write_rows(tmp_path, "jsonl", (ROWS + BACKWARDS)[:11])
@@ -696,9 +612,8 @@ def test_a_run_without_held_out_rows(tmp_path):
 # Epochs, defaults, metrics
 
 
-@pytest.mark.parametrize(("epochs", "batch_size", "steps", "seen"), slow_but(3, [
-    (2, 4, 3, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2}), (3, 3, 6, {3}), (1, 6, 1, {1}),
-    (1.5, 2, 5, {1, 2})]))
+@pytest.mark.parametrize(("epochs", "batch_size", "steps", "seen"), [
+    (2, 4, 3, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2})])
 def test_epochs_decide_how_often_a_row_is_seen(epochs, batch_size, steps, seen, tmp_path, monkeypatch):
     counts, cut = {}, sft.batches
 
@@ -776,12 +691,8 @@ CHATS = [[dict(role="user", content=prompt), dict(role="assistant", content=resp
 FILES = dict(train_files=("rows",))
 CONTINUED = {
     "packing": dict(packing=True, microbatch_tokens=130),
-    "messages": dict(train_files=("chats",), messages_key="messages"),
-    "epochs": dict(steps=0, epochs=3.2),
-    "val-files": dict(val_files=("val", "rows"), train_files=("rows", "val")),
-    "no-validation": dict(val_ratio=0.0),
-    "checkpointing": dict(gradient_checkpointing=True, packing=True, dtype="bfloat16"),
-    "wsd": dict(schedule="wsd", decay=0.5, weight_decay=0.3),
+    "messages": dict(train_files=("chats",), messages_key="messages", steps=0, epochs=1.4, schedule="wsd"),
+    "val-files": dict(val_files=("val", "rows"), train_files=("rows", "val"), dtype="bfloat16"),
     "lora": dict(lora_rank=2, learning_rate=1e-2),
     "lora-bf16": dict(lora_rank=2, learning_rate=1e-2, dtype="bfloat16", packing=True,
                       gradient_checkpointing=True),
@@ -814,46 +725,15 @@ def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(case, tmp
     flags = in_files(tmp_path, CONTINUED[case])
     halves = in_halves(sft, tmp_path, **flags)
     assert records(halves)[-2]["train/epoch"] % 1
+    # Rows are encoded again where their file is gone.
+    if case == "packing":
+        with InterruptAt(sft, 3), pytest.raises(SystemExit):
+            train(sft, tmp_path / "again", **flags)
+        shutil.rmtree(tmp_path / "again" / "data")
+        same_end(tmp_path / "whole", train(sft, tmp_path / "again", **flags))
     exported = [load_file(next((tmp_path / f"{name}-model").glob("*model.safetensors")))
                 for name in ("whole", "halves")]
     same_tree(*exported)
-
-
-def test_encoded_rows_are_found_again_or_made_again(tmp_path, monkeypatch):
-    flags = in_files(tmp_path, dict(train_files=("rows",), val_files=("val",), packing=True))
-    whole, halves, names = tmp_path / "whole", tmp_path / "halves", ("train.arrow", "val.arrow")
-    train(sft, whole, **flags)
-    data = {name: (whole / "data" / name).read_bytes() for name in names}
-    with InterruptAt(sft, 3), pytest.raises(SystemExit):
-        train(sft, halves, **flags)
-    # They are there: nothing is encoded.
-    with monkeypatch.context() as patch, InterruptAt(sft, 4), pytest.raises(SystemExit):
-        patch.setattr(sft, "encode_row", None)
-        train(sft, halves, **flags)
-    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
-    # They are gone, or one of them is.
-    shutil.rmtree(halves / "data")
-    with InterruptAt(sft, 4), pytest.raises(SystemExit):
-        train(sft, halves, **flags)
-    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
-    (halves / "data" / "val.arrow").unlink()
-    train(sft, halves, **flags)
-    assert {name: (halves / "data" / name).read_bytes() for name in names} == data
-    same_end(whole, halves)
-    assert not list((halves / "data").glob(".*"))
-
-
-def test_rows_of_a_run_that_did_not_start_are_not_taken_for_those_of_the_next(tmp_path):
-    """It fails after its rows were encoded; in the same folder another one begins, with other rows."""
-    flags = in_files(tmp_path, {})
-    (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(envs.BadInput, match="bad.jsonl"):
-        train(sft, tmp_path / "run", **flags | dict(val_files=(str(tmp_path / "bad.jsonl"),)))
-    assert (tmp_path / "run" / "data" / "train.arrow").exists()
-    path = tmp_path / "others.jsonl"
-    path.write_text("".join(json.dumps(dict(ask=ask, reply=reply)) + "\n" for ask, reply in BACKWARDS))
-    other = dict(model=TINY, train_files=(str(path),), prompt_key="ask", response_key="reply", max_length=30)
-    same_end(train(sft, tmp_path / "fresh", **other), train(sft, tmp_path / "run", **other))
 
 
 # Data, tokenizer and export
@@ -869,7 +749,7 @@ def reference_row(model, tokenizer, prompt, response):
     return total.item(), len(after)
 
 
-@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", False), ("parquet", True)])
+@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", True)])
 def test_the_loss_is_that_of_response_and_eos_alone(kind, chat, tmp_path):
     """All rows but one are the first batch; the other one is the held-out side."""
     path = write_rows(tmp_path, kind, chat=chat)
@@ -940,14 +820,6 @@ def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
     assert validate(folder)["ok"]
 
 
-def test_several_files_are_one_data_set(tmp_path):
-    (tmp_path / "more").mkdir()
-    files = (str(write_rows(tmp_path, "jsonl", ROWS[:4])),
-             str(write_rows(tmp_path / "more", "parquet", ROWS[4:])))
-    folder = train(sft, tmp_path / "run", train_files=files, model=TINY, batch_size=3, steps=2)
-    assert records(folder)[-1]["train/epoch"] == pytest.approx(2 * 3 / (len(ROWS) - 1))
-
-
 def test_an_epoch_of_sft_sees_every_row_once_in_an_order_of_its_own(tmp_path, monkeypatch):
     steps, cut = [], sft.batches
 
@@ -969,7 +841,7 @@ def test_changed_data_are_refused_on_resume(tmp_path):
     flags = dict(train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY)
     folder = train(sft, tmp_path / "run", **flags)
     write_rows(tmp_path, "jsonl", ROWS[::-1])
-    with pytest.raises(envs.BadInput, match="the data"):
+    with pytest.raises(envs.BadInput, match="the source"):
         train(sft, folder, **flags)
 
 
