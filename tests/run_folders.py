@@ -24,8 +24,8 @@ SMALL = {
     "ppo_llm": dict(iterations=4, prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2,
                     critic_epochs=2, critic_minibatches=2, critic_warmup=1, warmup_iterations=2,
                     eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
-    "sft": dict(steps=4, batch_size=8, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
-                eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2, log_every=1, warmup_steps=2),
+    "sft": dict(steps=4, batch_size=8, eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2,
+                log_every=1, warmup_steps=2),
 }
 LAST = "step_000004"
 

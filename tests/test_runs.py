@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -229,13 +231,13 @@ import os, signal
 from envs.countdown import Countdown
 
 class Signalled(Countdown):
-    started = 0
+    evaluations = 0
 
-    def start(self, task, seed):
-        self.started += "test" in task.id
-        if self.started == {after} and os.environ.pop("SIGNAL", ""):
+    def task(self, split, index):
+        self.evaluations += (split, index) == ("test", 1)
+        if self.evaluations == {second} and os.environ.pop("SIGNAL", ""):
             os.kill(os.getpid(), signal.{name})
-        return super().start(task, seed)
+        return super().task(split, index)
 """
 
 
@@ -243,8 +245,8 @@ class Signalled(Countdown):
 @pytest.mark.parametrize("script", ALL)
 def test_a_signal_within_an_evaluation(script, name, finished, tmp_path, monkeypatch, capsys):
     """SIGTERM: the iteration is logged and saved; Ctrl-C: a receipt, the last checkpoint counts."""
-    tasks, samples = (SMALL[script.__name__][flag] for flag in ("eval_tasks", "eval_samples"))
-    path = write(tmp_path, SIGNALLED.format(after=tasks * (samples + 1) + 2, name=name))
+    # sft.py looks at the test tasks once more, to learn from none of them.
+    path = write(tmp_path, SIGNALLED.format(name=name, second=3 if script is sft else 2))
     skill = ("skill=mixed",) if script is sft else ()
     flags = dict(env=f"{path}:Signalled", env_kwargs=(*skill, "test_tasks=32"), checkpoint_every=1,
                  keep_checkpoints=0)
@@ -488,9 +490,8 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
                                          "--minibatches", "6", "--critic-minibatches", "7"],
                                r"--critic-minibatches 7: .* 6 episodes"),
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
-    "ppo-gamma": (ppo_llm, ["--gamma", "2"], r"gamma.*less than or equal to 1"),
+    "ppo-lambda": (ppo_llm, ["--gae-lambda", "2"], r"gae.lambda.*less than or equal to 1"),
     "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
-    "sft-heads": (sft, ["--hidden-size", "30"], r"--hidden-size 30.*--num-heads"),
     "sft-no-file": (sft, ["--train-files", "{d}/no.jsonl"], r"--train-files \S*no\.jsonl"),
     "sft-suffix": (sft, ["--train-files", "{d}/good.csv"], r"--train-files \S*good\.csv.*parquet"),
     "sft-torn": (sft, ["--train-files", "{d}/torn.jsonl"], r"--train-files \S*torn\.jsonl"),
@@ -783,6 +784,139 @@ def test_a_copy_without_git_runs_too(script, missing, tmp_path, monkeypatch):
     flags = {grpo_llm: dict(iterations=0), sft: dict(steps=1, model=TINY)}[script]
     folder = train(script, tmp_path / "run", eval_tasks=1, **flags)
     assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
+
+
+# PPO: what its log says of the episodes, and when its policy begins to move
+
+
+LONG_GAME = """
+from tests.two_turn import TwoTurn
+
+class LongGame(TwoTurn):
+    replies = 4
+
+def of_turns(r):
+    return [0.1 * n + step.reward for n, step in enumerate(r.steps)]
+"""
+
+
+@pytest.fixture(scope="module")
+def long_games(tmp_path_factory):
+    """A run of episodes with up to four turns and several segments, each of which is kept."""
+    path = write(tmp_path_factory.mktemp("long_games"), LONG_GAME)
+    return train(ppo_llm, path.parent / "run", env=f"{path}:LongGame", reward_fn=f"{path}:of_turns",
+                 max_context_tokens=45, kl_coef=0.2, kl_target=0.01, gae_lambda=0.9, eval_tasks=1,
+                 critic_warmup=2, warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
+                 checkpoint_every=1, keep_checkpoints=0)
+
+
+def columns_of(episode):
+    """The columns of an episode's tokens, all segments joined: {name: array}."""
+    names = ("response_mask", "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs",
+             "rollout_logprobs")
+    columns = {name: np.concatenate([segment[name] for segment in episode["segments"]]) for name in names}
+    # A turn's last token: one that the policy chose, before one that it did not or the segment's end.
+    ends = [np.diff([*segment["response_mask"], 0]) < 0 for segment in episode["segments"]]
+    return columns | {"ends": np.concatenate(ends)}
+
+
+def lambda_returns(rewards, values, lam):
+    """GAE as it is written (arXiv:1506.02438, eq. 16), in float64: a sum over the steps to come."""
+    deltas = rewards + np.append(values[1:], 0.0) - values
+    return np.array([sum(lam ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))])
+
+
+def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
+    coef, split, num_turns = 0.2, 0, set()
+    for record in records(long_games)[1:]:
+        of_episode, of_token = {"score": [], "rewards": []}, {}
+        for episode in episodes(long_games, f"train_step_{record['iteration']:06d}")[0]:
+            columns = columns_of(episode)
+            chosen = columns.pop("response_mask") == 1
+            for name in ("rewards", "returns", "advantages"):
+                assert not columns[name][~chosen].any()  # of the environment's tokens nothing is learned
+            turns = sum(message["role"] == "assistant" for message in episode["messages"])
+            expected = [0.1 * n for n in range(turns)]  # a right reply earns 1 beside, a cut one nothing
+            expected[-1] = 0.0 if episode["termination"] == "length" else expected[-1] + episode["correct"]
+            ends = columns.pop("ends")
+            assert columns["rewards"][ends].tolist() == pytest.approx(expected)
+            assert not columns["rewards"][~ends].any()
+            own = {name: column[chosen] for name, column in columns.items()}
+            rewards = own["rewards"] - coef * (own["old_logprobs"] - own["ref_logprobs"])
+            own["estimates"] = lambda_returns(rewards, own["values"], 0.9)
+            assert episode["reward"] == pytest.approx(sum(expected))
+            of_episode["score"].append(episode["reward"])
+            of_episode["rewards"].append(rewards.sum())
+            for name, column in own.items():
+                of_token.setdefault(name, []).append(column)
+            split, num_turns = split + (len(episode["segments"]) > 1), num_turns | {turns}
+        numbers = {name: np.concatenate(columns) for name, columns in of_token.items()}
+        estimates, values, returns = (numbers[name] for name in ("estimates", "values", "returns"))
+        assert returns == pytest.approx(estimates + values, abs=1e-6)
+        whitened = (estimates - estimates.mean()) / estimates.std()
+        assert numbers["advantages"] == pytest.approx(whitened, abs=1e-4)
+        for name, column in (*of_episode.items(), ("advantages", estimates), ("values", values),
+                             ("returns", returns)):
+            assert [record[f"critic/{name}/{of}"] for of in ("mean", "max", "min")] == pytest.approx(
+                [np.mean(column), np.max(column), np.min(column)], abs=1e-6), name
+        explained = 1 - np.var(returns - values) / np.var(returns)
+        assert record["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
+        drift = numbers["old_logprobs"] - numbers["ref_logprobs"]
+        mismatch = numbers["old_logprobs"] - numbers["rollout_logprobs"]
+        assert record["kl/k1"] == pytest.approx(drift.mean(), abs=1e-9)
+        assert record["train/kl_loss"] == pytest.approx((np.exp(-drift) - 1 + drift).mean(), abs=1e-9)
+        assert record["mismatch/ratio_max"] == pytest.approx(np.exp(mismatch).max())
+        assert abs(record["mismatch/kl"]) < 1e-9 and abs(record["train/advantage"]) < 1e-6
+        assert record["critic/vf_loss"] == pytest.approx(2 * record["train/value_loss"]) and (
+            record["critic/vf_loss"] > 0)
+        assert record["kl/coef"] == pytest.approx(coef)
+        if record["train/policy_steps"]:  # the KL of a policy that may not move yet says nothing
+            coef *= 1 + 0.1 * min(max(record["kl/k1"] / 0.01 - 1, -0.2), 0.2)
+    assert abs(drift.mean()) > 1e-3 and coef not in (0.2, pytest.approx(0.2 * 0.98**2))  # it did move
+    assert split > 4 and {1, 4} <= num_turns
+
+
+def test_the_critic_learns_alone_before_the_policy_moves(long_games):
+    assert validate(long_games, strict=True)["ok"]
+    log, start = records(long_games)[1:], start_weights()
+    last = [long_games / "checkpoints" / f"step_{iteration:06d}" for iteration in (1, 2, 3, 4)]
+    weights = [load_file(folder / "model.safetensors") for folder in last]
+    critics = [torch.load(folder / "trainer_state.pt")["critic"] for folder in last]
+    for n, record in enumerate(log):
+        unchanged = all(torch.equal(weights[n][name], start[name]) for name in start)
+        alone = record["iteration"] <= 2
+        assert unchanged is alone is (record["train/policy_steps"] == 0)
+        assert alone is (record["train/learning_rate"] == 0) is (record["train/grad_norm"] == 0)
+        assert alone is (record["train/approx_kl"] < 1e-9)
+        assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
+        assert record["opt_steps"] == 4 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
+        norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights[n].values()))
+        assert record["train/weight_norm"] == pytest.approx(norm, rel=1e-6)
+        if n:
+            assert all(not torch.equal(tensor, critics[n - 1][name]) for name, tensor in critics[n].items())
+    values = [[record["critic/values/min"], record["critic/values/max"]] for record in log]
+    assert values[0] == [0, 0] and values[1][0] < values[1][1]
+    assert log[0]["critic/vf_explained_var"] == 0 != log[1]["critic/vf_explained_var"]
+
+
+@pytest.mark.parametrize("critic", ["none", "shared"])
+def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, tmp_path):
+    folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=3, eval_every=0,
+                   eval_tasks=2, warmup_iterations=0)
+    assert validate(folder, strict=True)["ok"]
+    log = records(folder)[1:]
+    for record in log:
+        assert record["critic/grad_norm"] == record["critic/learning_rate"] == 0
+        assert record["train/policy_steps"] == 2 and record["opt_steps"] == 2 * record["iteration"]
+        assert record["train/grad_norm"] > 0 and record["train/learning_rate"] > 0
+    names = ["train/value_loss"] + [f"critic/{name}" for name in (
+        "values/mean", "values/max", "values/min", "vf_explained_var", "vf_loss", "vpred_mean")]
+    if critic == "none":
+        assert all(record[name] == 0 for record in log for name in (*names, "critic/vf_clipfrac"))
+        assert all(record[f"critic/{name}/max"] == record["critic/score/max"] for record in log
+                   for name in ("returns", "advantages"))
+    else:
+        assert all(log[2][name] != 0 for name in names)
 
 
 # Slow: processes of their own
