@@ -138,8 +138,7 @@ class Args:
     beta2: Share = 0.95  # AdamW's second decay rate; the first is 0.9, and there is no weight decay
 
     # Critic
-    # a backbone of its own that starts as the policy's; a head on the policy's last layer; V = 0
-    critic: Literal["own", "shared", "none"] = "own"
+    critic: Literal["own", "shared", "none"] = "own"  # a backbone of its own; a head on the policy's; V = 0
     critic_warmup: Whole = 10  # iterations at the start that train a critic of its own alone [iterations]
     critic_epochs: Count = 1  # passes of a critic of its own over an iteration's responses
     critic_minibatches: Count = 16  # its optimiser steps per epoch
@@ -503,7 +502,10 @@ def load_weights(name, dtype=torch.float32):
 
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
-    digest = hashlib.sha256(sha256(Path(adapter, "adapter_model.safetensors")).encode() if adapter else b"")
+    weights = Path(adapter, "adapter_model.safetensors")
+    if adapter and not weights.is_file():
+        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -836,11 +838,15 @@ class VllmServers(Engine):
         self.tag = gather([os.urandom(4).hex()])[0]
         self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):
-            card = self.call(url, "/v1/models")["data"][0]  # the base; adapters come after it
-            self.models[url] = card["id"]
-            if card["max_model_len"] < args.max_context_tokens:
+            answer = self.call(url, "/v1/models")
+            try:
+                card = answer["data"][0]  # the base; adapters come after it
+                self.models[url], longest = card["id"], int(card["max_model_len"])
+            except (LookupError, TypeError) as error:
+                raise EngineError(f"--vllm-url {url}: /v1/models is not vLLM's ({error!r})") from error
+            if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
-                               f"--max-model-len {card['max_model_len']}")
+                               f"--max-model-len {longest}")
 
     def call(self, url, path, body=None):
         """One request: POST with a body, GET without.  -> the answer's JSON."""
@@ -897,24 +903,30 @@ class VllmServers(Engine):
         """Hand the weights to each server. What it had cached was computed with older ones."""
         self.number += 1
         before, name = self.folder / f"{self.tag}-{self.number - 1}", f"policy-{self.tag}-{self.number}"
-        path = write_weights(model, self.folder / f"{self.tag}-{self.number}", writes=RANK == 0)
-        for url in self.models:
-            if RANK == 0 and self.args.lora:
-                # Under a new name: one loaded in place is read from the disk by every batch of requests.
-                loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
-                self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-                for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
-                    self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
-            elif RANK == 0:
-                load = dict(method="reload_weights", kwargs=dict(weights_path=path))
-                self.call(url, "/collective_rpc", load)
-            if RANK == 0:
-                self.call(url, "/reset_prefix_cache", {"reset": True})
-            if self.args.lora:
-                self.models[url] = name
-        gather([])  # the others wait until the servers have them
+        path, problem = write_weights(model, self.folder / f"{self.tag}-{self.number}", RANK == 0), ""
+        try:
+            for url in self.models if RANK == 0 else ():
+                self.hand_over(url, name, path)
+        except EngineError as error:
+            problem = str(error)
+        if problem := max(gather([problem])):  # the others have waited until the servers have them
+            raise EngineError(problem)
+        if self.args.lora:
+            self.models = dict.fromkeys(self.models, name)
         if RANK == 0:
             shutil.rmtree(before, ignore_errors=True)
+
+    def hand_over(self, url, name, path):
+        if self.args.lora:
+            # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
+            self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+            for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
+                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
+        else:
+            load = dict(method="reload_weights", kwargs=dict(weights_path=path))
+            self.call(url, "/collective_rpc", load)
+        self.call(url, "/reset_prefix_cache", {"reset": True})
 
 
 def write_weights(model, folder, writes=True):
@@ -1788,7 +1800,8 @@ def write_episodes(run, kind, rollouts, args):
     path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
     draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
     chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode()) / 2**32 < args.log_episodes
+              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode(errors="replace")) / 2**32
+              < args.log_episodes
               or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
@@ -1802,9 +1815,10 @@ def print_samples(rollouts, args, title):
     """Prompt, reply and reward of some episodes, in colours."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
         prompt, *replies = (m["content"] for m in r.messages[len(r.task.messages) - 1:] or r.task.messages)
-        print_rank_0(f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
-                     f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
-                     f"reward {r.reward:g} ({r.termination})")
+        text = (f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
+                f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
+                f"reward {r.reward:g} ({r.termination})")
+        print_rank_0(text.encode(errors="replace").decode())  # half a surrogate pair cannot be printed
 
 
 def spread(name, values):
