@@ -1273,7 +1273,8 @@ def trainable_groups(rollouts, args):
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
     rewards = torch.tensor([r.reward for r in rollouts]).view(-1, args.group_size)       # (groups, group)
-    played = torch.tensor([r.termination != "error" for r in rollouts]).view(-1, args.group_size)
+    played = torch.tensor([r.termination != "error" for r in rollouts], dtype=torch.bool)  # of none, too
+    played = played.view(-1, args.group_size)
     advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance, played)
     highest, lowest = (rewards.masked_fill(~played, -math.inf).amax(1),
                        rewards.masked_fill(~played, math.inf).amin(1))
