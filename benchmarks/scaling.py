@@ -27,8 +27,8 @@ RL = ("--iterations", 1, "--checkpoint-every", 1000, "--eval-tasks", 1, "--eval-
 SCRIPTS = {  # flags; a number behind the first one is how often its unit fits into an iteration
     "grpo_llm.py": RL,
     "ppo_llm.py": (*RL, "--critic-warmup", 0),
-    "sft.py": ("--steps", 10, "--log-every", 10, "--checkpoint-every", 10**6, "--eval-epochs", 0,
-               "--val-ratio", 0, "--max-rows", 50_000, "--eval-tasks", 1),
+    "sft.py": ("--steps", 10, "--log-every", 10, "--checkpoint-every", 10**6, "--val-ratio", 0,
+               "--eval-tasks", 1),
     "a2c_vecenv.py": ("--iterations", 20, "--log-every", 20, "--checkpoint-every", 10**6, "--eval-envs", 2,
                       "--eval-episodes", 2),
 }
