@@ -1,5 +1,6 @@
 """The equations of grpo_llm.py against float64 references, written as the papers write them: in loops."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -17,6 +18,12 @@ from tests.run_folders import full_forward, gradients
 LOSSES = ("clip", "cispo", "gspo")
 AGGREGATIONS = ("token", "sequence", "constant")
 LOW, HIGH, LONGEST = 0.2, 0.28, 9
+
+
+@pytest.fixture
+def any_sampler(monkeypatch):
+    """Updates on what a sampler with other numbers has said, which a run would refuse."""
+    monkeypatch.setattr(grpo_llm, "MISMATCH_TOLERANCE", {"float32": math.inf})
 
 
 # Advantages
@@ -523,6 +530,7 @@ def reference_gradient(model, start, segments, args):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("any_sampler")
 def test_the_update_has_the_gradient_of_the_written_loss_however_it_is_cut(random_llama, loss, aggregation):
     model, start, groups = two_policies(random_llama)
     segments = [s for group in groups for s in group]
@@ -542,6 +550,7 @@ def test_the_update_has_the_gradient_of_the_written_loss_however_it_is_cut(rando
     assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.usefixtures("any_sampler")
 def test_several_epochs_and_minibatches_do_not_depend_on_the_cut_either(random_llama):
     model, _, groups = two_policies(random_llama)
     common = dict(epochs=2, minibatches=3, temperature=0.7, max_grad_norm=1e9, prompts_per_iteration=6)
@@ -561,6 +570,7 @@ def test_several_epochs_and_minibatches_do_not_depend_on_the_cut_either(random_l
     assert not torch.allclose(first.sort(0).values, second.sort(0).values)
 
 
+@pytest.mark.usefixtures("any_sampler")
 def test_off_policy_updates_are_clipped_against_the_policy_that_sampled(random_llama):
     """The weights move between steps: the second step's ratio is to the weights before the first."""
     model, _, groups = two_policies(random_llama)
@@ -599,6 +609,7 @@ def test_off_policy_updates_are_clipped_against_the_policy_that_sampled(random_l
     assert metrics["train/policy_loss"] == pytest.approx((first + total.item()) / 2, rel=1e-5)
 
 
+@pytest.mark.usefixtures("any_sampler")
 def test_the_gradient_is_clipped_by_its_global_norm_and_logged_before(random_llama):
     model, _, groups = two_policies(random_llama)
     (free,), metrics, _ = an_update(model, groups, Args(temperature=0.7, max_grad_norm=1e9))
@@ -621,6 +632,7 @@ def test_the_on_policy_clip_loss_is_zero_while_its_gradient_is_not(random_llama)
     assert metrics["train/clipfrac"] == metrics["mismatch/frac_capped"] == 0.0
 
 
+@pytest.mark.usefixtures("any_sampler")
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(random_llama):
     model, _, groups = two_policies(random_llama)
     groups[2][0].advantage = math.nan
@@ -628,6 +640,18 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(random_ll
     with pytest.raises(FloatingPointError):
         grpo_llm.update(model, None, recorder, groups, Args(temperature=0.7), 0)
     assert not recorder.steps
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.01])
+def test_stale_log_probabilities_stop_before_the_weights_change(random_llama, stale):
+    model, _, groups = two_policies(random_llama)
+    for segment in (s for group in groups for s in group):
+        exact = full_forward(model, segment, 0.7)[0].tolist()
+        segment.rollout_logprobs = [m * (p - stale) for p, m in zip(exact, segment.response_mask, strict=True)]
+    recorder, args = Recorder(model), Args(temperature=0.7, epochs=2)
+    with pytest.raises(grpo_llm.EngineError, match="mismatch/kl") if stale else contextlib.nullcontext():
+        grpo_llm.update(model, None, recorder, groups, args, 0)
+    assert len(recorder.steps) == (0 if stale else 2)
 
 
 # Passes and schedule
