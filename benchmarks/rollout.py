@@ -4,6 +4,7 @@
     python benchmarks/rollout.py --out benchmarks/results/rollout.csv
     python benchmarks/rollout.py --profile                     # where the time of a default iteration goes
     python benchmarks/rollout.py --engines                     # --engine hf against --engine vllm
+    python benchmarks/rollout.py --overhead                    # what a rollout costs beside its sampling
 
 Groups of 16 responses to each prompt, at temperature 1, on one thread. The two sides take turns, and the
 ratio is the median of the turns' ratios, in CPU time. The models: models/countdown-tiny as it is (nearly
@@ -14,15 +15,19 @@ never (`forced`). Prompts that are `padded` have 8 to 16 tokens. grpo_llm.genera
 probabilities, which training needs; model.generate is not asked for them.
 
 With --engines both sides are engines of grpo_llm.py on the same rollout, log-probabilities included: the
-prompts are submitted and all replies collected. Their Llama has no bias, since vLLM's has none: its replies
-end at the limit or, one token in 512, before.
+prompts are asked for at once and all replies awaited. Their Llama has no bias, since vLLM's has none: its
+replies end at the limit or, one token in 512, before.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import cProfile
 import csv
+import gc
 import math
+import pstats
 import shutil
 import statistics
 import sys
@@ -69,12 +74,29 @@ def random_prompts(count, shortest, longest):
 
 def countdown_prompts(count, tokenizer, args):
     env = envs.make("countdown")
-    return [grpo_llm.encode_prompt(env.task("train", i).messages, tokenizer, args) for i in range(count)]
+    texts = [grpo_llm.render(env.task("train", i).messages, tokenizer, args) for i in range(count)]
+    return [grpo_llm.encode_prompt(text, tokenizer, args) for text in texts]
 
 
 def ours(model, prompts, max_new_tokens, tokenizer):
     """The number of tokens that grpo_llm.generate sampled."""
     return sum(len(ids) for ids, _ in grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer))
+
+
+def ask_all(engine, prompts):
+    """Ask an engine for GROUP replies to each prompt at once.  -> the number of tokens in them"""
+    async def ask():
+        order = range(len(prompts) * GROUP)
+        engine.playing.update(order)
+        serving = asyncio.create_task(engine.serve())
+        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, n, (n,)) for n in order))
+        serving.cancel()
+        return sum(len(ids) for ids, _ in replies)
+
+    engine.begin_rollout()
+    count = asyncio.run(ask())
+    engine.end_rollout()
+    return count
 
 
 def compare_engines(repeats):
@@ -86,7 +108,7 @@ def compare_engines(repeats):
     rows, scratch = [], Path(tempfile.mkdtemp())
     random.save_pretrained(scratch / "llama")
     tiny = str(REPOSITORY / "models/countdown-tiny")
-    tokenizer = grpo_llm.load_tokenizer(tiny)
+    tokenizer = grpo_llm.load_tokenizer(grpo_llm.Args(model=tiny))
     cases = [("countdown-tiny", tiny, tokenizer, 16, (32,)),
              ("llama-0.9M", str(scratch / "llama"), SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD), 64,
               (4, 8, 16))]
@@ -103,11 +125,8 @@ def compare_engines(repeats):
             for turn in range(-1, repeats):  # turn -1 warms up
                 for side in list(engines)[::1 if turn % 2 else -1]:
                     torch.manual_seed(turn + 1)
-                    began, tokens, engine = time.process_time(), 0, engines[side]
-                    for key in range(count * GROUP):
-                        engine.submit(key, prompts[key // GROUP], 1.0)
-                    while engine.busy:
-                        tokens += sum(len(ids) for _, ids, _ in engine.collect())
+                    began = time.process_time()
+                    tokens = ask_all(engines[side], prompts)
                     if turn >= 0:
                         speeds[side].append(tokens / (time.process_time() - began))
             ratio = statistics.median(b / a for a, b in zip(*speeds.values(), strict=True))
@@ -158,7 +177,7 @@ def compare_libraries(options):
     cases = []
     for name in ["models/countdown-tiny"] + ([options.trained] if options.trained else []):
         args = grpo_llm.Args(model=str(REPOSITORY / name))
-        tokenizer = grpo_llm.load_tokenizer(args.model)
+        tokenizer = grpo_llm.load_tokenizer(args)
         cases.append((f"{Path(name).name} natural", grpo_llm.load_weights(args.model),
                       countdown_prompts(32, tokenizer, args), args.max_response_tokens, tokenizer))
     special = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
@@ -181,7 +200,7 @@ def compare_libraries(options):
 def profile():
     """Print the ten operations that take most of the default iteration's sampling, and of its update."""
     args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
-    model, tokenizer = grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args.model)
+    model, tokenizer = grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     prompts = countdown_prompts(args.prompts_per_iteration, tokenizer, args)
     rows = [prompt for prompt in prompts for _ in range(args.group_size)]
@@ -218,6 +237,49 @@ def profile():
                   f"{100 * event.self_cpu_time_total / total:.0f} % | {event.count} |")
 
 
+def overhead(repeats):
+    """What a rollout of 512 single-turn episodes costs where replies and scores are at hand."""
+    args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
+    tokenizer, env = grpo_llm.load_tokenizer(args), envs.make("countdown")
+    tasks = [env.task("train", i) for i in range(args.prompts_per_iteration)]
+    reply = tokenizer(env.solution(tasks[0]), add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    step = envs.Step([], 1.0, True, False, {"correct": 1.0})
+
+    class Ready(grpo_llm.Engine):
+        def __init__(self):
+            self.eos = [tokenizer.eos_token_id]
+
+        async def serve(self):
+            while True:
+                for request in await self.next_requests():
+                    request.future.set_result((reply, [-1.0] * len(reply)))
+                self.requests = []
+
+    class Scored(envs.Episode):
+        def step(self, reply):
+            return step
+
+    env.start = lambda task, seed: Scored()
+
+    def play():
+        return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, 1.0, args,
+                                grpo_llm.episode_reward)
+
+    gc.collect()
+    gc.freeze()  # as main does
+    times = []
+    for _ in range(repeats + 3):
+        began = time.process_time()
+        rollouts = play()
+        times.append(1e3 * (time.process_time() - began))
+    print(f"{len(rollouts)} episodes of {len(tasks)} tasks: median {statistics.median(times[3:]):.1f} ms, "
+          f"least {min(times):.1f} ms of CPU time beside sampling and scoring")
+    with cProfile.Profile() as profiler:
+        for _ in range(10):
+            play()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -225,13 +287,14 @@ def main():
     parser.add_argument("--trained", default="", help="a checkpoint of grpo_llm.py to sample from as well")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--engines", action="store_true", help="compare --engine hf and --engine vllm")
+    parser.add_argument("--overhead", action="store_true", help="what a rollout costs beside its sampling")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    if options.profile:
-        profile()
+    if options.profile or options.overhead:
+        profile() if options.profile else overhead(options.repeats)
         return
     rows = compare_engines(options.repeats) if options.engines else compare_libraries(options)
     if options.out:
