@@ -255,8 +255,8 @@ def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:
     return stale
 
 
-def fenced_lines(text: str) -> Iterator[str]:
-    """The lines within the fenced code blocks of a Markdown text, with backslash continuations joined."""
+def code_lines(text: str) -> Iterator[str]:
+    """The lines of the code blocks of a Markdown text, fenced or indented, with their backslashes joined."""
     fence, pending = "", ""
     for line in text.splitlines():
         bare = line.strip()
@@ -264,20 +264,22 @@ def fenced_lines(text: str) -> Iterator[str]:
             fence = opening[0]
         elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
             fence, pending = "", ""
-        elif fence and bare.endswith("\\"):
+        elif not fence and not line.startswith("    "):
+            pending = ""
+        elif bare.endswith("\\"):
             pending += bare[:-1] + " "
-        elif fence:
+        else:
             yield pending + bare
             pending = ""
 
 
 def readme_commands(text: str) -> Iterator[str]:
-    """The commands `python SCRIPT.py ...` in the fenced code blocks of a Markdown text.
+    """The commands `python SCRIPT.py ...` in the code blocks of a Markdown text.
 
     Backslash continuations are joined; && | ; and comments end a command; what stands before `python` is
     dropped. A script started by torchrun is given as `python SCRIPT.py ...` too.
     """
-    for line in fenced_lines(text):
+    for line in code_lines(text):
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&")
         lexer.whitespace_split = True
         try:
