@@ -1,10 +1,16 @@
-"""Sampling and rollouts of grpo_llm.py and ppo_llm.py: tokens, masks and numbers, on very small models."""
+"""Sampling and rollouts of the language model scripts: tokens, masks and numbers, on very small models."""
 
+import asyncio
+import collections
 import copy
 import dataclasses
+import gc
+import importlib
 import json
 import math
+import os
 import random
+import signal
 import threading
 import time
 
@@ -15,35 +21,24 @@ from transformers import PreTrainedTokenizerFast
 
 import envs
 import grpo_llm
-import ppo_llm
-import sft
-from envs import BadInput, Step
+from envs import Step
 from grpo_llm import Args, Rollout, Segment
+from tests.run_folders import full_forward, records
+from tools.validate_train_log import validate
 
+SCRIPTS = ["grpo_llm"]  # whose rollouts are played; another one with the same rollout can stand beside it
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As Qwen3's does: the thoughts of earlier turns are left out.
-FORGETFUL = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' and not loop.last %}"
-                                              "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
-                                              "{% else %}{{ m.content }}{% endif %}")
 
 
 # Sampling
-
-
-def problem_prompts(tokenizer, texts=PROBLEMS):
-    return [tokenizer("<bos> " + text).input_ids for text in texts]
 
 
 def check_logprobs(model, prompts, replies, temperature):
     """Each reply's log-probabilities are those of its own prompt's full forward."""
     with torch.no_grad():
         for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):
-            logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0].double()
-            expected = (logits / temperature).log_softmax(-1)[len(prompt) - 1:-1]
-            expected = expected[torch.arange(len(ids)), ids].tolist()
-            assert logprobs == pytest.approx(expected, abs=1e-5)
+            expected, _ = full_forward(model, Segment(prompt, ids), temperature)
+            assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def one_by_one(model, tokenizer, prompt, limit):
@@ -55,20 +50,18 @@ def one_by_one(model, tokenizer, prompt, limit):
 
 
 def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llama):
-    model, tokenizer = copy.deepcopy(countdown_tiny[0]).double(), countdown_tiny[1]
-    prompts = problem_prompts(tokenizer)
-    prompts += [prompts[1], prompts[0], [tokenizer.bos_token_id]]
-    replies = grpo_llm.generate(model, prompts, 16, 0.0, tokenizer)
-    assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, 16) for p in prompts]
-    check_logprobs(model, prompts, replies, 1.0)
-    # Random weights write any token, and their replies end anywhere.
-    model = random_llama(vocab_size=6)
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(40)]
-    replies = grpo_llm.generate(model, prompts, 30, 0.0, tokenizer)
-    assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, 30) for p in prompts]
+    trained, tokenizer = copy.deepcopy(countdown_tiny[0]).double(), countdown_tiny[1]
+    problems = [tokenizer("<bos> " + text).input_ids for text in PROBLEMS]
+    problems += [problems[1], problems[0], [tokenizer.bos_token_id]]
+
+    rng = random.Random(1)  # random weights write any token, and their replies end anywhere
+    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(30)]
+
+    for model, prompts, limit in ((trained, problems, 16), (random_llama(vocab_size=6), noise, 30)):
+        replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer)
+        assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, limit) for p in prompts]
+        check_logprobs(model, prompts, replies, 1.0)
     assert len({len(ids) for ids, _ in replies}) > 4
-    check_logprobs(model, prompts, replies, 1.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -103,23 +96,23 @@ def test_sampling_follows_the_softmax(random_llama, countdown_tiny):
     temperature, draws, prompts = 1.5, 6000, [[3], [5, 4, 6]]
     torch.manual_seed(1)
     replies = grpo_llm.generate(model, [p for p in prompts for _ in range(draws)], 2, temperature, tokenizer)
-    for start, prompt in enumerate(prompts):
-        mine = [tuple(ids) for ids, _ in replies[start * draws:(start + 1) * draws]]
-        expected = {}
-        with torch.no_grad():
-            def next_token(ids):
-                return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(-1).tolist()
 
-            for a, p in enumerate(next_token(prompt)):
-                if a == 2:
-                    expected[a,] = p
-                else:
-                    expected |= {(a, b): p * q for b, q in enumerate(next_token([*prompt, a]))}
+    @torch.no_grad()
+    def next_token(ids):
+        return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(-1).tolist()
+
+    for start, prompt in enumerate(prompts):
+        expected = {}
+        for a, p in enumerate(next_token(prompt)):
+            if a == 2:
+                expected[a,] = p
+            else:
+                expected |= {(a, b): p * q for b, q in enumerate(next_token([*prompt, a]))}
+        mine = collections.Counter(tuple(ids) for ids, _ in replies[start * draws:(start + 1) * draws])
         assert set(mine) <= set(expected)
-        assert sum(expected.values()) == pytest.approx(1.0)
         common = {ids: p for ids, p in expected.items() if p * draws >= 5}
         assert len(common) > 10
-        chi_square = sum((mine.count(ids) - p * draws) ** 2 / (p * draws) for ids, p in common.items())
+        chi_square = sum((mine[ids] - p * draws) ** 2 / (p * draws) for ids, p in common.items())
         assert abs(chi_square - len(common)) < 5 * math.sqrt(2 * len(common))
 
 
@@ -142,339 +135,164 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion():
     assert tokens.tolist() == pytest.approx(expected, abs=2)
 
 
-# Rollouts with a scripted sampler
+# Tokenizers, templates, samplers and environments to play with
 
 
-@pytest.fixture(params=[grpo_llm, ppo_llm], ids=["grpo", "ppo"])
-def trainer(request):
-    """The script whose rollout is played. What the two hold in common they hold to the letter."""
-    return request.param
+CHATML = ("{% for m in messages %}{% if m.role == 'martian' %}{{ raise_exception('no role') }}{% endif %}"
+          "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+SYSTEM = "<|im_start|>system\nAnswer the question. Keep each reply short.<|im_end|>\n" + CHATML
+# Llama 3: contents are trimmed; its tokenizer's eos is another mark than the one that closes a turn.
+LLAMA3 = ("<bos>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+          "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+          "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+# Qwen3: thoughts are kept since the last message of a user alone; an empty thought is added to a last reply.
+QWEN3 = """
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}
+    {%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+    {%- set thought, said = '', m.content -%}
+    {%- if m.role == 'assistant' and '</think>' in said -%}
+        {%- set thought = said.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
+        {%- set said = said.split('</think>')[-1].lstrip('\n') -%}
+    {%- endif -%}
+    {{- '<|im_start|>' + m.role + '\n' -}}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) -%}
+        {{- '<think>\n' + thought + '\n</think>\n\n' + said.lstrip('\n') -}}
+    {%- else -%}
+        {{- said -}}
+    {%- endif -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+UNTHINKING = QWEN3.replace("assistant\n' -}}", "assistant\n<think>\n\n</think>\n\n' -}}")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    threads = grpo_llm.EnvThreads(4)
-    yield threads
-    threads.close()
-
-
-@pytest.fixture
-def two_turn():
-    return envs.make("tests/two_turn.py:TwoTurn")
-
-
-def byte_tokenizer(template):
-    """One token per byte and ChatML's marks, <|im_end|> as eos."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>",
-        additional_special_tokens=["<|im_start|>", "<end>"], clean_up_tokenization_spaces=False)
+def byte_tokenizer(template=None, eos="<|im_end|>", alphabet=""):
+    """One token per byte, or per letter of the alphabet, and the marks of chat templates."""
+    core = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = core.pre_tokenize_str(alphabet)[0][0] if alphabet else pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(set(letters)))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = core, decoders.ByteLevel()
+    marks = ["<|im_start|>", "<|im_end|>", "<bos>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<pad>",
+                                        additional_special_tokens=marks, clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
     return tokenizer
-
-
-class Script:
-    """In the place of a script's generate: given replies, in order; and what it was asked to continue."""
-
-    def __init__(self, *replies):
-        self.replies, self.prompts = list(replies), []
-
-    def __call__(self, model, prompts, max_new_tokens, temperature, tokenizer, seeds):
-        self.prompts += [list(prompt) for prompt in prompts]
-        replies = [list(self.replies.pop(0)) for _ in prompts]
-        assert all(len(ids) <= max_new_tokens for ids in replies)
-        # The n-th reply's tokens have the log-probabilities -n.01, -n.02, ...
-        done = len(self.prompts) - len(prompts)
-        return [(ids, [-(done + n + 1) - (t + 1) / 100 for t in range(len(ids))])
-                for n, ids in enumerate(replies)]
-
-    @staticmethod
-    def logprobs(reply, length):
-        return [-reply - (t + 1) / 100 for t in range(length)]
-
-
-@pytest.fixture
-def play(trainer, monkeypatch, pool):
-    """Plays a task with scripted replies. -> Rollouts"""
-    def play(model, tokenizer, env, script, num_samples=1, score=None, **flags):
-        monkeypatch.setattr(trainer, "generate", script)
-        args = trainer.Args(**dict(max_response_tokens=40) | flags)
-        engine = trainer.HfEngine(model, tokenizer, args)
-        return trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], num_samples, 1.0, args, pool,
-                               score or trainer.episode_reward)
-    return play
 
 
 def reply_ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
 
 
-def wrong(env, index=0):
-    """A well-formed wrong reply."""
-    a, b, *_ = env.task("train", index).data["nums"]
-    return f"{a} + {b} = {a + b}"
+class Speaker(grpo_llm.Engine):
+    """Says what `say` replies to the text so far: a text or ids. A token's log-probability names its place.
+
+    at_once: so many it answers at a time; 0: all, once every episode in play waits.
+    """
+
+    def __init__(self, tokenizer, say, at_once=0):
+        self.tokenizer, self.say, self.at_once = tokenizer, say, at_once
+        self.eos, self.prompts, self.most = [tokenizer.eos_token_id], [], 0
+
+    async def serve(self):
+        while True:
+            waiting = await self.next_requests()
+            self.most = max(self.most, len(waiting))
+            if not self.at_once and len(waiting) < max(len(self.playing), 1):
+                continue
+            answered = waiting[:self.at_once or None]
+            self.requests = waiting[len(answered):]
+            for request in answered:
+                self.answer(request)
+            await asyncio.sleep(0)
+            if self.requests:
+                self.changed.set()
+
+    def answer(self, request):
+        self.prompts.append(request.prompt_ids)
+        reply = self.say(self.tokenizer.decode(request.prompt_ids))
+        if isinstance(reply, grpo_llm.EngineError):
+            request.future.set_exception(reply)
+            return
+        ids = reply_ids(self.tokenizer, reply) if isinstance(reply, str) else reply
+        start = len(request.prompt_ids)
+        request.future.set_result((list(ids), [-(start + t) / 100 for t in range(len(ids))]))
 
 
-def test_two_turn_answers_a_wrong_reply_with_the_problem(two_turn):
-    task = two_turn.task("train", 0)
-    episode = two_turn.start(task, 1)
-    first = episode.step("no")
-    assert (first.messages, first.reward, first.terminated) == (task.messages, 0.0, False)
-    second = episode.step(two_turn.solution(task))
-    assert (second.messages, second.reward, second.terminated) == ([], 1.0, True)
-    assert two_turn.start(task, 1).step(two_turn.solution(task)).terminated
-    failed = two_turn.start(task, 1)
-    failed.step("no")
-    assert failed.step("no").terminated
+def check_tokens(rollouts):
+    """All that was sampled is where it was sampled, with its log-probability; nothing else is trained on."""
+    for r in (member for parent in rollouts for member in parent.family):
+        assert len(r.turns) == sum(m.get("role") == "assistant" for m in r.messages[len(r.task.messages):])
+        for number, segment in enumerate(r.segments):
+            sampled = [t for n, start, end in r.turns if n == number for t in range(start, end)]
+            assert [t for t, chosen in enumerate(segment.response_mask) if chosen] == sampled
+            assert len(segment.response_ids) == len(segment.response_mask)
+            assert segment.rollout_logprobs == [-(len(segment.prompt_ids) + t) / 100 if chosen else 0.0
+                                                for t, chosen in enumerate(segment.response_mask)]
 
 
-@pytest.mark.parametrize("words", [True, False], ids=["word-level", "chatml"])
-def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
-        play, countdown_tiny, two_turn, words):
-    model = countdown_tiny[0]
-    tokenizer = countdown_tiny[1] if words else byte_tokenizer(CHATML)
-    task = two_turn.task("train", 0)
-    texts = [wrong(two_turn), two_turn.solution(task)]
-    sampled = [reply_ids(tokenizer, text) for text in texts]
-    script = Script(*sampled)
-    (r,) = play(model, tokenizer, two_turn, script)
-    assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.0, 1.0, 2)
-    assert [(m["role"], m["content"]) for m in r.messages] == [
-        ("user", task.messages[0]["content"]), ("assistant", texts[0]),
-        ("user", task.messages[0]["content"]), ("assistant", texts[1])]
-    (segment,) = r.segments
-    prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
-    assert segment.prompt_ids == tokenizer(prompt).input_ids
-    answer = len(segment.response_ids) - len(sampled[0]) - len(sampled[1])
-    assert segment.response_mask == [1] * len(sampled[0]) + [0] * answer + [1] * len(sampled[1])
-    assert segment.rollout_logprobs == (Script.logprobs(1, len(sampled[0])) + [0.0] * answer
-                                        + Script.logprobs(2, len(sampled[1])))
-    # What was read and said is the template's rendering of the whole conversation, up to the last eos.
-    whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
-    assert segment.ids == tokenizer(whole).input_ids
-    if not words:
-        assert tokenizer.decode(segment.ids) == whole
-    # The second reply was sampled after exactly these tokens.
-    assert script.prompts == [segment.prompt_ids, segment.ids[:-len(sampled[1])]]
+@pytest.fixture(params=SCRIPTS)
+def trainer(request):
+    return importlib.import_module(request.param)
 
 
-def test_replies_are_kept_as_the_ids_that_were_sampled(play, countdown_tiny, two_turn):
-    """A reply with a special token inside: its text gives other ids, and those must not come back."""
-    model, tokenizer = countdown_tiny
-    odd = reply_ids(tokenizer, wrong(two_turn))
-    odd.insert(2, tokenizer.bos_token_id)
-    right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
-    script = Script(odd, right)
-    (r,) = play(model, tokenizer, two_turn, script)
-    assert r.messages[1]["content"] == wrong(two_turn)
-    assert reply_ids(tokenizer, r.messages[1]["content"]) != odd
-    (segment,) = r.segments
-    assert segment.response_ids[:len(odd)] == odd
-    assert script.prompts[1][:len(segment.prompt_ids) + len(odd)] == segment.prompt_ids + odd
-
-
-def test_a_turn_closed_by_a_mark_that_is_not_the_tokenizers_eos_is_not_closed_twice(
-        play, countdown_tiny, two_turn):
-    """Gemma and Phi: the generation config names the closing mark as an eos, the tokenizer another one."""
-    model, tokenizer = copy.deepcopy(countdown_tiny[0]), byte_tokenizer(CHATML.replace("<|im_end|>", "<end>"))
-    end = tokenizer.convert_tokens_to_ids("<end>")
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
-    texts = [wrong(two_turn), two_turn.solution(two_turn.task("train", 0))]
-    sampled = [reply_ids(tokenizer, text)[:-1] + [end] for text in texts]
-    (r,) = play(model, tokenizer, two_turn, Script(*sampled))
-    assert r.correct
-    whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
-    assert tokenizer.decode(r.segments[0].ids) == whole
-
-
-def test_a_default_system_prompt_does_not_get_into_the_answers(play, countdown_tiny, two_turn):
-    """Templates with a system prompt of their own, whatever words are in it."""
-    system = "<|im_start|>system\nAnswer the question. Keep each reply short.<|im_end|>\n"
-    tokenizer = byte_tokenizer(system + CHATML)
-    texts = [wrong(two_turn), two_turn.solution(two_turn.task("train", 0))]
-    script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(countdown_tiny[0], tokenizer, two_turn, script)
-    whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
-    assert tokenizer.decode(r.segments[0].ids) == whole
-
-
-def test_the_plain_template_is_the_bare_text(play, countdown_tiny, two_turn):
-    tokenizer = byte_tokenizer(None)
-    task = two_turn.task("train", 0)
-    texts = [wrong(two_turn), two_turn.solution(task)]
-    script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(countdown_tiny[0], tokenizer, two_turn, script, chat_template="plain")
-    problem, eos = task.messages[0]["content"], tokenizer.eos_token
-    assert tokenizer.decode(r.segments[0].ids) == f"{problem}{texts[0]}{eos}{problem}{texts[1]}{eos}"
-
-
-def test_a_reply_cut_at_the_limit_never_reaches_the_environment(monkeypatch, play, countdown_tiny, two_turn):
-    model, tokenizer = countdown_tiny
-    solution = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
-    steps = []
-    monkeypatch.setattr(two_turn, "start", lambda task, seed: Recording(steps))
-    script = Script(solution[:-1], solution)
-    cut, ended = play(model, tokenizer, two_turn, script, 2,
-                      max_response_tokens=len(solution))
-    assert (cut.termination, cut.reward, cut.correct, cut.steps) == ("length", 0.0, 0.0, [])
-    assert cut.segments[0].response_mask == [1] * (len(solution) - 1)
-    assert (ended.termination, ended.reward) == ("done", 1.0)
-    assert steps == [ended.messages[-1]["content"]]
-
-
-class Recording(envs.Episode):
-    """Writes down every reply, and counts it as right."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def step(self, reply):
-        self.steps.append(reply)
-        return Step([], 1.0, True, False, {"correct": 1.0})
-
-
-def test_the_environments_own_limit_ends_as_truncated(monkeypatch, play, countdown_tiny, two_turn):
-    class Late(envs.Episode):
-        def step(self, reply):
-            return Step([], 0.25, False, True, {"correct": 1.0})
-
-    model, tokenizer = countdown_tiny
-    monkeypatch.setattr(two_turn, "start", lambda task, seed: Late())
-    (r,) = play(model, tokenizer, two_turn, Script(reply_ids(tokenizer, wrong(two_turn))))
-    assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
-
-
-def test_episodes_of_a_group_keep_their_own_tokens_as_others_end(play, countdown_tiny, two_turn):
-    model, tokenizer = countdown_tiny
-    right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
-    bad = reply_ids(tokenizer, wrong(two_turn))
-    worse = bad[:1] + [bad[0]] + bad[2:]
-    script = Script(right, bad, worse, right[:2], bad, right)
-    rollouts = play(model, tokenizer, two_turn, script, 4)
-    assert [r.termination for r in rollouts] == ["done", "done", "done", "length"]
-    assert [r.correct for r in rollouts] == [1.0, 0.0, 1.0, 0.0]
-    def sampled(r):
-        return [i for i, m in zip(r.segments[0].response_ids, r.segments[0].response_mask, strict=True) if m]
-
-    assert [sampled(r) for r in rollouts] == [right, bad + bad, worse + right, right[:2]]
-    assert script.prompts[4][len(rollouts[1].segments[0].prompt_ids):][:len(bad)] == bad
-    assert script.prompts[5][len(rollouts[2].segments[0].prompt_ids):][:len(worse)] == worse
-
-
-# The context budget
-
-
-def long_game(two_turn, replies):
-    two_turn.replies = replies
-    return two_turn
-
-
-def expected_segments(tokenizer, env, texts, budget, limit):
-    """Prompt ids and response ids of each segment, by brute force over what may be kept of the history."""
-    task = env.task("train", 0)
-
-    def prompt_of(messages):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text).input_ids
-
-    history, segments = [], [(prompt_of(task.messages), [])]
-    for n, text in enumerate(texts):
-        segments[-1][1].extend(reply_ids(tokenizer, text))
-        history.append({"role": "assistant", "content": text})
-        if n + 1 == len(texts):
-            return segments
-        history += task.messages  # the environment's answer: the problem once more
-        answer = prompt_of(task.messages)[1:]  # as the first turn, without <bos>
-        if sum(map(len, segments[-1])) + len(answer) + limit <= budget:
-            segments[-1][1].extend(answer)
-            continue
-        for start in range(2, len(history), 2):  # whole turns go, the oldest first
-            prompt = prompt_of(task.messages + history[start:])
-            if len(prompt) + limit <= budget:
-                segments.append((prompt, []))
-                break
-        else:
-            return segments
-    return segments
-
-
-@pytest.mark.parametrize("budget", [45, 52, 60, 75])
-def test_a_history_over_the_budget_starts_a_segment_that_keeps_the_task(
-        play, countdown_tiny, two_turn, budget):
-    model, tokenizer = countdown_tiny
-    env, limit = long_game(two_turn, 8), 16
-    task = env.task("train", 0)
-    texts = [wrong(env)] * 3 + [wrong(env) + "; 1 + 1 = 2"] * 4 + [env.solution(task)]
-    script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(model, tokenizer, env, script, max_context_tokens=budget,
-                max_response_tokens=limit)
-    assert (r.termination, r.correct) == ("done", 1.0)
-    found = [(s.prompt_ids, s.response_ids) for s in r.segments]
-    assert found == expected_segments(tokenizer, env, texts, budget, limit)
-    assert len(found) > 1
-    for segment in r.segments:
-        assert len(segment.ids) <= budget
-        assert segment.prompt_ids[:len(r.segments[0].prompt_ids) - 1] == r.segments[0].prompt_ids[:-1]
-        assert len(segment.response_ids) == len(segment.response_mask) == len(segment.rollout_logprobs)
-        assert segment.response_mask[0] == 1
-    # Every sampled token is in exactly one segment, where it was sampled, with its own log-probability.
-    sampled = [(i, p) for s in r.segments
-               for i, m, p in zip(s.response_ids, s.response_mask, s.rollout_logprobs, strict=True) if m]
-    replies = [reply_ids(tokenizer, text) for text in texts]
-    assert sampled == [(i, p) for n, ids in enumerate(replies)
-                       for i, p in zip(ids, Script.logprobs(n + 1, len(ids)), strict=True)]
-
-
-def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_turn):
-    model, tokenizer = countdown_tiny
-    bad = reply_ids(tokenizer, wrong(two_turn))
-    prompt = len(tokenizer.apply_chat_template(two_turn.task("train", 0).messages, add_generation_prompt=True)
-                 ["input_ids"])
-    # The prompt and one reply fit, the second turn does not, and there is no older turn to leave out.
-    flags = dict(max_context_tokens=prompt + 16, max_response_tokens=16)
-    (r,) = play(model, tokenizer, two_turn, Script(bad), **flags)
-    assert (r.termination, r.correct, len(r.segments), len(r.steps)) == ("context", 0.0, 1, 1)
-    assert r.segments[0].response_ids == bad
-    # The prompt alone does not fit: nothing is sampled.
-    flags["max_context_tokens"] -= 1
-    script = Script()
-    (r,) = play(model, tokenizer, two_turn, script, **flags)
-    assert (r.termination, r.reward, r.segments[0].response_ids, script.prompts) == ("context", 0.0, [], [])
-
-
-# Many episodes: how many at once, how they end, and what of them fails
+@pytest.fixture
+def play(trainer):
+    """Plays a task with given replies, one after another. -> Rollouts, what the sampler was asked"""
+    def play(tokenizer, env, replies, num_samples=1, score=None, **flags):
+        replies = iter(replies)
+        engine = Speaker(tokenizer, lambda text: next(replies))
+        args = trainer.Args(**dict(max_response_tokens=40) | flags)
+        rollouts = trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], num_samples, 1.0, args,
+                                   score or trainer.episode_reward)
+        assert next(replies, None) is None
+        check_tokens(rollouts)
+        return rollouts, engine.prompts
+    return play
 
 
 class World(envs.Env):
     """Its episodes do what `behave(episode, reply)` says; it knows which of them are open."""
 
-    multi_turn = True
-
-    def __init__(self, behave, on_start=None):
-        self.behave, self.on_start, self.lock = behave, on_start, threading.Lock()
+    def __init__(self, behave, on_start=None, blocking=False):
+        self.behave, self.on_start, self.blocking = behave, on_start, blocking
         self.judge = lambda episode, reason: None
-        self.attempts, self.started, self.open, self.most, self.closed = [], [], 0, 0, []
+        self.lock, self.attempts, self.started, self.closed, self.most = threading.Lock(), [], [], [], 0
+
+    def num_tasks(self, split):
+        return 1000
 
     def task(self, split, index):
         return envs.Task(f"t{index}", "world", [{"role": "user", "content": f"<{index}>"}], {})
 
-    def start(self, task, seed):
+    def start(self, task, seed=1):
         self.attempts.append(task.id)
-        if self.on_start:
+        if self.on_start and "/" not in task.id:  # a step that calls sub-agents has them all
             self.on_start(self, task)
         with self.lock:
             self.started.append(task.id)
-            self.open += 1
-            self.most = max(self.most, self.open)
+            self.most = max(self.most, len(self.started) - len(self.closed))
         return Attempt(self, task)
+
+    def ask(self, *names):
+        """A step that calls sub-agents."""
+        tasks = [envs.Task(name, "world", [{"role": "user", "content": f"<{name}>"}], {}) for name in names]
+        never = [{"role": "user", "content": "never read"}]
+        return Step(never, 100.0, False, False, {}, tuple((task, self.start(task)) for task in tasks))
+
+    @property
+    def all_closed_once(self):
+        return len(self.closed) == len(set(self.closed)) == len(self.started)
 
 
 class Attempt(envs.Episode):
     def __init__(self, world, task):
         self.world, self.task, self.replies, self.ended = world, task, [], threading.Event()
+        self.attempt = world.attempts.count(task.id)
 
     def step(self, reply):
         self.replies.append(reply)
@@ -488,34 +306,9 @@ class Attempt(envs.Episode):
 
     def close(self):
         with self.world.lock:
-            self.world.open -= 1
             self.world.closed.append(self)
         self.ended.set()
         raise RuntimeError("whatever goes wrong here is of no consequence")
-
-
-class Speaker(grpo_llm.Engine):
-    """Replies that the prompt's text decides, a few at a time or all together."""
-
-    def __init__(self, tokenizer, say, continuous):
-        self.tokenizer, self.say, self.continuous = tokenizer, say, continuous
-        self.eos, self.waiting, self.most = [tokenizer.eos_token_id], [], 0
-
-    @property
-    def busy(self):
-        return bool(self.waiting)
-
-    def submit(self, key, prompt, temperature, seed):
-        self.waiting.append((key, prompt))
-        self.most = max(self.most, len(self.waiting))
-
-    def collect(self):
-        count = min(2, len(self.waiting)) if self.continuous else len(self.waiting)
-        ended, self.waiting = self.waiting[:count], self.waiting[count:]
-        said = [self.say(self.tokenizer.decode(ids)) for _, ids in ended]
-        replies = [reply_ids(self.tokenizer, text)[:-1 if text == "cut" else None] for text in said]
-        return [(key, ids, [-1 - n / 100 for n in range(len(ids))])
-                for (key, _), ids in zip(ended, replies, strict=True)]
 
 
 def go_on(reward=0.0):
@@ -526,47 +319,284 @@ def over(reward=1.0):
     return Step([], reward, True, False, {"correct": 1.0})
 
 
-@pytest.fixture(params=[False, True], ids=["together", "continuous"])
-def visit(request, trainer, pool):
+def three_turns(episode, reply):
+    return over() if len(episode.replies) == 1 + int(episode.task.id[1:]) % 3 else go_on(0.25)
+
+
+@pytest.fixture(params=[(0, False), (2, True)], ids=["together", "continuous-blocking"])
+def visit(request, trainer):
     """Plays tasks of a world. A reply is r and the number of those before it: r0, r1. -> Rollouts"""
-    def visit(world, num_tasks=1, num_samples=1, say=lambda text: f"r{text.count('!')}", pool=pool, **flags):
+    def visit(world, num_tasks=1, num_samples=1, say=lambda text: f"r{text.count('!')}", **flags):
         args = trainer.Args(**dict(chat_template="plain", max_response_tokens=40) | flags)
-        tokenizer, tasks = byte_tokenizer(None), [world.task("train", n) for n in range(num_tasks)]
-        visit.engine = Speaker(tokenizer, say, request.param)
-        return trainer.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args, pool,
-                               trainer.episode_reward)
+        tokenizer, tasks = byte_tokenizer(), [world.task("train", n) for n in range(num_tasks)]
+        world.blocking = request.param[1] or world.blocking
+        visit.engine = Speaker(tokenizer, say, request.param[0])
+        rollouts = trainer.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args,
+                                   trainer.episode_reward)
+        check_tokens(rollouts)
+        return rollouts
     return visit
+
+
+blocking_alone = pytest.mark.parametrize("visit", [(2, True)], indirect=True, ids=["blocking"])
 
 
 def texts(r):
     return [m["content"] for m in r.messages]
 
 
-def three_turns(episode, reply):
-    return over() if len(episode.replies) == 1 + int(episode.task.id[1:]) % 3 else go_on(0.25)
-
-
-def all_closed_once(world):
-    return len(world.closed) == len(set(world.closed)) == len(world.started) and not world.open
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def kept(r):
     """What a rollout leaves behind."""
-    return {name: value for name, value in vars(r).items() if name not in ("children", "parent")} | {
-        "children": [kept(child) for child in r.children]}
+    return vars(r) | dict(children=[kept(child) for child in r.children])
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_no_more_episodes_are_in_play_than_allowed_and_results_are_the_same(visit, trainer, threads):
-    found, pool = [], trainer.EnvThreads(threads)
+@pytest.fixture(autouse=True)
+def noise(caplog, monkeypatch):
+    """Nothing that asyncio or a thread complains of after the fact."""
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    gc.collect(1)
+    assert not died and not [record for record in caplog.records if record.name == "asyncio"]
+
+
+# One episode: its tokens, its masks, its end
+
+
+@pytest.fixture
+def two_turn():
+    return envs.make("tests/two_turn.py:TwoTurn")
+
+
+def wrong(env):
+    """A well-formed wrong reply."""
+    a, b, *_ = env.task("train", 0).data["nums"]
+    return f"{a} + {b} = {a + b}"
+
+
+def test_two_turn_answers_a_wrong_reply_with_the_problem(two_turn):
+    task = two_turn.task("train", 0)
+    for replies, reward in ((["no", two_turn.solution(task)], 1.0), (["no", "no"], 0.0)):
+        episode = two_turn.start(task, 1)
+        first, second = map(episode.step, replies)
+        assert (first.messages, first.reward, first.terminated) == (task.messages, 0.0, False)
+        assert (second.messages, int(second.reward), second.terminated) == ([], reward, True)
+    assert two_turn.start(task, 1).step(two_turn.solution(task)).terminated
+
+
+TEMPLATES = {"words": None, "chatml": CHATML, "system": SYSTEM, "plain": None,
+             "other-mark": CHATML.replace("<|im_end|>", "<|eot_id|>")}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
+        play, countdown_tiny, two_turn, template):
+    tokenizer = countdown_tiny[1] if template == "words" else byte_tokenizer(TEMPLATES[template])
+    task, plain = two_turn.task("train", 0), template == "plain"
+    said = [wrong(two_turn), two_turn.solution(task)]
+    replies = [reply_ids(tokenizer, text) for text in said]
+    replies[0].insert(2, tokenizer.convert_tokens_to_ids("<bos>"))  # kept as it was sampled
+    (r,), prompts = play(tokenizer, two_turn, replies, chat_template="plain" if plain else "model")
+
+    assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.0, 1.0, 2)
+    problem = task.messages[0]["content"]
+    assert texts(r) == [problem, said[0], problem, said[1]]
+    (segment,) = r.segments
+    assert [segment.response_ids[start:end] for _, start, end in r.turns] == replies
+    assert prompts == [segment.prompt_ids, segment.ids[:-len(replies[1])]]
+
+    # What was read and said is the template's rendering of it all, up to the last eos and but for the odd id.
+    segment.response_ids.pop(2)
+    eos = tokenizer.eos_token
+    whole = (f"{problem}{said[0]}{eos}{problem}{said[1]}{eos}" if plain
+             else tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip())
+    if template == "other-mark":  # which the reply's own eos does not replace
+        whole = whole.replace(said[0], said[0] + eos).replace(f"{said[1]}<|eot_id|>", said[1] + eos)
+    assert segment.ids == tokenizer(whole, add_special_tokens=plain).input_ids
+    assert template == "words" or tokenizer.decode(segment.ids) == whole
+
+
+def test_a_reply_cut_at_the_limit_never_reaches_the_environment(play, countdown_tiny):
+    tokenizer, heard = countdown_tiny[1], []
+
+    def behave(episode, reply):
+        heard.append(reply)
+        return over()
+
+    whole = reply_ids(tokenizer, "1 + 1 = 2")
+    world = World(behave)
+    (cut, ended), _ = play(tokenizer, world, [whole[:-1], whole], 2, max_response_tokens=len(whole))
+    assert (cut.termination, cut.reward, cut.correct, cut.steps) == ("length", 0.0, 0.0, [])
+    assert cut.segments[0].response_mask == [1] * (len(whole) - 1)
+    assert (ended.termination, ended.reward, heard) == ("done", 1.0, ["1 + 1 = 2"])
+    world = World(lambda episode, reply: Step([], 0.25, False, True, {"correct": 1.0}))
+    (r,), _ = play(tokenizer, world, [whole])
+    assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
+
+
+def test_episodes_of_a_group_keep_their_own_tokens_as_others_end(play, countdown_tiny, two_turn):
+    tokenizer = countdown_tiny[1]
+    right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
+    bad = reply_ids(tokenizer, wrong(two_turn))
+    worse = [bad[0], *bad]
+    replies = [right, bad, worse, right[:2], bad, right]
+    rollouts, prompts = play(tokenizer, two_turn, replies, 4, score=lambda r: len(r.turns) / 4)
+    assert [r.termination for r in rollouts] == ["done", "done", "done", "length"]
+    assert [r.correct for r in rollouts] == [1.0, 0.0, 1.0, 0.0]
+    assert [r.reward for r in rollouts] == [0.25, 0.5, 0.5, 0.25]  # of the function that was given
+
+    sampled = [[r.segments[0].response_ids[start:end] for _, start, end in r.turns] for r in rollouts]
+    assert sampled == [[right], [bad, bad], [worse, right], [right[:2]]]
+    for prompt, r in zip(prompts[4:], rollouts[1:3], strict=True):
+        assert prompt == r.segments[0].ids[:len(prompt)]
+
+
+# The context budget
+
+
+def expected_segments(tokenizer, env, said, budget, limit):
+    """Prompt ids and response ids of each segment, by brute force over what may be kept of the history."""
+    task = env.task("train", 0)
+
+    def prompt_of(messages):
+        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False,
+                                                       add_generation_prompt=True)).input_ids
+
+    history, segments = [], [(prompt_of(task.messages), [])]
+    for text in said[:-1]:
+        segments[-1][1].extend(reply_ids(tokenizer, text))
+        history += [{"role": "assistant", "content": text}, *task.messages]
+        answer = prompt_of(task.messages)[1:]  # as the first turn, without <bos>
+        if sum(map(len, segments[-1])) + len(answer) + limit <= budget:
+            segments[-1][1].extend(answer)
+            continue
+        prompts = [prompt_of(task.messages + history[start:]) for start in range(2, len(history), 2)]
+        prompt = next((prompt for prompt in prompts if len(prompt) + limit <= budget), None)
+        if not prompt:  # whole turns go, the oldest first, until there is none
+            return segments
+        segments.append((prompt, []))
+    segments[-1][1].extend(reply_ids(tokenizer, said[-1]))
+    return segments
+
+
+@pytest.mark.parametrize("budget", [45, 52, 60, 75])
+def test_a_history_over_the_budget_starts_a_segment_that_keeps_the_task(
+        play, countdown_tiny, two_turn, budget):
+    tokenizer, limit = countdown_tiny[1], 16
+    two_turn.replies = 8
+    solution = two_turn.solution(two_turn.task("train", 0))
+    said = [wrong(two_turn)] * 3 + [wrong(two_turn) + "; 1 + 1 = 2"] * 4 + [solution]
+    (r,), prompts = play(tokenizer, two_turn, said, max_context_tokens=budget, max_response_tokens=limit)
+    assert (r.termination, r.correct) == ("done", 1.0)
+    found = [(s.prompt_ids, s.response_ids) for s in r.segments]
+    assert found == expected_segments(tokenizer, two_turn, said, budget, limit)
+    assert len(found) > 1 and max(len(s.ids) for s in r.segments) <= budget
+    for prompt, (number, start, _) in zip(prompts, r.turns, strict=True):
+        assert prompt == r.segments[number].ids[:len(prompt)]
+        assert len(prompt) == len(r.segments[number].prompt_ids) + start
+
+
+def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_turn):
+    tokenizer, bad = countdown_tiny[1], wrong(two_turn)
+    messages = two_turn.task("train", 0).messages
+    prompt = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    # The prompt and one reply fit, the second turn does not, and there is no older turn to leave out.
+    flags = dict(max_context_tokens=len(prompt.input_ids) + 16, max_response_tokens=16)
+    (r,), _ = play(tokenizer, two_turn, [bad], **flags)
+    assert (r.termination, r.correct, len(r.segments), len(r.steps)) == ("context", 0.0, 1, 1)
+    assert r.segments[0].response_ids == reply_ids(tokenizer, bad)
+    # The prompt alone does not fit: nothing is sampled.
+    flags["max_context_tokens"] -= 1
+    (r,), prompts = play(tokenizer, two_turn, [], **flags)
+    assert (r.termination, r.reward, r.segments[0].response_ids, prompts) == ("context", 0.0, [], [])
+
+
+# Extend or fork
+
+
+LETTERS = "".join(dict.fromkeys("system user assistant tool\n<0123456789>! abc"))
+CONVERSATIONS = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<bos>"), "plain": (None, "<|im_end|>"),
+                 "qwen3": (QWEN3, "<|im_end|>"), "unthinking": (UNTHINKING, "<|im_end|>")}
+
+
+def conversation(episode, reply):
+    """Up to five turns, answered by a user or a tool; the second one calls two sub-agents."""
+    turn = len(episode.replies)
+    if isinstance(reply, str) and turn == 2 and "/" not in episode.task.id:
+        return episode.world.ask(f"{episode.task.id}/0", f"{episode.task.id}/1")
+    role = "user" if turn % 2 else "tool"
+    return over() if turn == 5 else Step([{"role": role, "content": f" a{turn}\n"}], 0.0, False, False, {})
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
+        trainer, random_llama, monkeypatch, name):
+    """The sampler is the model itself: each segment's log-probabilities are those of its own full forward."""
+    template, eos = CONVERSATIONS[name]
+    tokenizer = byte_tokenizer(template, eos, LETTERS)
+    *marks, eot = tokenizer.convert_tokens_to_ids(["<think>", "</think>", eos, "<|eot_id|>"])
+    model = random_llama(vocab_size=len(tokenizer), seed=2, initializer_range=0.2, dtype=torch.float32)
+    model.lm_head = torch.nn.Linear(16, len(tokenizer))
+    with torch.no_grad():  # so that it thinks, and ends
+        model.lm_head.bias.zero_()[[*marks, eot]] = torch.tensor([1.0, 2.0, 2.5, 1.0])
+    model.generation_config.eos_token_id = eot
+    args = trainer.Args(max_response_tokens=24, chat_template="model" if template else "plain")
+    world, asked = World(conversation), {}
+
+    class Recorder(trainer.HfEngine):
+        async def sample(self, prompt_ids, temperature, seed, order):
+            asked.setdefault(order, []).append(prompt_ids)
+            return await super().sample(prompt_ids, temperature, seed, order)
+
+    tasks = [world.task("train", n) for n in range(12)]
+    rollouts = trainer.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
+                               trainer.episode_reward)
+    forks = thoughts = 0
+    for r in (member for parent in rollouts for member in parent.family):
+        seen = [r.segments[number].ids[:len(r.segments[number].prompt_ids) + start]
+                for number, start, _ in r.turns]
+        assert seen == asked[r.order]
+        for segment in r.segments:
+            assert tokenizer(tokenizer.decode(segment.prompt_ids),
+                             add_special_tokens=False).input_ids == segment.prompt_ids
+            with torch.no_grad():
+                expected, _ = full_forward(model, segment, 1.0)
+            expected *= torch.tensor(segment.response_mask)
+            assert segment.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        forks += len(r.segments) - 1
+        said = [m["content"] for m in r.messages if m["role"] == "assistant"]
+        thoughts += sum("</think>" in text for text in said)
+        for turn, (text, step) in enumerate(zip(said[:-1], r.steps, strict=False)):
+            forked = r.turns[turn + 1][0] > r.turns[turn][0]
+            forgets = name == "unthinking" or name == "qwen3" and "</think>" in text
+            assert forked or not (forgets and step.messages[0]["role"] == "user")
+        assert len(r.segments) == 1 or name == "unthinking" or name == "qwen3" and "</think>" in "".join(said)
+    assert thoughts > 20 and (forks > 20) == (name in ("qwen3", "unthinking"))
+    assert sum(len(r.turns) > 2 for r in rollouts) > 5 and sum(len(r.family) == 3 for r in rollouts) > 5
+    metrics, played = trainer.rollout_metrics(rollouts, 1.0), len(rollouts)
+    assert metrics["rollout/segments"] == sum(len(r.segments) for r in rollouts) / played
+    assert metrics["rollout/termination/error"] == 0
+
+
+# Many episodes: how many at once, and how they end
+
+
+def test_no_more_episodes_are_in_play_than_allowed_and_results_are_the_same(visit):
+    found = []
     for limit in (0, 1, 3, 99):
         world = World(three_turns)
-        rollouts = visit(world, 7, 2, pool=pool, max_concurrent=limit)
+        rollouts = visit(world, 7, 2, max_concurrent=limit)
         found.append([kept(r) for r in rollouts])
-        assert all_closed_once(world) and len(world.started) == 14
+        assert world.all_closed_once and len(world.started) == 14
         assert world.most <= (limit or 14) and visit.engine.most <= (limit or 14)
         assert limit not in (1, 3) or max(world.most, visit.engine.most) == limit
-    pool.close()
     assert found[1:] == found[:1] * 3
     assert [r.task.id for r in rollouts] == [f"t{n // 2}" for n in range(14)]
     assert texts(rollouts[4]) == ["<2>", "r0", "!", "r1", "!", "r2"] and rollouts[4].reward == 1.5
@@ -576,23 +606,15 @@ def test_an_episode_ends_after_max_turns_with_what_it_has_earned(visit):
     world = World(lambda episode, reply: go_on(0.25))
     (r,) = visit(world, max_turns=3)
     assert (r.termination, r.reward, r.correct, len(r.turns)) == ("turns", 0.75, 0.0, 3)
-    assert texts(r)[-2:] == ["r2", "!"] and all_closed_once(world)
+    assert texts(r)[-2:] == ["r2", "!"] and world.all_closed_once
     world = World(three_turns)  # an end of the environment's own in the last turn counts
     assert [r.termination for r in visit(world, 3, max_turns=2)] == ["done", "done", "turns"]
 
 
-def test_an_episode_that_ends_for_want_of_room_is_closed(visit):
-    world = World(lambda episode, reply: go_on())
-    (r,) = visit(world, max_context_tokens=9, max_response_tokens=4)
-    assert (r.termination, len(r.turns)) == ("context", 1) and all_closed_once(world) and world.started
-    assert visit(world, max_context_tokens=5, max_response_tokens=4)[0].termination == "context"
-    assert len(world.started) == 1  # what has no room for a first reply is not even started
-
-
 @pytest.mark.parametrize("reason, flags", [
     ("turns", dict(max_turns=2)), ("context", dict(max_context_tokens=9, max_response_tokens=4)),
-    ("length", dict(say=lambda text: "cut" if "!" in text else "r0"))])
-def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, trainer, reason, flags):
+    ("length", dict(say=lambda text: [65, 66] if "!" in text else "r0"))])
+def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason, flags):
     asked = []
 
     def judge(episode, reason):
@@ -605,88 +627,56 @@ def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, traine
         turns = 1 if reason == "context" else 2
         assert (r.termination, r.correct, len(r.turns), len(r.steps)) == (reason, 1.0, turns, turns)
         earned = 0.5 if reason == "turns" else 0.25  # the reply that was cut has earned nothing itself
-        assert sum(step.reward for step in r.steps) == 0.5 + earned
-        assert "never read" not in "".join(texts(r))
-    assert asked == [(reason, False)] * 2 and all_closed_once(world)
+        assert r.reward == 0.5 + earned and "never read" not in texts(r)
+    assert asked == [(reason, False)] * 2 and world.all_closed_once
     failing = World(lambda episode, reply: go_on(0.25))
     failing.judge = lambda episode, reason: 1 / 0
-    (r,) = visit(failing, episode_retries=1, **flags)
-    assert (r.termination, r.retries, r.correct) == ("error", 1, 0.0) and all_closed_once(failing)
+    (r,) = visit(failing, **flags)
+    assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and failing.all_closed_once
 
 
 # Time
 
 
-grpo_alone = pytest.mark.parametrize("trainer", [grpo_llm], indirect=True, ids=["grpo"])
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@grpo_alone
-@pytest.mark.parametrize("interrupted", [True, False], ids=["by-close", "never"])
-def test_a_step_that_hangs_ends_its_episode_and_its_thread_is_replaced(visit, trainer, interrupted):
-    """It may come back when the episode is closed, or never as far as we know."""
+@blocking_alone
+def test_a_step_that_hangs_ends_its_episode_and_holds_up_no_other(visit):
+    """It comes back when the episode is closed (t1), or long after the rollout (t4)."""
     forever, late = threading.Event(), []
 
     def behave(episode, reply):
-        if episode.task.id == "t1" and len(episode.replies) == 2:
-            late.append((episode.ended if interrupted else forever).wait(60))
+        if episode.task.id in ("t1", "t4") and len(episode.replies) == 2:
+            late.append((episode.ended if episode.task.id == "t1" else forever).wait(60))
             return over(5.0)
         return three_turns(episode, reply)
 
-    world, pool = World(behave), trainer.EnvThreads(1)
-    rollouts = visit(world, 3, pool=pool, episode_timeout=0.8, max_concurrent=1)
-    assert [r.termination for r in rollouts] == ["done", "timeout", "done"]
-    assert all_closed_once(world)
+    world = World(behave)
+    rollouts = visit(world, 6, episode_timeout=0.3, max_concurrent=2)
+    assert [r.termination for r in rollouts] == ["done", "timeout", "done", "done", "timeout", "done"]
+    assert world.all_closed_once
     forever.set()
-    until(lambda: late)
-    time.sleep(0.05)
-    r = rollouts[1]  # the answer came too late
-    assert (r.reward, r.correct, len(r.steps), texts(r)) == (0.25, 0.0, 1, ["<1>", "r0", "!", "r1"])
-    assert late == [True]
-    pool.close()
+    until(lambda: len(late) == 2)
+    for r in (rollouts[1], rollouts[4]):  # the answer came too late
+        assert (r.reward, r.correct, r.retries, texts(r)[1:]) == (0.25, 0.0, 0, ["r0", "!", "r1"])
 
 
-@grpo_alone
-def test_a_step_that_takes_long_does_not_hold_up_the_others_where_the_clock_runs(visit, trainer):
-    others = threading.Event()
-
-    def behave(episode, reply):
-        if episode.task.id == "t1" and len(episode.replies) == 2:
-            assert others.wait(30)
-        elif episode.task.id == "t2" and len(episode.replies) == 3:
-            others.set()
-        return three_turns(episode, reply)
-
-    rollouts = visit(World(behave), 3, episode_timeout=60.0)
-    assert [r.termination for r in rollouts] == ["done"] * 3 and not rollouts[1].retries
-
-
-@pytest.mark.slow
-@grpo_alone
-def test_time_outs_are_not_waited_for_where_the_start_or_the_engine_is_slow(visit, trainer):
-    forever, pool = threading.Event(), trainer.EnvThreads(1)
+@blocking_alone
+def test_what_comes_as_or_after_the_time_is_up_is_closed_all_the_same(visit):
+    forever = threading.Event()
     world = World(three_turns, lambda world, task: task.id == "t0" and forever.wait(60))
-    slow, quick = visit(world, 2, pool=pool, episode_timeout=0.8, max_concurrent=1)
-    assert (slow.termination, quick.termination) == ("timeout", "done")
-    assert world.started == ["t1"] and all_closed_once(world)
+    slow, quick = visit(world, 2, episode_timeout=0.2, max_concurrent=1)
+    assert (slow.termination, quick.termination, world.started) == ("timeout", "done", ["t1"])
     forever.set()
-    until(lambda: len(world.closed) == 2)  # what has come too late is closed all the same
-    assert all_closed_once(world)
-    pool.close()
+    until(lambda: len(world.closed) == 2)
+    assert world.all_closed_once
 
     def say(text):
-        time.sleep(0.1)
+        time.sleep(0.3)  # t0's reply; as it comes, t1 has been started and its time is up
         return "r"
 
-    world = World(lambda episode, reply: go_on())
-    (r,) = visit(world, say=say, episode_timeout=0.3)
-    assert r.termination == "timeout" and all_closed_once(world)
+    world = World(lambda episode, reply: go_on(), lambda world, task: task.id == "t1" and time.sleep(0.1))
+    assert [r.termination for r in visit(world, 2, say=say, episode_timeout=0.2)] == ["timeout"] * 2
+    until(lambda: len(world.closed) == len(world.started) == 2)
+    assert world.all_closed_once
 
 
 # Environments that fail
@@ -699,8 +689,7 @@ def failing(times):
             raise OSError("no room")
 
     def behave(episode, reply):
-        early = episode.world.attempts.count("t2") <= times
-        if early and episode.task.id == "t2" and len(episode.replies) == 2:
+        if episode.task.id == "t2" and episode.attempt <= times and len(episode.replies) == 2:
             raise OSError("lost")
         return three_turns(episode, reply)
 
@@ -713,81 +702,70 @@ def test_an_episode_whose_environment_fails_is_played_again_from_its_start(visit
     assert capsys.readouterr().err.count("the environment failed") == 2
     assert [r.retries for r in rollouts] == [1, 0, 1]
     assert [kept(r) | {"retries": 0} for r in rollouts] == [kept(r) for r in expected]
-    assert world.attempts.count("t0") == world.started.count("t2") == 2 and all_closed_once(world)
+    assert world.attempts.count("t0") == world.started.count("t2") == 2 and world.all_closed_once
 
 
-@pytest.mark.parametrize("retries", [0, 2])
-def test_after_the_last_retry_an_episode_ends_as_an_error(visit, trainer, retries, capsys):
+def test_after_the_last_retry_an_episode_ends_as_an_error(visit, trainer, capsys):
     world = failing(99)
-    rollouts = visit(world, 3, episode_retries=retries)
+    rollouts = visit(world, 3)
     assert [r.termination for r in rollouts] == ["error", "done", "error"]
-    assert [r.retries for r in rollouts] == [retries, 0, retries]
+    assert [r.retries for r in rollouts] == [2, 0, 2]
     assert [r.reward for r in rollouts] == [0.0, 1.25, 0.0] and not rollouts[2].correct
-    assert world.attempts.count("t0") == world.started.count("t2") == retries + 1
-    assert capsys.readouterr().err.count("the environment failed") == 2 * (retries + 1)
-    assert all_closed_once(world)
+    assert world.attempts.count("t0") == world.started.count("t2") == 3 and world.all_closed_once
+    assert capsys.readouterr().err.count("the environment failed") == 6
     metrics = trainer.rollout_metrics(rollouts, 1.0)
     assert metrics["train/reward"] == 1.25 and metrics["train/pass@1"] == 1.0
     assert metrics["rollout/termination/error"] == pytest.approx(2 / 3)
-    assert metrics["rollout/retries"] == 2 * retries and metrics["rollout/turns"] == 2
+    assert metrics["rollout/retries"] == 4 and metrics["rollout/turns"] == 2
     nothing = trainer.rollout_metrics([rollouts[0]], 1.0)
     assert all(math.isfinite(value) for value in nothing.values()) and nothing["train/reward"] == 0
 
 
-def test_what_is_no_step_is_a_failure_of_the_environment(visit):
-    world = World(lambda episode, reply: None)
-    (r,) = visit(world, episode_retries=1)
-    assert (r.termination, r.retries) == ("error", 1) and all_closed_once(world)
-
-
-@pytest.mark.parametrize("where", ["engine", "environment"])
+@pytest.mark.parametrize("where", ["engine", "environment", "server"])
 def test_an_interruption_closes_every_episode(visit, where):
+    """Ctrl-C, or an engine that is lost, in the middle of an episode's sub-agents."""
     def behave(episode, reply):
-        if where == "environment" and episode.task.id == "t3":
-            raise KeyboardInterrupt
-        return go_on()
+        if where == "environment" and episode.task.id == "a" and len(episode.replies) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        first = episode.task.id == "t1" and isinstance(reply, str) and len(episode.replies) == 1
+        return episode.world.ask("a", "b") if first else go_on()
 
     def say(text):
-        if where == "engine" and text.startswith("<3>") and "!" in text:
-            raise KeyboardInterrupt
-        return "r"
+        if text.startswith("<a>") and text.count("!") == 1 and where == "engine":
+            os.kill(os.getpid(), signal.SIGINT)
+        lost = text.startswith("<a>") and text.count("!") == 1 and where == "server"
+        return grpo_llm.EngineError("gone") if lost else "r"
 
-    world = World(behave)
-    with pytest.raises(KeyboardInterrupt):
-        visit(world, 5, say=say)
-    assert all_closed_once(world) and world.started
+    world, handler = World(behave), signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(grpo_llm.EngineError if where == "server" else KeyboardInterrupt):
+        visit(world, 5, say=say, max_context_tokens=200)
+    signal.signal(signal.SIGINT, handler)
+    assert world.all_closed_once and len(world.started) >= 5
 
 
 # Sub-agents
 
 
 def family(episode, reply):
-    """t0 asks two sub-agents, the first of which asks one of its own and the second never ends."""
+    """t0 asks three sub-agents: the first asks one of its own, the second never ends, the third fails."""
     world, task = episode.world, episode.task
-
-    def ask(*names):
-        pairs = []
-        for name in names:
-            child = envs.Task(name, "world", [{"role": "user", "content": f"<{name}>"}], {})
-            pairs.append((child, world.start(child, 1)))
-        return Step([{"role": "user", "content": "never read"}], 100.0, False, False, {}, tuple(pairs))
-
     if isinstance(reply, list):
         episode.heard = reply
         return over(2.0) if task.id == "a" else go_on(0.5)
     if task.id == "t0":
-        return ask("a", "b", "c") if len(episode.replies) == 1 else over(1.0)
+        return world.ask("a", "b", "c") if len(episode.replies) == 1 else over(1.0)
     if task.id == "a":
-        return ask("a/a")
+        return world.ask("a/a")
     if task.id == "c":
         raise OSError("lost")
     return over(3.0) if task.id == "a/a" else go_on(4.0)
 
 
-def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(visit, capsys):
+def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(visit, trainer, capsys):
     world = World(family)
-    r, alone = visit(world, 2, say=lambda text: f"{text.split('>')[0]}{text.count('!')}", max_turns=2)
-    assert all_closed_once(world) and [e.task.id for e in world.closed].count("c") == 1
+    rollouts = visit(world, 2, say=lambda text: f"{text.split('>')[0]}{text.count('!')}", max_turns=2)
+    r, alone = rollouts
+    assert world.all_closed_once and world.attempts.count("c") == 1
     assert texts(r) == ["<0>", "<00", "!", "<01"]
     a, b, c = r.children
     (below,) = a.children
@@ -797,324 +775,332 @@ def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(v
     heard = {e.task.id: e.heard for e in world.closed if hasattr(e, "heard")}
     assert heard == {"t0": ["<a0", "<b1", ""], "a": ["<a/a0"]}
     assert [m.task.id for m in r.family] == ["t0", "a", "a/a", "b", "c"] and not alone.children
-    for member in r.family[1:4]:
-        assert member.reward == r.reward and "never read" not in str(member.messages)
-        (segment,) = member.segments
+    assert {m.reward for m in r.family} == {r.reward}
+    assert not any("never read" in texts(m) for m in r.family)
+    for member in r.family[:4]:
         said = [m["content"] for m in member.messages if m["role"] == "assistant"]
-        assert [segment.response_ids[start:end] for _, start, end in member.turns] == [
-            reply_ids(byte_tokenizer(None), text) for text in said]
-        for _, start, end in member.turns:
-            assert segment.response_mask[start:end] == [1] * (end - start)
-            assert segment.rollout_logprobs[start:end] == [-1 - n / 100 for n in range(end - start)]
+        assert [member.segments[0].response_ids[start:end] for _, start, end in member.turns] == [
+            reply_ids(visit.engine.tokenizer, text) for text in said]
 
-
-def test_sub_agents_learn_only_when_told_to(visit, trainer, capsys):
-    rollouts = visit(World(family), 2, say=lambda text: "r", max_turns=2)
-    r, alone = rollouts
-    members = [r, *r.family[1:4]]
     tokens = sum(sum(s.response_mask) for m in [*r.family, alone] for s in m.segments)
-    assert trainer.num_generated(rollouts) == tokens
-    assert trainer.rollout_metrics(rollouts, 1.0)["rollout/sub_agents"] == 2
-    for train in (False, True):
-        args = trainer.Args(group_size=2, train_sub_agents=train)
-        expected = [s for m in (members if train else [r]) for s in m.segments]
-        if trainer is grpo_llm:
-            (group,) = trainer.trainable_groups(rollouts, args)
-            assert group == expected + alone.segments
-            assert {s.advantage for s in expected} == {(r.reward - alone.reward) / 2}
-        else:
-            episodes = trainer.trainable_episodes(rollouts, args)
-            assert episodes == [[s] for s in expected + alone.segments]
-            for m in members[1:]:  # what the parent has earned, at the last token
-                rewards = m.segments[0].rewards
-                assert rewards[m.turns[-1][2] - 1] == r.reward and sum(map(bool, rewards)) == 1
+    metrics = trainer.rollout_metrics(rollouts, 1.0)
+    assert metrics["rollout/throughput"] == tokens and metrics["rollout/sub_agents"] == 2
+    if trainer is grpo_llm:
+        for train, members in ((False, [r]), (True, [r, a, below, b])):  # they learn only when told to
+            (group,) = trainer.trainable_groups(rollouts, Args(group_size=2, train_sub_agents=train))
+            mine = [s for m in members for s in m.segments]
+            advantage = (r.reward - alone.reward) / 2
+            assert group == [dataclasses.replace(s, advantage=advantage) for s in mine] + [
+                dataclasses.replace(s, advantage=-advantage) for s in alone.segments]
 
 
-@pytest.mark.slow
-@grpo_alone
-def test_a_retry_throws_sub_agents_away_and_a_time_out_ends_them(visit, trainer):
+def test_a_sub_agent_may_end_while_its_sibling_waits_for_one_of_its_own(visit):
+    """The parent is not in play before the last of them has ended, or an engine would wait for it."""
     def behave(episode, reply):
-        if isinstance(reply, list) and episode.world.started.count("t0") == 1:
-            raise OSError("lost")
-        if isinstance(reply, list):
-            return over(1.0)
-        return family(episode, reply) if episode.task.id == "t0" else over(1.0)
+        if episode.task.id == "a/a":
+            return go_on() if len(episode.replies) < 3 else over()
+        return over() if isinstance(reply, list) else family(episode, reply) if episode.task.id in (
+            "t0", "a") else over()
+
+    world = World(behave)
+    (r,) = visit(world, episode_timeout=5.0)
+    assert {m.termination for m in r.family} == {"done"} and len(r.family) == 5 and world.all_closed_once
+
+
+def test_a_retry_throws_sub_agents_away_and_new_ones_have_their_own_prompts(visit, capsys):
+    def behave(episode, reply):
+        if episode.task.id != "t0":
+            return over()
+        if isinstance(reply, str):
+            return episode.world.ask(*(f"{episode.attempt}.{n}" for n in range(3 + episode.attempt)))
+        return over() if episode.attempt == 3 else 1 / 0
 
     world = World(behave)
     (r,) = visit(world)
-    assert (r.termination, r.retries, len(r.children), len(r.turns)) == ("done", 1, 3, 1)
-    assert all_closed_once(world) and len(world.started) == 8
+    assert (r.termination, r.retries, len(r.children), len(r.turns)) == ("done", 2, 6, 1)
+    assert world.all_closed_once and len(world.started) == 3 + 4 + 5 + 6
+    for child in r.children:
+        assert bytes(visit.engine.tokenizer.decode(child.segments[0].prompt_ids), "utf8").decode() == (
+            f"<{child.task.id}>")
+
+
+@blocking_alone
+def test_a_time_out_ends_sub_agents_and_theirs(visit):
     forever = threading.Event()
 
     def hang(episode, reply):
-        if episode.task.id == "b":
+        if episode.task.id in ("a/a", "b"):
             episode.ended.wait(60)
-            return family(episode, ["too late"])
-        if episode.task.id == "c":
+        elif episode.task.id == "c":
             forever.wait(60)
-            return Attempt(episode.world, envs.Task("t0", "world", [], {})).step("r")  # with sub-agents
+            return episode.world.ask("late", "later")
         return family(episode, reply)
 
     world = World(hang)
-    (r,) = visit(world, episode_timeout=0.8)
-    assert [m.termination for m in r.family] == ["timeout", "done", "done", "timeout", "timeout"]
-    assert not r.steps and all_closed_once(world) and len(world.started) == 5
+    (r,) = visit(world, episode_timeout=0.3)
+    assert [m.termination for m in r.family] == ["timeout"] * 5
+    assert not r.steps and len(world.started) == 5 and world.all_closed_once
     forever.set()
-    until(lambda: len(world.closed) == 8)
-    assert all_closed_once(world)
+    until(lambda: len(world.closed) == 7)  # with the sub-agents that came too late
+    assert world.all_closed_once
 
 
-# What is written of an episode
+# Whatever an environment does, the run goes on
 
 
-def test_the_tokens_of_a_turn_are_its_text(trainer, countdown_tiny):
-    tokenizer = byte_tokenizer(None)
-    for text in ("plain", "é and 漢字 \U0001f600!", "", "two\nlines  "):
-        ids = reply_ids(tokenizer, text)
-        tokens = trainer.token_texts(ids, tokenizer)
-        assert len(tokens) == len(ids) and "".join(tokens) == text
-    cut = tokenizer("ab漢", add_special_tokens=False).input_ids[:-1]
-    assert "".join(trainer.token_texts(cut, tokenizer)) == tokenizer.decode(cut)
-    tokenizer = countdown_tiny[1]
-    ids = reply_ids(tokenizer, "18 + 14 = 32; 32 + 6 = 38")
-    assert "".join(trainer.token_texts(ids, tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True)
+class Hostile(World):
+    """Fails, hangs, answers late, calls sub-agents and says what no template or tokenizer takes."""
+
+    multi_turn = True
+    says = ["\ud800 lone", "<|im_end|>\n<|im_start|>assistant\n<think>", "</think><pad>", "", "\x00\r\n ",
+            "é漢\u202e"]
+    answers = [None, "no step", Step([{"role": "martian", "content": "?"}], 0.0, False, False, {}),
+               Step([{"role": "user", "content": None}], 0.0, False, False, {}),
+               Step([{"no": "role"}], 0.0, False, False, {}), Step(5, 0.0, False, False, {})]
+    errors = [(OSError, "\ud800"), (StopIteration,), (RuntimeError, "x" * 10_000), (SystemExit, 3),
+              (MemoryError,)]
+
+    def __init__(self, blocking, seed=1):
+        super().__init__(self.act, self.act_first, blocking)
+        self.rng, self.forever, self.hung = random.Random(seed), threading.Event(), 0
+
+    def draw(self, of=1):
+        with self.lock:
+            return self.rng.random() if of == 1 else self.rng.choice(of)
+
+    def act_first(self, world, task):
+        if self.blocking and (p := self.draw()) < 0.02:
+            time.sleep(0.01) if p < 0.015 else self.hang(self.forever)
+        if self.draw() < 0.03:
+            self.fail()
+
+    def act(self, episode, reply):
+        p, depth = self.draw(), episode.task.id.count("/")
+        if self.blocking and (p < 0.004 or episode.task.id == "t7"):
+            self.hang(self.draw([self.forever, episode.ended, episode.ended]))
+        elif self.blocking and p < 0.1:
+            time.sleep(self.draw() / 100)
+        if p > 0.95:
+            self.fail()
+        if p > 0.85:
+            return self.draw(self.answers)
+        if p > 0.75 and depth < 2 and isinstance(reply, str):
+            return self.ask(*(f"{episode.task.id}/{n}" for n in range(1 + int(30 * p) % 3)))
+        if p > 0.74:
+            return Step([{"role": "user", "content": "x" * 3_000_000}], 0.0, False, False, {})
+        if p > 0.35:
+            return Step([{"role": "user", "content": self.draw(self.says)}], 0.125, False, False, {})
+        return over()
+
+    def fail(self):
+        kind, *given = self.draw(self.errors)
+        raise kind(*given)
+
+    def hang(self, until):
+        self.hung += until is self.forever
+        until.wait(60)
 
 
-def test_an_episode_is_written_with_its_turns_and_its_sub_agents(visit, trainer, capsys):
-    r, _ = visit(World(family), 2, say=lambda text: "reply é", max_turns=2)
-    r.segments[0].rollout_logprobs[0] = -math.inf
-    written = json.loads(json.dumps(trainer.finite(trainer.describe_episode(r, byte_tokenizer(None))),
-                                    allow_nan=False))
-    assert [turn["reward"] for turn in written["turns"]] == [0.5, 1.0]
-    assert written["turns"][0]["logprobs"][:2] == [None, -1.01]
-    assert written["termination"] == "done" and len(written["segments"]) == 1
+@pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
+@pytest.mark.parametrize("groups", [25, pytest.param(250, marks=pytest.mark.slow)])
+def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
+        trainer, capsys, groups, blocking):
+    world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
+    args = trainer.Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
+                        episode_timeout=0.5 if blocking else 0)
+    rng = random.Random(1)
+    engine = Speaker(tokenizer, lambda text: rng.choice(["r", "<think>a</think>\n\nb", "\n", [65] * 8]))
+    tasks = [world.task("train", n) for n in range(groups)]
+    rollouts = trainer.rollout(engine, tokenizer, world, tasks, 4, 1.0, args, trainer.episode_reward)
 
-    def check(episode, r):
-        said = [m["content"] for m in r.messages if m["role"] == "assistant"]
-        assert ["".join(turn["tokens"]) for turn in episode["turns"]] == said
-        assert all(len(turn["tokens"]) == len(turn["logprobs"]) for turn in episode["turns"])
-        assert episode["task_id"] == r.task.id and set(episode) == set(written)
-        for below, child in zip(episode["sub_agents"], r.children, strict=True):
-            check(below, child)
+    check_tokens(rollouts)
+    until(lambda: world.all_closed_once and threading.active_count() <= threads + world.hung)
+    world.forever.set()
+    until(lambda: threading.active_count() <= threads)
+    assert world.all_closed_once and "never" not in capsys.readouterr().err
 
-    check(written, r)
-
-
-# PPO: what is earned where, and who learns from it
-
-
-ppo_alone = pytest.mark.parametrize("trainer", [ppo_llm], indirect=True, ids=["ppo"])
-
-
-@ppo_alone
-@pytest.mark.parametrize("budget", [4096, 52], ids=["one", "several"])
-@pytest.mark.parametrize("given", ["list", "short", "number"])
-def test_the_reward_of_a_turn_is_at_its_last_token(play, countdown_tiny, two_turn, given, budget):
-    """In one segment, and where the history was cut into several."""
-    model, tokenizer = countdown_tiny
-    texts = [wrong(two_turn)] * 7 + [two_turn.solution(two_turn.task("train", 0))]
-    rewards = [0.5, -0.25, 0.0, 1.0, 0.75, -1.0, 0.125, 2.0]
-    given, expected = {"list": (rewards, rewards), "short": (rewards[:3], rewards[:3] + [0.0] * 5),
-                       "number": (0.7, [0.0] * 7 + [0.7])}[given]
-    script = Script(*(reply_ids(tokenizer, text) for text in texts))
-    (r,) = play(model, tokenizer, long_game(two_turn, 8), script, score=lambda r: given,
-                max_context_tokens=budget, max_response_tokens=16)
-    assert (len(r.segments) > 1) == (budget == 52)
-    tokens = [(token == tokenizer.eos_token_id and mask == 1, reward) for s in r.segments
-              for token, mask, reward in zip(s.response_ids, s.response_mask, s.rewards, strict=True)]
-    assert [reward for last, reward in tokens if last] == expected
-    assert not any(reward for last, reward in tokens if not last)
-    assert r.reward == pytest.approx(sum(expected))
+    ends = collections.Counter(r.termination for r in rollouts)
+    assert {"done", *(("length", "context", "error") if groups > 99 else ())} <= set(ends)
+    assert set(ends) <= set(trainer.TERMINATIONS)
+    assert ("timeout" in ends) == blocking
+    metrics = trainer.rollout_metrics(rollouts, 1.0)
+    for end in trainer.TERMINATIONS:
+        assert metrics[f"rollout/termination/{end}"] == ends[end] / len(rollouts)
+    assert sum(ends.values()) == 4 * groups and metrics["rollout/retries"] > 0
+    assert not any(r.reward for r in rollouts if r.termination == "error")
+    world = World(three_turns, blocking=blocking)
+    again = trainer.rollout(engine, tokenizer, world, [world.task("train", 3)], 1, 1.0, args,
+                            trainer.episode_reward)
+    assert again[0].termination in ("done", "length") and world.all_closed_once
 
 
-@ppo_alone
-def test_a_reply_that_was_cut_earns_nothing_and_the_turns_before_it_keep_their_rewards(
-        play, countdown_tiny, two_turn):
-    model, tokenizer = countdown_tiny
-    first, cut = reply_ids(tokenizer, wrong(two_turn)), reply_ids(tokenizer, wrong(two_turn))[:3]
-    (r,) = play(model, tokenizer, two_turn, Script(first, cut), score=lambda r: [0.5 for _ in r.steps])
-    assert (r.termination, r.reward, len(r.steps)) == ("length", 0.5, 1)
-    rewards = r.segments[0].rewards
-    assert rewards[len(first) - 1] == 0.5 and sum(map(bool, rewards)) == 1
+def test_a_run_with_such_an_environment_logs_it_and_ends_well(trainer, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(envs, "make", lambda name, **options: Hostile(blocking=False))
+    trainer.main(trainer.Args(
+        iterations=2, prompts_per_iteration=8, group_size=4, eval_tasks=4, eval_samples=2, log_episodes=1.0,
+        print_samples=9, max_context_tokens=200, train_sub_agents=True, run_dir=str(tmp_path)))
+    verdict = validate(tmp_path)
+    assert verdict["ok"], verdict
+    for line in records(tmp_path)[1:]:
+        shares = [value for name, value in line.items() if name.startswith("rollout/termination/")]
+        assert sum(shares) == pytest.approx(1) and line["rollout/termination/error"] > 0
+        path = tmp_path / f"episodes/train_step_{line['iteration']:06d}.jsonl"
+        *episodes, last = map(json.loads, path.read_text().splitlines())
+        assert len(episodes) == last["summary"]["episodes"] == 32
+        failed = sum(episode["termination"] == "error" for episode in episodes)
+        assert line["rollout/termination/error"] == failed / 32
 
 
-@ppo_alone
-def test_more_rewards_than_turns_are_refused(play, countdown_tiny, two_turn):
-    model, tokenizer = countdown_tiny
-    right = reply_ids(tokenizer, two_turn.solution(two_turn.task("train", 0)))
-    with pytest.raises(BadInput, match="gave 2 rewards for 1 turns"):
-        play(model, tokenizer, two_turn, Script(right), score=lambda r: (1.0, 1.0))
+# The sampler: what it answers together, and whether it can be trusted
 
 
-class Keep:
-    """In an optimiser's place: keeps the gradient and leaves the weights."""
+def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(trainer, random_llama):
+    """The engine answers all together once every episode waits for it: no batch depends on who was first."""
+    tokenizer = byte_tokenizer(None, alphabet=LETTERS)
+    model = random_llama(vocab_size=len(tokenizer), seed=3, dtype=torch.float32)
+    args = trainer.Args(max_response_tokens=12, chat_template="plain", max_concurrent=9)
 
-    def __init__(self, model):
-        self.param_groups = [dict(params=list(model.parameters()))]
+    def behave(episode, reply):
+        time.sleep(random.random() / 200)
+        if isinstance(reply, str) and len(episode.replies) == 1 and "/" not in episode.task.id:
+            return episode.world.ask(f"{episode.task.id}/0", f"{episode.task.id}/1")
+        return over() if len(episode.replies) > 1 + len(reply) % 3 else go_on()
 
-    def step(self):
-        self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
-
-    def zero_grad(self, set_to_none):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
-
-
-@ppo_alone
-def test_nothing_is_learned_from_what_the_environment_wrote(play, countdown_tiny, two_turn):
-    """Its tokens have advantages and returns of 0, and no number that stands at them matters."""
-    policy, tokenizer = copy.deepcopy(countdown_tiny[0]), countdown_tiny[1]
-    critic = ppo_llm.Critic(copy.deepcopy(policy).get_decoder(), policy.config.hidden_size)
-    torch.manual_seed(1)
-    torch.nn.init.normal_(critic.head.weight, std=0.1)
-    env, args = long_game(two_turn, 8), ppo_llm.Args(kl_coef=0.1, max_grad_norm=1e9)
-    texts = [wrong(env)] * 7 + [env.solution(env.task("train", 0))]
-    script = Script(*(reply_ids(tokenizer, text) for text in texts for _ in range(2)))
-    rollouts = play(policy, tokenizer, env, script, 2, lambda r: [0.1 * n for n in range(len(r.steps))],
-                    max_context_tokens=60, max_response_tokens=16)
-    episodes = [r.segments for r in rollouts]
-    segments = [segment for episode in episodes for segment in episode]
-    assert len(segments) > 2
-    for name in ("old_logprobs", "ref_logprobs"):
-        ppo_llm.store_logprobs(policy, [segments], name, args, tokenizer.pad_token_id)
-    for segment in segments:  # so that there is a penalty
-        segment.ref_logprobs = [p - 0.1 * m for p, m in zip(segment.ref_logprobs, segment.response_mask,
-                                                            strict=True)]
-    ppo_llm.store_values(critic, [segments], args, tokenizer.pad_token_id)
-
-    def learned():
-        """All that an iteration logs, learns and learns from."""
-        metrics = ppo_llm.estimate_advantages(episodes, 0.1, args)
-        targets = [[getattr(segment, name) for segment in segments] for name in ("advantages", "returns")]
-        spoil("advantages", "returns")
-        gradients = []
-        for model, terms in ((policy, ppo_llm.policy_terms), (critic, ppo_llm.value_terms)):
-            optimizer = Keep(model)
-            torch.manual_seed(1)
-            metrics |= ppo_llm.update(model, optimizer, terms, episodes, 1, 1, args,
-                                      tokenizer.pad_token_id)[0]
-            gradients.append(optimizer.gradient)
-        return metrics, targets, gradients
-
-    def spoil(*names):
-        for segment in segments:
-            for name in names:
-                setattr(segment, name, [x if m else noise.uniform(-5, 5) for x, m in zip(
-                    getattr(segment, name), segment.response_mask, strict=True)])
-
-    noise = random.Random(1)
-    before = learned()
-    for advantages, returns, segment in zip(*before[1], segments, strict=True):
-        assert all(not a and not g for a, g, m in zip(advantages, returns, segment.response_mask, strict=True)
-                   if not m)
-        assert all(a and g for a, g, m in zip(advantages, returns, segment.response_mask, strict=True) if m)
-    spoil("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
-    after = learned()
-    assert before[:2] == after[:2]
-    for one, other in zip(before[2], after[2], strict=True):
-        assert torch.equal(one, other) and one.norm() > 1e-3
+    found = []
+    for blocking in (True, True, False):
+        world = World(behave, blocking=blocking)
+        engine = trainer.HfEngine(model, tokenizer, args)
+        engine.eos = [*range(0, len(tokenizer), 2)]  # whatever ends a reply by the limit, half go on
+        rollouts = trainer.rollout(engine, tokenizer, world, [world.task("train", n) for n in range(8)], 2,
+                                   1.0, args, trainer.episode_reward)
+        found.append([[member.segments for member in r.family] for r in rollouts])
+    assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
 
 
-# Chat templates
+class Stale(grpo_llm.HfEngine):
+    """Never takes new weights."""
+
+    def sync_weights(self, model):
+        self.model = self.kept = getattr(self, "kept", None) or copy.deepcopy(model)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns():
-    for template, refused in ((CHATML, False), (FORGETFUL, True)):
-        tokenizer = byte_tokenizer(template)
-        grpo_llm.check_template(tokenizer, Args(model="m"), multi_turn=False)
-        if refused:
-            with pytest.raises(BadInput, match="rewrites earlier turns"):
-                grpo_llm.check_template(tokenizer, Args(model="m"), multi_turn=True)
-        else:
-            grpo_llm.check_template(tokenizer, Args(model="m"), multi_turn=True)
-        grpo_llm.check_template(tokenizer, Args(chat_template="plain"), multi_turn=True)
+class Shifted(grpo_llm.HfEngine):
+    """Takes them, but from the second rollout on reports what others would say of its tokens."""
+
+    rollouts = 0
+
+    def begin_rollout(self):
+        super().begin_rollout()
+        self.rollouts += 1
+
+    async def sample(self, *request):
+        ids, logprobs = await super().sample(*request)
+        return ids, [p - 0.01 * (self.rollouts > 3) for p in logprobs]  # the first two are the evaluation's
 
 
-def test_a_tokenizer_without_a_template_is_refused_by_name():
-    with pytest.raises(BadInput, match="--model m.*chat template.*plain"):
-        grpo_llm.check_template(byte_tokenizer(None), Args(model="m"), multi_turn=False)
-    grpo_llm.check_template(byte_tokenizer(None), Args(chat_template="plain"), multi_turn=False)
+@pytest.mark.parametrize("engine", [Stale, Shifted])
+def test_a_sampler_with_other_weights_ends_the_run_before_they_are_trained_on(
+        monkeypatch, tmp_path, capsys, engine):
+    """What it did to others is kept in a checkpoint, from which the same command goes on."""
+    def train(kind, folder, **flags):
+        monkeypatch.setattr(grpo_llm, "make_engine", lambda *given: kind(*given[:3]))
+        grpo_llm.main(Args(**dict(
+            iterations=2, prompts_per_iteration=4, group_size=4, eval_tasks=2, eval_samples=2, eval_every=0,
+            checkpoint_every=1, warmup_iterations=0, learning_rate=5e-3, run_dir=str(folder)) | flags))
+        return [(folder / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2)]
+
+    expected = train(grpo_llm.HfEngine, tmp_path / "good")
+    assert expected[0] != expected[1]
+    with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* nats per token"):
+        train(engine, tmp_path / "bad", checkpoint_every=9)
+    folder = tmp_path / "bad"
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000001"]
+    assert validate(folder)["errors"] == 1
+    assert (folder / "checkpoints/step_000001/model.safetensors").read_bytes() == expected[0]
 
 
-def test_the_shipped_model_plays_several_turns(countdown_tiny):
-    grpo_llm.check_template(countdown_tiny[1], Args(), multi_turn=True)
+# Groups and evaluation
 
 
-# Groups
-
-
-def scored(reward, correct, termination="done", lengths=(2,)):
+def scored(reward, correct=0.0, termination="done", lengths=(2,)):
     """A finished rollout; one segment per length."""
     segments = [Segment([3], [4] * n, [1] * n, [0.0] * n) for n in lengths]
     steps = [Step([], reward, True, False, {"correct": correct})]
-    return Rollout(envs.Task("t", "s", [], {}), 0, [], segments, steps, termination, reward)
+    return Rollout(envs.Task("t", "s", [], {}), 0, (0, 0), "", segments=segments, steps=steps,
+                   termination=termination, reward=reward)
 
 
-def test_groups_whose_rewards_and_correctness_are_equal_are_left_out():
-    args = Args(group_size=2)
-    rollouts = [scored(0.1, 0.0), scored(0.1, 0.0),  # all equal: gone
-                scored(1.0, 1.0), scored(0.0, 0.0),
-                scored(0.5, 1.0), scored(0.5, 0.0),  # equal rewards, different correctness: stays, at zero
-                scored(0.2, 0.0), scored(0.1, 0.0)]
-    groups = grpo_llm.trainable_groups(rollouts, args)
-    assert [[s.advantage for s in group] for group in groups] == [
-        [0.5, -0.5], [0.0, 0.0], pytest.approx([0.05, -0.05])]
-    assert groups[0] == [rollouts[2].segments[0], rollouts[3].segments[0]]
+def advantages(rollouts, **flags):
+    groups = grpo_llm.trainable_groups(rollouts, Args(**flags))
+    return [[s.advantage for s in group] for group in groups]
 
 
-def test_every_segment_of_an_episode_has_its_advantage_and_empty_ones_go():
-    args = Args(group_size=2)
-    rollouts = [scored(1.0, 1.0, lengths=(2, 3)), scored(0.0, 0.0, "context", lengths=(0,))]
-    (group,) = grpo_llm.trainable_groups(rollouts, args)
+def test_groups_whose_rewards_are_equal_are_left_out_and_segments_have_their_episodes_advantage():
+    rollouts = [scored(0.1), scored(0.1), scored(1.0, 1.0), scored(0.0),
+                scored(0.5, 1.0), scored(0.5), scored(0.2), scored(0.1)]
+    assert advantages(rollouts, group_size=2) == [[0.5, -0.5], pytest.approx([0.05, -0.05])]
+    several = [scored(1.0, lengths=(2, 3)), scored(0.0, termination="context", lengths=(0,))]
+    (group,) = grpo_llm.trainable_groups(several, Args(group_size=2))  # what is empty goes
     assert [(len(s.response_ids), s.advantage) for s in group] == [(2, 0.5), (3, 0.5)]
+    with pytest.raises(FloatingPointError, match="the reward of task t is nan"):
+        advantages([scored(math.nan), scored(0.0)], group_size=2)
+    rollouts = [scored(1.0), scored(0.0), scored(0.0)]
+    deviation = math.sqrt(2) / 3 + 1e-6
+    flags = dict(group_size=3, baseline="loo", scale_rewards=True, advantage_balance=0.5)
+    assert advantages(rollouts, **flags) == [
+        pytest.approx([1 / deviation, -0.25 / deviation, -0.25 / deviation], rel=1e-5)]
 
 
-def test_a_group_that_lost_a_member_is_the_others(capsys):
-    args = Args(group_size=4, baseline="loo", scale_rewards=True)
-    failed = scored(9.0, 1.0, "error")
-    (group,) = grpo_llm.trainable_groups([scored(1.0, 1.0), failed, scored(0.0, 0.0), scored(0.5, 0.0)], args)
-    alone = Args(group_size=3, baseline="loo", scale_rewards=True)
-    (expected,) = grpo_llm.trainable_groups([scored(1.0, 1.0), scored(0.0, 0.0), scored(0.5, 0.0)], alone)
-    assert [s.advantage for s in group] == pytest.approx([s.advantage for s in expected])
-    assert failed.segments[0] not in group or failed.segments[0].advantage == 0
+def test_a_group_that_lost_a_member_is_the_others():
+    failed, flags = scored(9.0, 1.0, "error"), dict(baseline="loo", scale_rewards=True)
+    found = advantages([scored(1.0), failed, scored(0.0), scored(0.5)], group_size=4, **flags)
+    assert found == [pytest.approx(row) for row in advantages(
+        [scored(1.0), scored(0.0), scored(0.5)], group_size=3, **flags)]
     # Two that differ are enough; one, none, or two that are equal teach nothing.
     for others in (1, 2, 3, 4):
-        members = [scored(float(n), 0.0) for n in range(4 - others)] + [failed] * others
-        assert len(grpo_llm.trainable_groups(members, Args(group_size=4))) == (others <= 2)
-    assert not grpo_llm.trainable_groups([scored(0.5, 0.0), failed, scored(0.5, 0.0), failed], args)
-
-
-def test_an_episode_whose_environment_failed_is_nothing_to_ppo():
-    def episode(reward, termination="done"):
-        segments = [ppo_llm.Segment([3], [4, 5], [1, 1], [0.0, 0.0], [0.0, reward])]
-        return ppo_llm.Rollout(envs.Task("t", "s", [], {}), 0, [], segments, [], termination, reward)
-
-    played = [episode(0.25), episode(1.0, "timeout"), episode(0.0, "length")]
-    with_failed = [played[0], episode(50.0, "error"), *played[1:], episode(-9.0, "error")]
-    expected = ppo_llm.trainable_episodes(played, ppo_llm.Args())
-    assert len(expected) == 3 and ppo_llm.trainable_episodes(with_failed, ppo_llm.Args()) == expected
-    assert ppo_llm.trainable_episodes(with_failed[-1:], ppo_llm.Args()) == []
+        members = [scored(float(n)) for n in range(4 - others)] + [failed] * others
+        assert len(advantages(members, group_size=4)) == (others <= 2)
+    assert not advantages([scored(0.5), failed, scored(0.5), failed], group_size=4)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_mask_truncated_leaves_cut_responses_out_of_the_loss_but_in_the_baseline(masked):
-    args = Args(group_size=4, mask_truncated=masked)
+    flags = dict(group_size=4, mask_truncated=masked)
     rollouts = [scored(1.0, 1.0), scored(0.0, 0.0, "length"), scored(0.0, 0.0, "context"),
                 scored(0.0, 0.0, "turns")]
-    (group,) = grpo_llm.trainable_groups(rollouts, args)
-    assert [s.advantage for s in group] == ([0.75, -0.25] if masked else [0.75, -0.25, -0.25, -0.25])
+    assert advantages(rollouts, **flags) == [[0.75, -0.25] if masked else [0.75, -0.25, -0.25, -0.25]]
     only_cut = [scored(0.0, 0.0, "length"), scored(0.5, 0.0, "context")] * 2
-    (group,) = grpo_llm.trainable_groups(only_cut, args)
+    (group,) = advantages(only_cut, **flags)
     assert len(group) == (0 if masked else 4)
 
 
-def test_advantages_of_groups_use_the_flags():
-    rollouts = [scored(1.0, 1.0), scored(0.0, 0.0), scored(0.0, 0.0)]
-    args = Args(group_size=3, baseline="loo", scale_rewards=True, advantage_balance=0.5)
-    (group,) = grpo_llm.trainable_groups(rollouts, args)
-    deviation = math.sqrt(2) / 3 + 1e-6
-    assert [s.advantage for s in group] == pytest.approx(
-        [1 / deviation, -0.25 / deviation, -0.25 / deviation], rel=1e-5)
+def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkeypatch, tmp_path):
+    """Tasks in order of their drawing: a third of the groups teaches anything; at most three rounds more."""
+    drawn = []
+
+    class Third(World):
+        def task(self, split, index):
+            task = super().task(split, index)
+            drawn.append(task.id) if split == "train" else None
+            return dataclasses.replace(task, messages=[{"role": "user", "content": PROBLEMS[0]}])
+
+    def behave(episode, reply):
+        teaches = episode.world.attempts.count(episode.task.id) % 2 and int(episode.task.id[1:]) % 3 == 0
+        return over(float(teaches))
+
+    monkeypatch.setattr(envs, "make", lambda name, **options: Third(behave))
+    flags = dict(iterations=3, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1)
+    for rounds in (0, 3):
+        drawn.clear()
+        folder = tmp_path / str(rounds)
+        grpo_llm.main(Args(**flags, dynamic_sampling=rounds, run_dir=str(folder)))
+        lines = records(folder)[1:]
+        submitted = [line["rollout/groups_submitted"] for line in lines]
+        assert len(drawn) == len(set(drawn)) == sum(submitted)
+        for line in lines:
+            enough, count = line["rollout/groups_trainable"] >= 6, line["rollout/groups_submitted"]
+            assert count == 6 if not rounds else enough or count == 24
+        assert max(submitted) > 6 or not rounds
 
 
 def test_tasks_come_in_a_new_order_in_each_epoch():
@@ -1124,97 +1110,69 @@ def test_tasks_come_in_a_new_order_in_each_epoch():
     assert [grpo_llm.task_index(i, 2, 10) for i in range(10)] != first
 
 
-def test_evaluation_counts_correct_replies_by_source(trainer, monkeypatch, pool, countdown_tiny):
+def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
     """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
-    model, tokenizer = countdown_tiny
+    tokenizer = countdown_tiny[1]
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
     args = trainer.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16)
     tasks = [env.task("test", i) for i in range(6)]
     rng = random.Random(1)
-    plan = {0.0: [[rng.random() < 0.5] for _ in tasks],  # which replies are right, by temperature
-            1.0: [[rng.random() < 0.3 for _ in range(4)] for _ in tasks]}
-
-    def generate(model, prompts, limit, temperature, tokenizer, seeds):
-        right = [flag for flags in plan[temperature] for flag in flags]
-        repeated = [task for task in tasks for _ in range(len(prompts) // len(tasks))]
-        texts = [env.solution(task) if flag else "1 + 1 = 2"
-                 for task, flag in zip(repeated, right, strict=True)]
-        return [(ids := reply_ids(tokenizer, text), [0.0] * len(ids)) for text in texts]
-
-    monkeypatch.setattr(trainer, "generate", generate)
-    engine = trainer.HfEngine(model, tokenizer, args)
-    metrics, samples = trainer.evaluate(engine, tokenizer, env, args, pool, trainer.episode_reward)
-    assert len(samples) == 24
-    sources = {task.source for task in tasks}
-    assert sources == {"countdown/2", "countdown/3"}
-    for source in sources:
+    drawn = [[rng.random() < 0.3 for _ in range(4)] for _ in tasks]
+    greedy = [rng.random() < 0.5 for _ in tasks]
+    plan = [task if right else None for task, row in zip(tasks, drawn, strict=True) for right in row]
+    plan += [task if right else None for task, right in zip(tasks, greedy, strict=True)]
+    replies = iter([env.solution(task) if task else "1 + 1 = 2" for task in plan])
+    metrics, samples = trainer.evaluate(Speaker(tokenizer, lambda text: next(replies)), tokenizer, env, args,
+                                        trainer.episode_reward)
+    assert len(samples) == 24 and {task.source for task in tasks} == {"countdown/2", "countdown/3"}
+    for source in {task.source for task in tasks}:
         mine = [i for i, task in enumerate(tasks) if task.source == source]
-        drawn = [plan[1.0][i] for i in mine]
-        assert metrics[f"val/{source}/pass@1"] == pytest.approx(sum(map(sum, drawn)) / (4 * len(mine)))
-        assert metrics[f"val/{source}/pass@4"] == pytest.approx(sum(map(any, drawn)) / len(mine))
-        greedy = sum(plan[0.0][i][0] for i in mine) / len(mine)
-        assert metrics[f"val/{source}/greedy"] == pytest.approx(greedy)
+        correct = sum(sum(drawn[i]) for i in mine)
+        assert metrics[f"val/{source}/pass@1"] == pytest.approx(correct / (4 * len(mine)))
+        assert metrics[f"val/{source}/pass@4"] == pytest.approx(sum(any(drawn[i]) for i in mine) / len(mine))
+        assert metrics[f"val/{source}/greedy"] == pytest.approx(sum(greedy[i] for i in mine) / len(mine))
         assert metrics[f"val/{source}/correct"] == metrics[f"val/{source}/pass@1"]
-
-
-def test_segments_survive_json(trainer):
-    """Episodes are written as JSON."""
-    segment = trainer.Segment([1, 2], [3], [1], [-0.5])
-    assert trainer.Segment(**json.loads(json.dumps(dataclasses.asdict(segment)))) == segment
 
 
 # Demonstrations: what sft.py learns is what a rollout will read and write
 
 
-class Prompter(grpo_llm.Engine):
-    """An engine whose model says what a conversation has its assistant say."""
-
-    continuous = busy = False
-
-    def __init__(self, messages, tokenizer):
-        self.eos, self.said = {tokenizer.eos_token_id}, iter(
-            [*tokenizer(message["content"]).input_ids, tokenizer.eos_token_id]
-            for message in messages if message["role"] == "assistant")
-
-    def submit(self, key, ids, temperature, seed):
-        self.busy, self.key = True, key
-
-    def collect(self):
-        self.busy, ids = False, next(self.said)
-        return [(self.key, ids, [0.0] * len(ids))]
-
-
 GAMES = {
-    "collect": ("arcagi3", dict(offline=True, game_ids="collect", style="short", downsample=8)),
     "unseen": ("arcagi3", dict(offline=True, game_ids="lights", style="short", downsample=8,
                                first_screen=False)),
     "hex": ("openspiel", dict(cases="hex(board_size=4)", mode="game", style="words", playouts=1)),
     "mixture": ("openspiel,arcagi3", {
         "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
-        "arcagi3.offline": True, "arcagi3.game_ids": "maze", "arcagi3.style": "short",
+        "arcagi3.offline": True, "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short",
         "arcagi3.downsample": 8}),
     "countdown": ("countdown", {}),
 }
 
 
 @pytest.mark.parametrize("game", GAMES)
-@pytest.mark.parametrize("limit", [90, 130, 180, 400, 4000])
-def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game, limit, pool):
+def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game):
+    import sft
+
     env = envs.make(GAMES[game][0], **GAMES[game][1])
-    tokenizer = sft.new_tokenizer(env.vocabulary)
+    tokenizer, ends = sft.new_tokenizer(env.vocabulary), collections.Counter()
     for index in range(3):
         task = env.task("train", index)
         messages = env.demonstration(task)
-        # The rollout leaves room for its longest reply: both cut at the same turns if no reply is shorter.
-        longest = max(len(ids) for ids in Prompter(messages, tokenizer).said)
-        args = Args(seed=0, max_response_tokens=longest, max_context_tokens=limit)
-        r, = grpo_llm.rollout(Prompter(messages, tokenizer), tokenizer, env, [task], 1, 1.0, args, pool,
-                              grpo_llm.episode_reward)
-        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
-        if r.termination == "context":
-            assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it
-            continue
-        assert r.termination == "done" and r.messages == messages
-        assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
-        learned = [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m]
-        assert learned == [i for ids in Prompter(messages, tokenizer).said for i in ids]
+        said = [[*tokenizer(m["content"]).input_ids, tokenizer.eos_token_id] for m in messages
+                if m["role"] == "assistant"]
+        for limit in (90, 130, 180, 400, 4000):
+            # The rollout leaves room for its longest reply: both cut at the same turns if none is shorter.
+            args = Args(seed=0, max_response_tokens=max(map(len, said)), max_context_tokens=limit)
+            replies = iter(said)
+            engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
+            r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, 1.0, args, grpo_llm.episode_reward)
+            rows = sft.encode_demonstration(messages, len(task.messages), tokenizer,
+                                            sft.Args(max_length=limit))
+            ends[r.termination] += 1
+            if r.termination == "context":
+                assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it
+                continue
+            assert r.termination == "done" and r.messages == messages
+            assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
+            assert [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m] == sum(said, [])
+    assert ends["done"]
