@@ -458,9 +458,8 @@ def make_tokenizer(args, env):
     except Exception as error:  # no such file, no text, or whatever a program in it raises
         where = f"--chat-template {args.chat_template}" if args.chat_template else f"--model {args.model}"
         raise BadInput(f"{where}: expected a text with a chat template ({first_line(error)})") from error
-    if args.messages_key and not (tokenizer.chat_template and tokenizer.is_fast):
-        raise BadInput(f"--messages-key {args.messages_key}: expected a model with a chat template (or "
-                       f"--chat-template) and with a fast tokenizer, which {args.model} has not")
+    if args.messages_key and not tokenizer.chat_template:
+        raise BadInput(f"--messages-key {args.messages_key}: {args.model} needs a --chat-template")
     return tokenizer
 
 
@@ -673,50 +672,33 @@ def data_sha256(args):
     return "".join(sha256(Path(name)) for name in (*args.train_files, *args.val_files, *template))
 
 
-def jsonl_rows(name):
-    with open(name, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield number, BadRow(f"expected a line of JSON ({first_line(error)})")
-
-
 def parquet_rows(name, columns):
     file = pyarrow.parquet.ParquetFile(name, page_checksum_verification=True, buffer_size=2**16,
                                        pre_buffer=False)
-    columns, number = [column for column in columns if column in file.schema_arrow.names], 0
-    for table in file.iter_batches(batch_size=16, columns=columns):
-        for row in table.to_pylist():
-            number += 1
-            yield number, row
+    known, number = [column for column in columns if column in file.schema_arrow.names], 0
+    for table in file.iter_batches(batch_size=16, columns=known):
+        yield from table.to_pylist()
+        number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
         raise OSError(f"it should have {file.metadata.num_rows} rows")
 
 
-def hub_rows(name, split, columns):
-    path, _, config = name.partition(":")
-    data = datasets.load_dataset(path, config or None, split=split, streaming=True)
-    if known := [column for column in data.column_names or () if column in columns]:
-        data = data.select_columns(known)
-    yield from enumerate(data, 1)
-
-
 def read_rows(args, side):
-    """Rows of files or of a hub data set, a few in memory at a time.  -> (where, row or BadRow), ..."""
-    if args.dataset:
-        split = args.splits[side == "val"]
-        sources = {f"--dataset {args.dataset}, split {split}": hub_rows(args.dataset, split, args.columns)}
-    else:
-        files = args.train_files if side == "train" else args.val_files
-        sources = {f"--{side}-files {name}": parquet_rows(name, args.columns) if name.endswith(".parquet")
-                   else jsonl_rows(name) for name in files}
-    for where, rows in sources.items():
-        number = 0
+    """Rows of files or of a hub data set, a few in memory at a time.  -> (where, row or line of JSON), ..."""
+    for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
+        number, where = 0, f"--{side}-files {name}"
         try:
-            for number, row in rows:
-                yield f"{where}, row {number}", row
+            if args.dataset:
+                split, (path, _, config) = args.splits[side == "val"], name.partition(":")
+                where = f"--dataset {name}, split {split}"
+                rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
+                if known := [column for column in rows.column_names or () if column in args.columns]:
+                    rows = rows.select_columns(known)
+            else:
+                rows = parquet_rows(name, args.columns) if name.endswith(".parquet") else open(name, "rb")
+            for number, row in enumerate(rows, 1):
+                if not (isinstance(row, bytes) and row.isspace()):
+                    yield f"{where}, row {number}", row
         except Exception as error:  # offline, no such data set, a torn file: each reader has its own
             raise BadInput(f"{where}: cannot be read after row {number} ({first_line(error)})") from error
 
@@ -820,9 +802,11 @@ def assistant_spans(messages, tokenizer, tagged):
 
 
 def encode_row(row, tokenizer, args, eos):
-    """-> (ids, mask), not cut yet.  Raises BadRow."""
-    if isinstance(row, BadRow):
-        raise row
+    """A row, or its line of JSON -> (ids, mask), not cut yet.  Raises BadRow."""
+    try:
+        row = json.loads(row) if isinstance(row, bytes) else row
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"expected a line of JSON ({first_line(error)})") from error
     for column in args.columns:
         if not isinstance(row, dict) or column not in row:
             raise BadRow(f"column {column}: missing in {reprlib.repr(row)}")

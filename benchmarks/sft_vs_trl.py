@@ -50,7 +50,7 @@ from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
 VOCABULARY, ROWS, PASS_ROWS, BLOCK, SEED = 448, 32, 8, 10, 1  # rows a step, a pass of TRL's; steps a block
 STEP_TOKENS = 2048  # of TRL's packing; 32 rows are about as many
 MODEL = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4)
-RECIPE = dict(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=1.0)
+RECIPE = dict(learning_rate=1e-3, weight_decay=0.01)  # gradients are clipped to a norm of 1 on both sides
 STAGES = ("data", "forward", "backward", "clipping", "optimiser")
 SPEED = "ours,ours-1024,ours-packed,ours-packed-1024,trl,trl-grouped,trl-packed-512x1,trl-packed-1024x1"
 PACKING = ("ours-packed,ours-packed-1024,trl-packed-256x1,trl-packed-512x1,trl-packed-1024x1,"
@@ -138,7 +138,7 @@ def our_args(job, **more):
     import sft
     _, packing, tokens = re.fullmatch(r"(ours)(-packed)?(?:-(\d+))?", job["side"]).groups()
     size = dict(microbatch_tokens=int(tokens)) if tokens else {}
-    unmeasured = dict(eval_every=0, eval_epochs=0, checkpoint_every=BLOCK * 10**6)
+    unmeasured = dict(eval_every=0, checkpoint_every=BLOCK * 10**6)
     return sft.Args(
         model=f"{job['folder']}/model", train_files=(f"{job['folder']}/rows.jsonl",), val_ratio=0.0,
         packing=bool(packing), batch_size=ROWS, seed=SEED, steps=job["steps"], schedule="constant",
