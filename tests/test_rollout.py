@@ -555,7 +555,7 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
             asked.setdefault(order, []).append(prompt_ids)
             return await super().sample(prompt_ids, temperature, seed, order)
 
-    tasks = [world.task("train", n) for n in range(12)]
+    tasks = [world.task("train", n) for n in range(8)]
     rollouts = trainer.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
                                trainer.episode_reward)
     forks = thoughts = 0
@@ -578,8 +578,8 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
             forgets = name == "unthinking" or name == "qwen3" and "</think>" in text
             assert forked or not (forgets and step.messages[0]["role"] == "user")
         assert len(r.segments) == 1 or name == "unthinking" or name == "qwen3" and "</think>" in "".join(said)
-    assert thoughts > 20 and (forks > 20) == (name in ("qwen3", "unthinking"))
-    assert sum(len(r.turns) > 2 for r in rollouts) > 5 and sum(len(r.family) == 3 for r in rollouts) > 5
+    assert thoughts > 10 and (forks > 10) == (name in ("qwen3", "unthinking"))
+    assert sum(len(r.turns) > 2 for r in rollouts) > 3 and sum(len(r.family) == 3 for r in rollouts) > 3
     metrics, played = trainer.rollout_metrics(rollouts, 1.0), len(rollouts)
     assert metrics["rollout/segments"] == sum(len(r.segments) for r in rollouts) / played
     assert metrics["rollout/termination/error"] == 0
@@ -887,7 +887,7 @@ class Hostile(World):
         if p > 0.75 and depth < 2 and isinstance(reply, str):
             return self.ask(*(f"{episode.task.id}/{n}" for n in range(1 + int(30 * p) % 3)))
         if p > 0.74:
-            return Step([{"role": "user", "content": "x" * 3_000_000}], 0.0, False, False, {})
+            return Step([{"role": "user", "content": "x" * 2_000_000}], 0.0, False, False, {})
         if p > 0.35:
             return Step([{"role": "user", "content": self.draw(self.says)}], 0.125, False, False, {})
         return over()
@@ -937,7 +937,7 @@ def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
 def test_a_run_with_such_an_environment_logs_it_and_ends_well(trainer, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(envs, "make", lambda name, **options: Hostile(blocking=False))
     trainer.main(trainer.Args(
-        iterations=2, prompts_per_iteration=8, group_size=4, eval_tasks=4, eval_samples=2, log_episodes=1.0,
+        iterations=1, prompts_per_iteration=8, group_size=4, eval_tasks=2, eval_samples=2, log_episodes=1.0,
         print_samples=9, max_context_tokens=200, train_sub_agents=True, run_dir=str(tmp_path)))
     verdict = validate(tmp_path)
     assert verdict["ok"], verdict
@@ -1089,7 +1089,7 @@ def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkey
         return over(float(teaches))
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Third(behave))
-    flags = dict(iterations=3, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1)
+    flags = dict(iterations=2, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1)
     for rounds in (0, 3):
         drawn.clear()
         folder = tmp_path / str(rounds)
@@ -1160,7 +1160,7 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game):
         messages = env.demonstration(task)
         said = [[*tokenizer(m["content"]).input_ids, tokenizer.eos_token_id] for m in messages
                 if m["role"] == "assistant"]
-        for limit in (90, 130, 180, 400, 4000):
+        for limit in (90, 180, 400, 4000):
             # The rollout leaves room for its longest reply: both cut at the same turns if none is shorter.
             args = Args(seed=0, max_response_tokens=max(map(len, said)), max_context_tokens=limit)
             replies = iter(said)
