@@ -1910,6 +1910,9 @@ def main(args):
     def save():
         with run.timed("checkpoint"):
             weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+            if weights:  # without the second name of a tied head
+                once = dict(model.named_parameters()) | dict(model.named_buffers())
+                weights = {name: tensor for name, tensor in weights.items() if name in once}
             state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
             state["critic"] = get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():  # of one that never stepped this would make up a state
