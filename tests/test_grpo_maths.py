@@ -647,7 +647,8 @@ def test_stale_log_probabilities_stop_before_the_weights_change(random_llama, st
     model, _, groups = two_policies(random_llama)
     for segment in (s for group in groups for s in group):
         exact = full_forward(model, segment, 0.7)[0].tolist()
-        segment.rollout_logprobs = [m * (p - stale) for p, m in zip(exact, segment.response_mask, strict=True)]
+        segment.rollout_logprobs = [m * (p - stale)
+                                    for p, m in zip(exact, segment.response_mask, strict=True)]
     recorder, args = Recorder(model), Args(temperature=0.7, epochs=2)
     with pytest.raises(grpo_llm.EngineError, match="mismatch/kl") if stale else contextlib.nullcontext():
         grpo_llm.update(model, None, recorder, groups, args, 0)
