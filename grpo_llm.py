@@ -855,8 +855,8 @@ class VllmServers(Engine):
     async def answer(self, url, group):
         try:
             results = await in_thread(self.ask, url, group[0].prompt_ids, group[0].temperature, len(group))
-        except EngineError as error:
-            results = [error] * len(group)
+        except Exception as error:  # whatever it is, who asked must not wait for ever
+            results = [EngineError(first_line(error))] * len(group)
         for request, result in zip(group, results, strict=True):
             if isinstance(result, EngineError) and not request.future.done():
                 request.future.set_exception(result)
