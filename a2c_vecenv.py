@@ -309,7 +309,7 @@ def rollout(agent, env, obs, episodes, args):
     -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry
     the graph. episodes (2, num_envs), the return and length so far, is updated.
     """
-    steps = []
+    steps, (returns, lengths) = [], episodes
     for _ in range(args.num_steps):
         logits, values = forward(agent, obs, args)
         actions = choose_actions(logits.detach(), others=env.others)
@@ -323,14 +323,13 @@ def rollout(agent, env, obs, episodes, args):
             with torch.no_grad():
                 cut_values[truncated] = forward(agent, info["final_obs"][truncated[done]], args)[1]
 
-        episodes[0] += rewards
-        episodes[1] += 1
-        ended = episodes * done
-        episodes.masked_fill_(done, 0)
+        returns += rewards
+        lengths += 1
         steps.append(dict(
             logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
-            truncated=truncated, done=done, cut_values=cut_values, ended_return=ended[0],
-            ended_length=ended[1], dist=info.get("dist", torch.zeros_like(rewards)).clone()))
+            truncated=truncated, done=done, cut_values=cut_values, ended_return=returns * done,
+            ended_length=lengths * done, dist=info.get("dist", torch.zeros_like(rewards)).clone()))
+        episodes.masked_fill_(done, 0)
 
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)

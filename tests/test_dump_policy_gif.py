@@ -8,16 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageSequence
 
-gymnasium = pytest.importorskip("gymnasium")
-
-import a2c_vecenv  # noqa: E402
-from envs.pixels import make_vec  # noqa: E402
-from tools import dump_policy_gif, make_goal  # noqa: E402
+import a2c_vecenv
+from envs.pixels import make_vec
+from tools import dump_policy_gif, make_goal
 
 ROOT = Path(__file__).resolve().parent.parent
 STRIP = dump_policy_gif.STRIP
@@ -221,15 +220,15 @@ def test_episodes_follow_each_other_and_each_begins_anew(dump, checkpoint, tmp_p
 
 
 def test_success_and_return_are_told(dump, checkpoint, tmp_path):
-    """Waits, one step from a goal that counts as reached from there."""
-    options = ("difficulty=2", "menu_prob=0", "tau=0.15")
-    path = checkpoint(tmp_path / "a", env_kwargs=options, change=steer(0))
-    status, said, out = dump("--checkpoint", path)
+    """Starts one step from the goal, which is reached by whoever tries long enough."""
+    path = checkpoint(tmp_path / "a", env_kwargs=("difficulty=2", "menu_prob=0", "max_steps=9"))
+    status, said, out = dump("--checkpoint", path, "--steps", 2000, "--scale", 1,
+                             "--env-kwargs", "max_steps=2000")
     (episode,), steps = said["episodes"], steps_of(out)
     assert status == 0 and episode["success"] is episode["done"] is steps[-1]["done"] is True
-    assert not episode["trunc"] and episode["steps"] == len(steps) == 4
+    assert not episode["trunc"] and episode["steps"] == len(steps) < 2000
     assert episode["return"] == pytest.approx(sum(step["reward"] for step in steps))
-    assert all(0.05 < step["dist"] < 0.15 for step in steps)
+    assert [step["dist"] < 0.05 for step in steps[-4:]] == [True] * 4
 
 
 def test_meta_names_everything_by_hash(dump, checkpoint, tmp_path):
@@ -280,7 +279,6 @@ def test_image_observations_are_shown_where_there_is_no_render(render, dump, che
 @pytest.mark.slow
 def test_a_game_boy_is_shown_with_its_goal(dump, checkpoint, tmp_path):
     """A policy that always presses RIGHT moves the block of our own ROM to where it should be."""
-    pytest.importorskip("pyboy")
     import make_rom
 
     from envs.pixels.game_boy import Config, goal_meta, record_frames
