@@ -1,10 +1,9 @@
-"""The samplers of grpo_llm.py and ppo_llm.py: `generate`, servers that a stand-in plays, adapters, and vLLM itself.
+"""The samplers of grpo_llm.py and ppo_llm.py: `generate`, servers played by a stand-in, adapters, vLLM.
 
 The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m slow tests/test_engines.py
 """
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -34,13 +33,11 @@ from tests.run_folders import (
     ROOT,
     TINY,
     command_line,
+    episodes,
     killed_after,
     log_lines,
-    process,
     records,
     same_end,
-    same_tree,
-    timeless,
     train,
 )
 from tools.validate_train_log import validate
@@ -108,7 +105,7 @@ SIZES = dict(vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_laye
 
 
 def test_layers_of_other_kinds_bring_their_own_cache(countdown_tiny):
-    """Greedy replies longer than a sliding window, of prompts of several lengths, against transformers' own."""
+    """Greedy replies longer than a sliding window, of prompts of several lengths, as by transformers."""
     torch.manual_seed(3)
     model, rng = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -129,7 +126,7 @@ def test_layers_of_other_kinds_bring_their_own_cache(countdown_tiny):
 
 class StandIn:
     """A server with a model of its own: it replies with true log-probabilities, the same reply whenever it is
-    asked the same. What it is handed counts from the next reset of its prefix cache on, as where prompts are long.
+    asked the same. What it is handed counts from the next reset of its prefix cache on.
 
     trouble(path, body) may answer in its place: with a status and a text, or None to hang up.
     """
@@ -373,7 +370,7 @@ WRONG = {
     "null": ("/v1/completions", (200, dict(choices=None)), "not 2 replies"),
     "few": ("/v1/completions", (200, dict(choices=TWO[:1])), "not 2 replies"),
     "no-ids": ("/v1/completions", (200, dict(choices=[one | dict(token_ids=None) for one in TWO])), "not 2"),
-    "no-logprobs": ("/v1/completions", (200, dict(choices=[one | dict(logprobs=None) for one in TWO])), "not"),
+    "no-logprobs": ("/v1/completions", (200, dict(choices=[one | dict(logprobs={}) for one in TWO])), "not"),
     "uneven": ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[5]) for one in TWO])), "not 2"),
     "models-html": ("/v1/models", (200, "<html>"), "/v1/models"),
     "models-empty": ("/v1/models", (200, dict(data=[])), "/v1/models"),
@@ -527,3 +524,252 @@ def test_another_adapter_is_refused_when_a_run_goes_on(adapter, tmp_path):
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     with pytest.raises(envs.BadInput, match="the model changed"):
         train(grpo_llm, run, **flags)
+
+
+# vLLM itself. Every engine of this process stays: one that goes takes along what they share.
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    """The library, as the script imports it."""
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("needs vLLM: requirements-vllm.txt")
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
+                       TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+    import vllm
+
+    kept, create = [], vllm.LLM.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm.LLM, "__init__", lambda llm, *rest, **options: kept.append(llm) or create(
+            llm, *rest, **options))
+        yield vllm
+
+
+VLLM = dict(engine="vllm", max_context_tokens=320, temperature=0.8, eval_every=0, eval_tasks=4,
+            log_episodes=1.0, checkpoint_every=1, keep_checkpoints=0, warmup_iterations=0)
+RATES = {0: 2e-3, 8: 1e-2}  # learning rates of full weights and of an adapter
+
+
+@pytest.mark.slow
+@RL
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_exact(
+        vllm, script, tmp_path, lora_rank):
+    """With the adapter, of several turns."""
+    turns = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",)) if lora_rank else {}
+    own = dict(critic_warmup=0, prompts_per_iteration=16) if script is ppo_llm else {}
+    flags = VLLM | turns | own | dict(lora_rank=lora_rank, learning_rate=RATES[lora_rank])
+    folder = train(script, tmp_path / "run", **flags)
+    check_run(folder, 4)
+    verdict = validate(folder, strict=True)
+    assert verdict["ok"] and not verdict["warnings"], verdict
+    assert not lora_rank or all(record["rollout/turns"] > 1 for record in records(folder)[1:])
+    assert log_lines(folder)[0]["meta"]["versions"]["vllm"]
+    before, base = None, grpo_llm.load_weights(TINY)
+    for iteration in range(1, 5):
+        checkpoint = folder / "checkpoints" / f"step_{iteration - 1:06d}"
+        model = base if iteration == 1 else peft.PeftModel.from_pretrained(
+            grpo_llm.load_weights(TINY), checkpoint) if lora_rank else grpo_llm.load_weights(str(checkpoint))
+        played, _ = episodes(folder, f"train_step_{iteration:06d}")
+        assert largest_difference(model, played, 0.8) < 1e-4
+        assert before is None or largest_difference(before, played, 0.8) > 1e-2  # other weights give others
+        before = model
+    assert len(list((folder / "sync").glob("*/*"))) == bool(lora_rank)  # of hand-overs nothing but the newest
+    if not lora_rank:
+        again = killed_after(folder, tmp_path / "again", 2)
+        torch.manual_seed(1234)  # what this process did before must not matter
+        train(script, again, **flags)
+        same_end(folder, again)
+
+
+def largest_difference(model, played, temperature):
+    """Between what the sampler reported and a forward pass of each whole sequence, in float64."""
+    found = []
+    for segment in (segment for episode in played for segment in episode["segments"]):
+        ids = torch.tensor([segment["prompt_ids"] + segment["response_ids"]])
+        with torch.no_grad():
+            logprobs = (model(ids, use_cache=False).logits[0].double() / temperature).log_softmax(-1)
+        own = logprobs[:-1].gather(1, ids[0, 1:, None])[len(segment["prompt_ids"]) - 1:, 0]
+        mask = torch.tensor(segment["response_mask"]) == 1
+        found.append((own - torch.tensor(segment["rollout_logprobs"]))[mask].abs().max())
+    return float(max(found))
+
+
+FEW_SHOT = """
+import dataclasses, zlib
+from envs.countdown import Countdown
+
+class FewShot(Countdown):
+    def task(self, split, index):
+        task = super().task(split, index)
+        shots = [super(FewShot, self).task("train", n).messages[-1]["content"] for n in range(40)]
+        text = " ".join([*shots, task.messages[-1]["content"]])
+        return dataclasses.replace(task, messages=[dict(role="user", content=text)])
+
+def reward(r):
+    return zlib.crc32(r.messages[-1]["content"].encode()) % 2
+"""
+
+
+def without_the_head(vllm, patch):
+    """As vLLM takes a tied head for one of its own, whose weights do not arrive."""
+    rpc = vllm.LLM.collective_rpc
+    patch.setattr(vllm.LLM, "collective_rpc", lambda llm, method, kwargs: rpc(llm, method, kwargs=dict(
+        weights_iterator=[(n, w) for n, w in kwargs["weights_iterator"] if n != "lm_head.weight"])))
+
+
+def without_temperature(vllm, patch):
+    create = vllm.LLM.__init__
+    patch.setattr(vllm.LLM, "__init__", lambda *rest, logprobs_mode, **options: create(
+        *rest, logprobs_mode="raw_logprobs", **options))
+
+
+BROKEN = {
+    "head": (without_the_head, 0),
+    "prefix-cache": (lambda vllm, patch: patch.setattr(vllm.LLM, "reset_prefix_cache", lambda llm: True), 1),
+    "temperature": (without_temperature, 0),
+    "weights": (lambda vllm, patch: patch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None), 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_hand_over_to_vllm_ends_the_run_before_a_step(vllm, kind, tmp_path, monkeypatch):
+    """At once; a stale prefix cache as soon as weights have moved, with prompts that begin alike."""
+    breaks, sound = BROKEN[kind]
+    breaks(vllm, monkeypatch)
+    (tmp_path / "few_shot.py").write_text(FEW_SHOT)
+    with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* tolerated are 1e-06"):
+        train(grpo_llm, tmp_path / "run", **VLLM, env=f"{tmp_path}/few_shot.py:FewShot",
+              reward_fn=f"{tmp_path}/few_shot.py:reward", learning_rate=2e-3)
+    assert [record["opt_steps"] for record in records(tmp_path / "run")] == [0, 1][:1 + sound]
+
+
+@pytest.mark.slow
+def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path):
+    folder = train(grpo_llm, tmp_path / "run", **VLLM | dict(log_episodes=0.0, checkpoint_every=99),
+                   lora_rank=8, iterations=60, group_size=2, prompts_per_iteration=2)
+    memory = [record["system/memory_usage"] for record in records(folder)]
+    assert memory[59] - memory[20] < 0.03  # GiB
+    assert len(list((folder / "sync").glob("*/*"))) == 1
+
+
+# Real servers, and two processes of torchrun
+
+
+class Server:
+    """A vLLM server on a free port of this machine; `start` again after `kill` takes the same port."""
+
+    def __init__(self, output, *flags):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url, self.flags, self.output = f"http://127.0.0.1:{self.port}", flags, output
+        self.start()
+
+    def start(self):
+        log = self.output.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY,
+             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "policy",
+             "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+             "--logprobs-mode", "processed_logprobs", *self.flags],
+            stdout=log, stderr=log, start_new_session=True, env=os.environ | dict(
+                VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO",
+                VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", VLLM_ENABLE_V1_MULTIPROCESSING="1",
+                TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
+        return self
+
+    def ready(self):
+        deadline = time.monotonic() + 20 * PATIENCE
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            try:
+                if requests.get(self.url + "/health", timeout=PATIENCE).ok:
+                    return self
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise AssertionError(self.output.read_text()[-3000:])
+
+    def kill(self):
+        """All its processes, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def posts(self, path):
+        """How many of these requests it answered."""
+        return len(re.findall(rf'"POST {path} HTTP\S+" 200', self.output.read_text()))
+
+
+@pytest.fixture(scope="module")
+def servers(vllm, tmp_path_factory):
+    """Two servers, which start together: for full weights, and for adapters."""
+    folder = tmp_path_factory.mktemp("servers")
+    both = [Server(folder / "full.log"),
+            Server(folder / "lora.log", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1")]
+    yield both
+    for one in both:
+        one.kill()
+
+
+def server_run(script, folder, server, lora_rank, **flags):
+    """-> exit code"""
+    return command(script, folder, **asking(server, max_context_tokens=256, lora_rank=lora_rank,
+                                            learning_rate=RATES[lora_rank], iterations=4) | flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
+def test_a_server_samples_for_one_run_after_another(servers, tmp_path, lora_rank):
+    server = servers[bool(lora_rank)].ready()
+    for script in (grpo_llm, ppo_llm):
+        assert server_run(script, tmp_path / script.__name__, server, lora_rank) == 0
+        check_run(tmp_path / script.__name__, 4)
+    if lora_rank:
+        cards = requests.get(server.url + "/v1/models", timeout=PATIENCE).json()["data"]
+        assert len(cards) == 2 and cards[1]["root"].startswith(str(tmp_path / "ppo_llm" / "sync"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [None, 0, 8], ids=["in-process", "full", "lora"])
+def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
+    """Each with an engine of its own; or with the same servers, to which one of them hands the weights."""
+    server = servers[bool(lora_rank)]
+    url = [] if lora_rank is None else ["--vllm-url", server.ready().url]
+    path = "/v1/load_lora_adapter" if lora_rank else "/collective_rpc"
+    before = server.posts(path) if url else 0
+    flags = ["--run-dir", tmp_path / "run", "--engine", "vllm", *url, "--max-context-tokens", 256,
+             "--lora-rank", lora_rank or 0, "--iterations", 4, "--prompts-per-iteration", 7,
+             "--group-size", 4, "--eval-every", 0, "--eval-tasks", 3, "--eval-samples", 2,
+             "--warmup-iterations", 0, "--learning-rate", RATES[lora_rank or 0]]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(ROOT / "grpo_llm.py"), *map(str, flags)], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=30 * PATIENCE)
+    assert done.returncode == 0, done.stderr[-5000:]
+    check_run(tmp_path / "run", 4)
+    assert not url or server.posts(path) - before == 5  # the start, and each iteration
+
+
+@pytest.mark.slow
+def test_a_real_server_that_is_killed_and_started_again(servers, tmp_path, capsys):
+    server, folder = servers[0].ready(), tmp_path / "run"
+
+    def kill_in_the_third_iteration():
+        log, deadline = folder / "train_log.jsonl", time.monotonic() + 10 * PATIENCE
+        while time.monotonic() < deadline and not (log.exists() and '"iteration": 2,' in log.read_text()):
+            time.sleep(0.01)
+        server.kill()
+
+    killer = threading.Thread(target=kill_in_the_third_iteration)
+    killer.start()
+    assert server_run(grpo_llm, folder, server, 0, iterations=40) == 1
+    killer.join()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert re.match(rf"error: EngineError: --vllm-url {server.url}: \S+ does not answer.*receipt: ", line)
+    finished = json.loads((folder / "checkpoints" / "state.json").read_text())["last"]
+    assert 2 <= int(finished[5:]) < 40
+    server.start().ready()  # with the weights of the disk
+    assert server_run(grpo_llm, folder, server, 0, iterations=40) == 0
+    check_run(folder, 40, errors=1)
