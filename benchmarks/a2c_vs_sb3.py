@@ -104,7 +104,7 @@ def work_ours(job, gate):
     script.rollout = gated
     if job["mode"] == "log":
         for owner, name in ((script, "rollout_means"), (script, "window_metrics"),
-                            (script.RunFolder, "record")):
+                            (script.Run, "record")):
             setattr(owner, name, gate.log_timed(getattr(owner, name)))
     flags = dict(env_id=job["env"], num_envs=job["envs"], num_steps=job["steps"], seed=job["seed"],
                  eval_every=0, eval_episodes=1, eval_envs=1) | job["flags"]
@@ -342,8 +342,7 @@ def work_check(job, gate):
         return result
 
     recorded.obs, env.step = obs.numpy().copy(), recorded
-    episodes = {name: torch.zeros(args.num_envs) for name in ("return", "length")}
-    obs, batch = script.rollout(agent, env, obs, episodes, args)
+    obs, batch = script.rollout(agent, env, obs, torch.zeros(2, args.num_envs), args)
     values = batch["values"].detach()
     advantages = script.gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
                             batch["done"], args.gamma, args.gae_lambda)
