@@ -1,8 +1,6 @@
 """sft.py: the loss and its gradient in every cut of a batch, LoRA, validation, and runs on the CPU.
 
-How rows of data become tokens is in test_sft_data.py. Some runs are killed for real:
-
-    KILLS=10 pytest -m slow tests/test_sft.py
+How rows of data become tokens is in test_sft_data.py.
 """
 
 import copy
@@ -211,12 +209,6 @@ def test_long_packed_rows_for_kernels_that_skip_give_the_same_loss_and_gradient(
     *found, passes = gradient_step(model, rows, packing=True, microbatch_tokens=30)
     assert_close(found, reference(model, rows))
     assert max(batch["tokens"].shape[1] for batch in passes) == 41 and 232 / 41 < len(passes) < len(rows)
-
-
-def test_the_window_of_the_model_with_one_is_smaller_than_the_rows():
-    rows = mixed_rows()
-    one, other = (reference(small_model("mistral", sliding_window=size), rows)[1] for size in (5, None))
-    assert (one - other).norm() > 0.01 * one.norm()
 
 
 def test_a_pass_is_at_most_a_quarter_padding():
@@ -559,20 +551,6 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     assert validate(folder)["ok"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("interrupt", slow_but(1, [12, 6, 8, 10, 14]))
-def test_the_best_checkpoint_outlives_a_resume(interrupt, overfitting, tmp_path):
-    whole = train(sft, tmp_path / "whole", **overfitting)
-    with InterruptAt(sft, interrupt), pytest.raises(SystemExit, match="KeyboardInterrupt"):
-        train(sft, tmp_path / "halves", **overfitting)
-    assert checkpoints(tmp_path / "halves")[1]["best"] == "step_00000" + str(min(interrupt - 1, 7))
-    halves = train(sft, tmp_path / "halves", **overfitting)
-    assert checkpoints(whole) == checkpoints(halves) == ([7, 12, 14], dict(
-        last="step_000014", best="step_000007"))
-    same_end(whole, halves, "step_000014")
-    same_end(whole, halves, "step_000007")
-
-
 @pytest.mark.parametrize(("flags", "evaluated"), slow_but(2, [
     (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0), [0, 9]),
     (dict(eval_every=99, batch_size=25), [*range(10)])]))
@@ -613,33 +591,25 @@ def test_a_run_without_held_out_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("epochs", "batch_size", "steps", "seen"), [
-    (2, 4, 3, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2})])
+    (2, 3, 4, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2})])
 def test_epochs_decide_how_often_a_row_is_seen(epochs, batch_size, steps, seen, tmp_path, monkeypatch):
-    counts, cut = {}, sft.batches
+    """... once in each, in an order of its own."""
+    order, cut = [], sft.batches
 
     def watched(rows, *rest):
         if torch.is_grad_enabled():
-            for ids, _ in rows:
-                counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
+            order.extend(tuple(ids) for ids, _ in rows)
         return cut(rows, *rest)
 
     monkeypatch.setattr(sft, "batches", watched)
     rows = (str(write_rows(tmp_path, "jsonl", ROWS[:6])),)
     folder = train(sft, tmp_path / "run", train_files=rows, val_files=rows, model=TINY, batch_size=batch_size,
                    steps=0, epochs=epochs, checkpoint_every=1, eval_every=0)
-    assert records(folder)[-1]["iteration"] == steps
+    assert records(folder)[-1]["iteration"] == steps and len(order) == steps * batch_size
     assert records(folder)[-1]["train/epoch"] == pytest.approx(steps * batch_size / 6)
-    assert {*counts.values(), *[0] * (len(counts) < 6)} == seen
-    assert sum(counts.values()) == steps * batch_size
-
-
-def test_with_a_model_the_defaults_are_others():
-    assert sft.default_args(["sft.py"]) == sft.Args() == sft.default_args(["sft.py", "--steps", "3"])
-    for words in (["--model", "some/model"], ["--seed", "2", "--model=some/model"]):
-        args = sft.default_args(["sft.py", *words])
-        assert args == sft.Args(**sft.REAL_MODEL) and args.dtype == "bfloat16" and args.steps == 0
-    assert sft.REAL_MODEL.keys() <= {field.name for field in dataclasses.fields(sft.Args)}
-    assert all(getattr(sft.Args(), name) != value for name, value in sft.REAL_MODEL.items())
+    assert {*map(order.count, order), *[0] * (len(set(order)) < 6)} == seen
+    if epochs == 2:
+        assert set(order[:6]) == set(order[6:]) and order[:6] != order[6:]
 
 
 @pytest.mark.parametrize("form", slow_but(1, [[f"--model={TINY}"], ["--model", TINY], []]))
@@ -792,15 +762,6 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-@pytest.mark.parametrize("text", ["18 + 14 = 32; 32 + 6 = 38", "20 - 3 = 17; 17 - 9 = 8"])
-def test_a_solution_is_eight_tokens_and_comes_back_as_it_was(text, countdown_tiny):
-    for tokenizer in (countdown_tiny[1], sft.new_tokenizer(envs.make("countdown").vocabulary)):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert len(ids) == 8 and tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-
-
 def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny):
     tokenizer, env = countdown_tiny[1], envs.make("countdown", skill="mixed")
     assert len(tokenizer) == len(env.vocabulary) + 4
@@ -808,6 +769,8 @@ def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny
         text = env.solution(env.task("train", index))
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert len(tokenizer("18 + 14 = 32; 32 + 6 = 38", add_special_tokens=False).input_ids) == 8
 
 
 def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
@@ -820,71 +783,35 @@ def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
     assert validate(folder)["ok"]
 
 
-def test_an_epoch_of_sft_sees_every_row_once_in_an_order_of_its_own(tmp_path, monkeypatch):
-    steps, cut = [], sft.batches
-
-    def watched(rows, *rest):
-        if len(rows) == 3:  # not the held-out one
-            steps.append([tuple(ids) for ids, _ in rows])
-        return cut(rows, *rest)
-
-    monkeypatch.setattr(sft, "batches", watched)
-    train(sft, tmp_path / "run", train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY, batch_size=3,
-          steps=6, eval_every=0)
-    epochs = [steps[start] + steps[start + 1] for start in (0, 2, 4)]
-    assert len(set(epochs[0])) == len(ROWS) - 1 == 6
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_changed_data_are_refused_on_resume(tmp_path):
-    flags = dict(train_files=(str(write_rows(tmp_path, "jsonl")),), model=TINY)
-    folder = train(sft, tmp_path / "run", **flags)
-    write_rows(tmp_path, "jsonl", ROWS[::-1])
-    with pytest.raises(envs.BadInput, match="the source"):
-        train(sft, folder, **flags)
-
-
 # Slow: processes of their own
 
 
 @pytest.mark.slow
 def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
-    kills, rng = int(os.environ.get("KILLS", "4")), random.Random(os.environ.get("KILLS_SEED", "1"))
-    length, env = 40 * kills, envs.make("countdown", skill="mixed")
+    rng, env = random.Random(os.environ.get("KILLS_SEED", "1")), envs.make("countdown", skill="mixed")
     tasks = [env.task("train", index) for index in range(4000)]
     rows = [(task.messages[-1]["content"], env.solution(task)) for task in tasks]
     flags = ["--model", TINY, "--train-files", write_rows(tmp_path, "jsonl", rows), "--packing",
-             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", length,
-             "--eval-tasks", 40, "--eval-every", 6, "--log-every", 2, "--checkpoint-every", 2]
+             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", 60,
+             "--eval-tasks", 40, "--eval-every", 6, "--log-every", 3, "--checkpoint-every", 2]
 
     def start(name):
         folder, out = tmp_path / name, tmp_path / f"{name}-model"
         return folder, process("sft.py", *flags, "--run-dir", folder, "--output-dir", out)
 
-    whole, run = start("whole")
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, output
-    killed = encoding = torn = 0
-    for number in range(kills):
-        moment = ("encoding", "encoding", "writing", "log", "start")[min(number, 2 + number % 3)]
+    for moment in ("encoding", "log", "writing"):
         folder, run = start("killed")
-        killed += kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
-        encoding += any((folder / "data").glob(".train.arrow.writing"))
-        torn += any((folder / "checkpoints").glob(".step_*.writing"))
-    folder, run = start("killed")
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, output
-    assert killed == kills and encoding >= 1 and torn >= 1, (killed, encoding, torn)
-    same_end(whole, folder, f"step_{length:06d}")
-    assert checkpoints(whole) == checkpoints(folder)
-    verdict = validate(folder)
-    assert verdict["ok"] and not verdict["warnings"], verdict
-    assert 1 <= verdict["resumes"] <= kills - 2
+        assert kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
+        assert moment != "encoding" or any((folder / "data").glob(".train.arrow.writing"))
+    for name in ("killed", "whole"):
+        folder, run = start(name)
+        output, _ = run.communicate(timeout=600)
+        assert run.returncode == 0, output
+    same_end(tmp_path / "killed", folder, "step_000060")
+    assert checkpoints(tmp_path / "killed") == checkpoints(folder)
+    assert validate(tmp_path / "killed")["ok"] and 1 <= validate(tmp_path / "killed")["resumes"] <= 2
     same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "killed")))
-    one, other = ((f / "data" / "train.arrow").read_bytes() for f in (whole, folder))
-    assert one == other
-    assert not list((folder / "data").glob(".*"))
+    assert not list((tmp_path / "killed" / "data").glob(".*"))
 
 
 def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
