@@ -26,6 +26,7 @@ to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -891,8 +892,8 @@ class VllmServers(Engine):
     async def answer(self, url, group):
         try:
             results = await in_thread(self.ask, url, group[0].prompt_ids, group[0].temperature, len(group))
-        except EngineError as error:
-            results = [error] * len(group)
+        except Exception as error:  # whatever it is, who asked must not wait for ever
+            results = [EngineError(first_line(error))] * len(group)
         for request, result in zip(group, results, strict=True):
             if isinstance(result, EngineError) and not request.future.done():
                 request.future.set_exception(result)
@@ -1169,10 +1170,13 @@ class Player:
                 playing.remove(r)
                 self.engine.changed.set()
 
-        serving = asyncio.create_task(self.engine.serve())
-        workers = asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
-        await asyncio.wait([serving, workers], return_when=asyncio.FIRST_COMPLETED)
-        (workers if workers.done() else serving).result()
+        async def work():
+            await asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
+
+        tasks = [asyncio.create_task(work()), asyncio.create_task(self.engine.serve())]
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
 
     async def play(self, r, episode=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's does not."""
@@ -1182,16 +1186,14 @@ class Player:
                 async with asyncio.timeout(timeout or None) as limit:
                     episode = episode or await self.call(self.env.start, r.task, self.args.seed)
                     return await self.attempt(r, episode)
-            except EngineError:
-                raise
-            except asyncio.CancelledError:  # with its parent
+            except (EngineError, asyncio.CancelledError):  # with its parent, or with all
                 r.termination = "timeout"
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 r.termination = "timeout" if limit.expired() else "error"
                 if limit.expired():
                     return
-                tqdm.write(f"task {r.task.id}: the environment failed: {error!r}", sys.stderr)
+                tqdm.write(f"task {r.task.id}: the environment failed: {error!r:.300}", sys.stderr)
             finally:
                 await self.close(episode)
                 episode = None
@@ -1200,8 +1202,9 @@ class Player:
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
         if id(r.task) not in self.prompts:  # those who play the same task share its prompt
             text = render(r.task.messages, self.tokenizer, self.args)
-            self.prompts[id(r.task)] = text, encode_prompt(text, self.tokenizer, self.args)
-        r.text, prompt_ids = self.prompts[id(r.task)]
+            # With the task, or another one could have its id.
+            self.prompts[id(r.task)] = r.task, text, encode_prompt(text, self.tokenizer, self.args)
+        _, r.text, prompt_ids = self.prompts[id(r.task)]
         r.messages, r.segments, r.start = list(r.task.messages), [Segment(prompt_ids)], 0
         r.turns, r.steps, r.children, r.termination = [], [], [], ""
         if len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
@@ -1242,20 +1245,30 @@ class Player:
         children = [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}")
                     for number, (task, _) in enumerate(pairs, first)]
         r.children += children
+        left = set(children)
         playing.remove(r)  # it waits for them, not for the engine
         playing.update(children)
 
         async def play(child, episode):
-            await self.play(child, episode)
-            playing.remove(child)
-            if playing.isdisjoint(children):
-                playing.add(r)
-            self.engine.changed.set()
+            try:
+                await self.play(child, episode)
+            finally:
+                playing.remove(child)
+                left.remove(child)
+                if not left:  # at once, so that no batch is without it
+                    playing.add(r)
+                self.engine.changed.set()
 
+        tasks = [asyncio.create_task(play(child, episode))
+                 for child, (_, episode) in zip(children, pairs, strict=True)]
         try:
-            await asyncio.gather(*(play(child, episode) for child, (_, episode)
-                                   in zip(children, pairs, strict=True)))
+            await asyncio.gather(*tasks)
+        except EngineError:
+            for task in tasks:
+                task.cancel()
+            raise
         finally:
+            await asyncio.wait(tasks)  # each closes its episode
             playing.difference_update(children)
             playing.add(r)
             for child, (_, episode) in zip(children, pairs, strict=True):
@@ -1280,21 +1293,17 @@ class Player:
                 episode.close()
 
 
-def in_thread(function, *given):
+async def in_thread(function, *given):
     """Await a call in a thread of its own, which does not hold up the process's end. Of a result that nobody
     waits for any more, the episodes are closed.
     """
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    future = concurrent.futures.Future()
 
-    def deliver(result, error):
-        if future.cancelled():
-            for late in (result, *(episode for _, episode in getattr(result, "children", ()))):
+    def close_episodes(result):
+        for late in (result, *(episode for _, episode in getattr(result, "children", ()))):
+            with contextlib.suppress(Exception):
                 if isinstance(late, envs.Episode):
-                    threading.Thread(target=late.close, daemon=True).start()
-        elif error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+                    late.close()
 
     def work():
         result = error = None
@@ -1302,11 +1311,18 @@ def in_thread(function, *given):
             result = function(*given)
         except BaseException as problem:  # StopIteration and SystemExit have a meaning of their own to a loop
             error = problem if isinstance(problem, EngineError) else RuntimeError(repr(problem))
-        with contextlib.suppress(RuntimeError):  # the rollout is over
-            loop.call_soon_threadsafe(deliver, result, error)
+        try:
+            future.set_exception(error) if error else future.set_result(result)
+        except concurrent.futures.InvalidStateError:  # it was cancelled
+            close_episodes(result)
 
     threading.Thread(target=work, daemon=True).start()
-    return future
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if not future.cancel() and not future.exception():  # the result has come just now
+            threading.Thread(target=close_episodes, args=(future.result(),), daemon=True).start()
+        raise
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1389,8 +1405,9 @@ def collate(segments, pad_id, device):
         share_prompts=len(prompts) < len(rows) and not UNDER_TORCHRUN,  # FSDP2 would gather each layer twice
         row_of_segment=torch.tensor(row_of_segment, device=device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
-        numbers = [getattr(s, name) or [0.0] * len(s.response_ids) for s in segments]  # None: not known yet
-        batch[name] = pad(numbers, 0, device, dtype=torch.float32)
+        known = getattr(segments[0], name) is not None
+        batch[name] = (pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32) if known
+                       else torch.zeros_like(batch["response_mask"]))
     return batch
 
 
@@ -1814,7 +1831,8 @@ def write_episodes(run, kind, rollouts, args):
 def print_samples(rollouts, args, title):
     """Prompt, reply and reward of some episodes, in colours."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
-        prompt, *replies = (m["content"] for m in r.messages[len(r.task.messages) - 1:] or r.task.messages)
+        messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
+        prompt, *replies = (str(message.get("content")) for message in messages)
         text = (f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
                 f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
                 f"reward {r.reward:g} ({r.termination})")
@@ -1837,7 +1855,7 @@ def rollout_metrics(rollouts, seconds):
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
         **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
         "response_length/clip_ratio": shares["length"] + shares["context"],
-        **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played]),
+        **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": sum(r.num_generated for r in rollouts) / seconds,
         "rollout/finished": shares["done"], "rollout/retries": sum(r.retries for r in rollouts),
         "rollout/turns": sum(len(r.turns) for r in played) / num_played,
