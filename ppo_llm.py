@@ -1157,7 +1157,8 @@ class Player:
 
     def __init__(self, engine, tokenizer, env, args, temperature):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
-        self.temperature, self.threads, self.prompts = temperature, asyncio.Semaphore(ENV_THREADS), {}
+        self.temperature, self.threads = temperature, asyncio.Semaphore(ENV_THREADS)
+        self.prompts, self.texts = {}, {}  # of tasks, and of replies: many are alike
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
@@ -1182,8 +1183,9 @@ class Player:
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's does not."""
         tries, timeout = (1, 0) if episode else (1 + EPISODE_RETRIES, self.args.episode_timeout)
         for r.retries in range(tries):
+            limit = asyncio.timeout(timeout)
             try:
-                async with asyncio.timeout(timeout or None) as limit:
+                async with limit if timeout else contextlib.nullcontext():
                     episode = episode or await self.call(self.env.start, r.task, self.args.seed)
                     return await self.attempt(r, episode)
             except (EngineError, asyncio.CancelledError):  # with its parent, or with all
@@ -1235,7 +1237,8 @@ class Player:
         ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
         segment.append(ids, 1, logprobs)
         r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        if (text := self.texts.get(tuple(ids))) is None:
+            text = self.texts[tuple(ids)] = self.tokenizer.decode(ids, skip_special_tokens=True)
         r.messages.append({"role": "assistant", "content": text})
         return text if ids[-1] in self.engine.eos else None
 
