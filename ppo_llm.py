@@ -513,7 +513,7 @@ def weights_sha256(model, adapter=""):
     return digest.hexdigest()
 
 
-def add_lora(model, args, checkpoint=""):
+def add_lora(model, args, checkpoint="", exclude=("lm_head", "embed_tokens")):
     """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
 
     Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
@@ -530,7 +530,7 @@ def add_lora(model, args, checkpoint=""):
             return model
         # An adapted vocabulary would change the size of a merged model.
         return peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha, exclude_modules=["lm_head", "embed_tokens"],
+            r=args.lora_rank, lora_alpha=args.lora_alpha, exclude_modules=list(exclude) or None,
             target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"

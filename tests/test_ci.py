@@ -7,7 +7,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_ci_runs_the_commands_of_the_readme_to_the_letter_before_anything_else():
-    commands = re.findall(r"^    (pip install -r requirements\.txt && .+)$", (ROOT / "README.md").read_text(), re.M)
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^    (pip install -r requirements\.txt && .+)$", readme, re.M)
     assert [command.split("&& ")[1] for command in commands] == ["python grpo_llm.py", "pytest"]
     lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     places = [lines.index(command) for command in commands]
