@@ -32,7 +32,7 @@ FLAGS = {
                    "--minibatches", 1, "--critic-minibatches", 1, "--critic-epochs", 2, "--critic-warmup", 1,
                    "--microbatch-tokens", 96, "--kl-coef", 0.02, "--learning-rate", 1e-4),
     "sft.py": ("--batch-size", 13, "--eval-tasks", 11, "--eval-samples", 2, "--microbatch-tokens", 128,
-               "--log-every", 1, "--model", TINY, "--learning-rate", 1e-3),
+               "--log-every", 1, "--model", TINY, "--dtype", "float32", "--learning-rate", 1e-3),
 }
 LORA = ("--lora-rank", 4, "--learning-rate", 3e-5)
 CASES = {
@@ -42,8 +42,8 @@ CASES = {
     # Fewer prompts and tasks than processes: some get none.
     "few": ("grpo_llm.py", ("--prompts-per-iteration", 1, "--eval-tasks", 1, "--dynamic-sampling", 2,
                              "--learning-rate", 3e-5)),
-    "ppo-few": ("ppo_llm.py", ("--prompts-per-iteration", 1, "--eval-tasks", 1, "--critic", "shared",
-                                 "--learning-rate", 3e-5)),
+    "ppo-few": ("ppo_llm.py", ("--prompts-per-iteration", 1, "--group-size", 8, "--eval-tasks", 1,
+                               "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
 LONG = 20  # steps

@@ -642,7 +642,7 @@ def test_a_broken_hand_over_to_vllm_ends_the_run_before_a_step(vllm, kind, tmp_p
     with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* tolerated are 1e-06"):
         train(grpo_llm, tmp_path / "run", **VLLM, env=f"{tmp_path}/few_shot.py:FewShot",
               reward_fn=f"{tmp_path}/few_shot.py:reward", learning_rate=2e-3)
-    assert [record["opt_steps"] for record in records(tmp_path / "run")] == [0, 1][:1 + sound]
+    assert records(tmp_path / "run")[-1]["opt_steps"] == sound
 
 
 @pytest.mark.slow

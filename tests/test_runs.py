@@ -602,8 +602,8 @@ def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_sk
 
 
 def test_dynamic_sampling_fills_the_batch_and_stops(tmp_path):
-    plain, more = (train(grpo_llm, tmp_path / f"{rounds}", dynamic_sampling=rounds, eval_every=0,
-                         eval_tasks=1) for rounds in (0, 8))
+    plain, more = (train(grpo_llm, tmp_path / f"{rounds}", dynamic_sampling=rounds, iterations=6,
+                         eval_every=0, eval_tasks=1) for rounds in (0, 8))
     assert min(r["rollout/groups_trainable"] for r in records(plain)[1:]) < 4
     assert all(r["rollout/groups_trainable"] >= 4 for r in records(more)[1:])
     assert 4 < max(r["rollout/groups_submitted"] for r in records(more)[1:]) < 9 * 4
