@@ -281,14 +281,27 @@ TROUBLES = {
 }
 
 
-def command(script, folder, **flags):
-    """The command line of a run.  -> exit code"""
+def words_of(script, folder, **flags):
+    """The flags of a command line."""
     sizes = dict(iterations=3, prompts_per_iteration=4, group_size=4, eval_samples=2, minibatches=1)
     own = dict(critic_minibatches=2, critic_warmup=0) if script is ppo_llm else {}
-    flags = sizes | own | dict(env_kwargs=("test_tasks=32",)) | flags
-    return command_line(f"{script.__name__}.py", "--run-dir", folder, *(
-        word for name, value in flags.items() for word in (
-            "--" + name.replace("_", "-"), *(value if isinstance(value, tuple) else [value]))))
+    flags = sizes | own | dict(env_kwargs=("test_tasks=32",), run_dir=folder) | flags
+    return [str(word) for name, value in flags.items() for word in (
+        "--" + name.replace("_", "-"), *(value if isinstance(value, tuple) else [value]))]
+
+
+def command(script, folder, **flags):
+    """The command line of a run.  -> exit code"""
+    return command_line(f"{script.__name__}.py", *words_of(script, folder, **flags))
+
+
+def two_processes(folder, **flags):
+    """The same under torchrun.  -> exit code, what they said"""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(ROOT / "grpo_llm.py"), *words_of(grpo_llm, folder, **flags)], capture_output=True, text=True,
+        cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=30 * PATIENCE)
+    return done.returncode, done.stderr
 
 
 def ends_with_one_line(capsys, expected, script, folder, **flags):
@@ -326,6 +339,20 @@ def test_a_server_lost_in_mid_run_is_one_line_and_the_same_command_continues(
     same_end(tmp_path / "whole", folder)
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
+
+
+@pytest.mark.slow
+def test_two_processes_lose_their_server_together(stand_in, tmp_path):
+    """In a hand-over, which one of them makes: both save and end, and any number of them goes on."""
+    server, hits, folder = stand_in(), [], tmp_path / "run"
+    server.trouble = lambda asked, body: None if asked == "/collective_rpc" and (
+        hits.append(asked) or len(hits) == 3) else ()
+    code, said = two_processes(folder, **asking(server))
+    assert code != 0 and f"EngineError: --vllm-url {server.url}: /collective_rpc does not" in said, said
+    assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == "step_000002"
+    assert command(grpo_llm, folder, **asking(server)) == 0
+    verdict = validate(folder)
+    assert verdict["ok"] and (verdict["records"], verdict["resumes"]) == (4, 1), verdict
 
 
 STALE = {
@@ -736,18 +763,13 @@ def test_a_server_samples_for_one_run_after_another(servers, tmp_path, lora_rank
 def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
     """Each with an engine of its own; or with the same servers, to which one of them hands the weights."""
     server = servers[bool(lora_rank)]
-    url = [] if lora_rank is None else ["--vllm-url", server.ready().url]
+    url = {} if lora_rank is None else dict(vllm_url=server.ready().url)
     path = "/v1/load_lora_adapter" if lora_rank else "/collective_rpc"
     before = server.posts(path) if url else 0
-    flags = ["--run-dir", tmp_path / "run", "--engine", "vllm", *url, "--max-context-tokens", 256,
-             "--lora-rank", lora_rank or 0, "--iterations", 4, "--prompts-per-iteration", 7,
-             "--group-size", 4, "--eval-every", 0, "--eval-tasks", 3, "--eval-samples", 2,
-             "--warmup-iterations", 0, "--learning-rate", RATES[lora_rank or 0]]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(ROOT / "grpo_llm.py"), *map(str, flags)], capture_output=True, text=True, cwd=ROOT,
-        env=os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=30 * PATIENCE)
-    assert done.returncode == 0, done.stderr[-5000:]
+    code, said = two_processes(tmp_path / "run", **url, engine="vllm", max_context_tokens=256, iterations=4,
+                               lora_rank=lora_rank or 0, learning_rate=RATES[lora_rank or 0],
+                               warmup_iterations=0, prompts_per_iteration=7, eval_every=0, eval_tasks=3)
+    assert code == 0, said[-5000:]
     check_run(tmp_path / "run", 4)
     assert not url or server.posts(path) - before == 5  # the start, and each iteration
 
