@@ -417,8 +417,10 @@ def window_metrics(window, batch, args, env):
 
 def sha256(data):
     """Of bytes, a text, or what a file holds."""
-    data = data.read_bytes() if isinstance(data, Path) else data.encode() if isinstance(data, str) else data
-    return hashlib.sha256(data).hexdigest()
+    if isinstance(data, Path):
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 def replace_file(path, data):
