@@ -43,6 +43,8 @@ from tests.run_folders import (
 from tools.validate_train_log import validate
 
 RL = pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
+# Where what they do is the same to the letter, one will do in a hurry.
+RL_SLOW = pytest.mark.parametrize("script", [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
 IDS = torch.tensor([[1, 10, 22, 18, 108, 42, 109]])
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 FAST = dict(learning_rate=2e-3, warmup_iterations=0)  # so that a sampler that missed an update would show
@@ -313,7 +315,7 @@ def ends_with_one_line(capsys, expected, script, folder, **flags):
     assert re.search(expected, line) and "Traceback" not in said, said
 
 
-@RL
+@RL_SLOW
 @pytest.mark.parametrize("path, trouble", [("/v1/completions", "500"), ("/collective_rpc", "dropped")])
 def test_a_server_lost_in_mid_run_is_one_line_and_the_same_command_continues(
         script, path, trouble, stand_in, tmp_path, capsys):
@@ -363,7 +365,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("kind", STALE)
-@RL
+@RL_SLOW
 def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, kind, stand_in, tmp_path, capsys):
     server = stand_in()
 

@@ -86,7 +86,7 @@ def start_weights():
 # The scripts
 
 
-LINES = {"grpo_llm.py": 1900, "ppo_llm.py": 2800, "sft.py": 1900, "a2c_vecenv.py": 1010}  # at most
+LINES = {"grpo_llm.py": 1900, "ppo_llm.py": 2080, "sft.py": 1490, "a2c_vecenv.py": 780}  # at most
 
 
 @pytest.mark.parametrize("script", [*ALL, a2c_vecenv])
@@ -309,10 +309,10 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     whole = finished(script)
     folder, before = copy_run(whole, tmp_path / "run"), timeless(whole)
     card = Path(f"{whole}-model", "README.md")
-    numbers = script is sft and card.read_text()
+    numbers = script is sft and re.sub("commit [0-9a-f]+", "", card.read_text())
     go_on(script, folder, whole, keep_checkpoints=5, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
-    assert numbers == (script is sft and card.read_text())
+    assert numbers == (script is sft and re.sub("commit [0-9a-f]+", "", card.read_text()))
     for flags, named in ((dict(seed=2), "--seed 2.*started with 1"), (dict(learning_rate=1e-4), "--learning"),
                          (dict(env_kwargs=("max_number=9",)), "--env-kwargs"), CHANGED[script]):
         with pytest.raises(envs.BadInput, match=named):
