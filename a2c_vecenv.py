@@ -62,7 +62,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=dict(extra="forbid"))
 class Args:
     # Environment
     env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
@@ -475,7 +475,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
         self.find_checkpoint()
-        if (self.dir / "train_log.jsonl").stat().st_size:
+        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
@@ -484,10 +484,14 @@ class Run:
         self.started = time.perf_counter() - start["elapsed"]
         self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
 
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+
     def find_checkpoint(self):
         """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
-        folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
-        for folder in folders:
+        for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
@@ -497,7 +501,7 @@ class Run:
                 return
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if folders:
+        if self.checkpoints:
             raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
 
     def check_same_run(self):
@@ -505,16 +509,17 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-        except (ValueError, KeyError) as error:
+            flags, run_id = dict(old["args"]), str(old["run_id"])
+        except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and old["args"].get(name) != value:
+            if name not in MAY_CHANGE and flags.get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{old['args'].get(name)}; use that, or another --run-dir")
+                               f"{flags.get(name)}; use that, or another --run-dir")
         for what in ("model", "goal", "source"):
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
-        self.meta["run_id"] = old["run_id"]
+        self.meta["run_id"] = run_id
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -600,7 +605,7 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
-        complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+        complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
         for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
             if old.name != state.get("best"):
                 shutil.rmtree(old)

@@ -88,7 +88,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=dict(extra="forbid"))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
@@ -136,7 +136,8 @@ class Args:
     learning_rate: Positive = 5e-4  # peak learning rate of the policy's AdamW
     warmup_iterations: Whole = 10  # linear warm-up of each learning rate, from its first update [iterations]
     final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
-    beta2: Share = 0.95  # AdamW's second decay rate; the first is 0.9, and there is no weight decay
+    # AdamW's second decay rate; the first is 0.9, and there is no weight decay
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
 
     # Critic
     critic: Literal["own", "shared", "none"] = "own"  # a backbone of its own; a head on the policy's; V = 0
@@ -144,7 +145,7 @@ class Args:
     critic_epochs: Count = 1  # passes of a critic of its own over an iteration's responses
     critic_minibatches: Count = 16  # its optimiser steps per epoch
     critic_learning_rate: Positive = 1e-3  # peak learning rate of its AdamW
-    critic_beta2: Share = 0.99  # its second decay rate
+    critic_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # its second decay rate
 
     # Loss
     gae_lambda: Share = 0.95  # GAE's lambda: 1 uses whole returns, less leans on the critic
@@ -1652,7 +1653,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
         self.find_checkpoint()
-        if (self.dir / "train_log.jsonl").stat().st_size:
+        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
@@ -1661,10 +1662,14 @@ class Run:
         self.started = time.perf_counter() - start["elapsed"]
         self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
 
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+
     def find_checkpoint(self):
         """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
-        folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
-        for folder in folders:
+        for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
@@ -1674,7 +1679,7 @@ class Run:
                 return
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if folders:
+        if self.checkpoints:
             raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
 
     def check_same_run(self):
@@ -1682,16 +1687,17 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-        except (ValueError, KeyError) as error:
+            flags, run_id = dict(old["args"]), str(old["run_id"])
+        except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and old["args"].get(name) != value:
+            if name not in MAY_CHANGE and flags.get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{old['args'].get(name)}; use that, or another --run-dir")
+                               f"{flags.get(name)}; use that, or another --run-dir")
         for what in ("model", "goal", "source"):
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
-        self.meta["run_id"] = old["run_id"]
+        self.meta["run_id"] = run_id
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -1777,7 +1783,7 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
-        complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+        complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
         for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
             if old.name != state.get("best"):
                 shutil.rmtree(old)
@@ -1914,7 +1920,7 @@ def main(args):
         if critic:
             set_model_state_dict(critic, run.state["critic"], options=PART)
         for name in (name for name in optimizers if run.state[name]):
-            set_optimizer_state_dict(trained[name], optimizers[name], run.state[name], options=FULL)
+            set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
     critic_steps = args.critic_epochs * args.critic_minibatches if args.critic == "own" else 0

@@ -85,7 +85,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=dict(extra="forbid"))
 class Args:
     # Data
     env: str = "countdown"  # its solutions or games are learned; its test tasks measure accuracy
@@ -129,7 +129,7 @@ class Args:
     warmup_steps: Whole = 20  # linear warm-up [steps]
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: constant, and down in the last tenth
     final_learning_rate: Share = 0.05  # share of the peak that cosine and wsd end at
-    beta2: Share = 0.95  # AdamW's second decay rate; the first is 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay, of matrices; never of norms and biases
 
     # Evaluation
@@ -1111,7 +1111,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
         self.find_checkpoint()
-        if (self.dir / "train_log.jsonl").stat().st_size:
+        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
             self.check_same_run()
         if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
@@ -1120,10 +1120,14 @@ class Run:
         self.started = time.perf_counter() - start["elapsed"]
         self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
 
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+
     def find_checkpoint(self):
         """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
-        folders = sorted((self.dir / "checkpoints").glob("step_*"), reverse=True)
-        for folder in folders:
+        for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
@@ -1133,7 +1137,7 @@ class Run:
                 return
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if folders:
+        if self.checkpoints:
             raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
 
     def check_same_run(self):
@@ -1141,16 +1145,17 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-        except (ValueError, KeyError) as error:
+            flags, run_id = dict(old["args"]), str(old["run_id"])
+        except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and old["args"].get(name) != value:
+            if name not in MAY_CHANGE and flags.get(name) != value:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{old['args'].get(name)}; use that, or another --run-dir")
+                               f"{flags.get(name)}; use that, or another --run-dir")
         for what in ("model", "goal", "source"):
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
-        self.meta["run_id"] = old["run_id"]
+        self.meta["run_id"] = run_id
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -1236,7 +1241,7 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
-        complete = sorted(path for path in folder.parent.glob("step_*") if path.name <= folder.name)
+        complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
         for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
             if old.name != state.get("best"):
                 shutil.rmtree(old)
@@ -1349,7 +1354,7 @@ def main(args):
     metrics, window, best = {f"data/{name}": count for name, count in counts.items()}, [], ("", math.inf)
     if run.state:
         metrics, window, best = None, run.state["window"], (run.state["best"], run.state["best_loss"])
-        set_optimizer_state_dict(model, optimizer, run.state["optimizer"], options=FULL)
+        set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open()
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "

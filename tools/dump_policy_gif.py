@@ -83,7 +83,8 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
 def run_args(meta: dict, extra: list[str]) -> Args:
     """The flags of the run, with further options of the environment."""
     try:
-        return Args(**meta["args"] | {"env_kwargs": (*meta["args"]["env_kwargs"], *extra)})
+        known = {name: value for name, value in meta["args"].items() if name in Args.__dataclass_fields__}
+        return Args(**known | {"env_kwargs": (*known["env_kwargs"], *extra)})
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"the checkpoint's flags cannot be used ({one_line(error)})") from error
 

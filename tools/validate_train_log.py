@@ -49,7 +49,7 @@ ERROR = _keys(text="type", string="message", text_or_null="receipt")
 _SPREAD = "number mean max min"
 _EVERY = {
     "run_id": ("text", "the same as in the meta line"),
-    "trace_id": ("text", "<run_id>:<opt_steps>; errors, receipts and checkpoints carry it too"),
+    "trace_id": ("text", "<run_id>:<opt_steps>; errors and receipts carry it too"),
     "iteration": ("count", "one rollout and its updates (sft: one optimiser step), from 1; 0 before the "
                   "first"),
     "env_steps": ("count", "so far: environment steps (a2c), generated tokens (grpo, ppo), trained tokens "
@@ -107,7 +107,7 @@ _GRPO_AND_PPO = {
     "mismatch/kl": ("number", "k3 estimate of KL(sampler || trainer) before the update [nats/token]"),
     "mismatch/ratio_max": ("number", "largest trainer / sampler probability ratio of a token, before the "
                            "cap"),
-    "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds --tis-cap"),
+    "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds the cap of the importance weight"),
     "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
              "since the record before) [s]"),
     **_SYSTEM,
