@@ -5,11 +5,14 @@ What a row's tokens should be is computed here a second time, slowly and without
 the tokenizer's offsets.
 """
 
+import http.server
 import io
 import json
 import math
+import os
 import random
 import re
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sft
 from envs import BadInput
-from tests.run_folders import command_line, log_lines, records
+from tests.run_folders import command_line, log_lines, process, records
 
 SMALL = dict(steps=2, batch_size=2, eval_every=0, checkpoint_every=2, log_every=1, warmup_steps=0,
              max_length=300)
@@ -274,6 +277,32 @@ def test_a_bad_row_of_the_held_out_file_is_named_as_one_and_counted(tmp_path, ca
     counts, _ = train(tmp_path / "skip", train_files=files[:1], val_files=files[1:], on_bad_row="skip")
     assert counts == (4, 2, 0, 1, 1)
     assert [len(ids) for ids, _ in taken(tmp_path / "skip", "val")] == [12, 12]
+
+
+BROKEN = {  # a file, its rows, what the message says behind its name
+    "no.jsonl": (None, ": expected an existing"),
+    "no.parquet": (None, ": expected an existing"),
+    "words.jsonl": ([*pairs(3), b"a response"], ", row 4, expected a line of JSON"),
+    "torn.jsonl": ([*pairs(3), b'{"prompt": "a", "resp'], ", row 4, expected a line of JSON"),
+    "column.jsonl": ([*pairs(3), {"prompt": "a"}], ", row 4, column response: missing"),
+    "column.parquet": ([{"prompt": "a"}] * 4, ", row 1, column response: missing"),
+    "half.parquet": (pairs(60), ": cannot be read after row 0 .*footer"),
+    "empty.jsonl": ([], ": expected at least 2 rows.* got 0 "),
+    "empty.parquet": ([], ": cannot be read after row 0 .* 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_path, capsys):
+    (rows, message), path = BROKEN[name], tmp_path / name
+    if rows is not None:
+        write_jsonl(path, rows)
+    if rows and path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    if name == "half.parquet":
+        os.truncate(path, path.stat().st_size // 2)
+    line = refused(capsys, tmp_path / "run", "--train-files", path)
+    assert re.match(f"error: (--train-files )?{re.escape(str(path))}{message}", line), line
 
 
 @pytest.mark.parametrize(("flag", "key"), [
@@ -959,6 +988,72 @@ def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flag, value, messa
     split = value.split()[-1] if flag == "--splits" else "train"
     assert re.match(rf"error: --dataset {re.escape(name)}, (split {split}.*)?{message}", line), line
     assert len(line) < 700
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as reading a data set takes."""
+
+    files, asked = {}, []
+
+    def answer(self, data, status=200, **headers):
+        self.send_response(status)
+        for name, value in (headers | dict(Content_Length=len(data))).items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        file = self.files.get(re.sub("/datasets/owner/name/resolve/[^/]+/", "", path))
+        if file is not None:
+            part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            first, last = (int(part[1]), int(part[2] or len(file) - 1)) if part else (0, len(file) - 1)
+            data = file[first:last + 1]
+            self.answer(data, 206 if part else 200, X_Repo_Commit="c" * 40, Accept_Ranges="bytes",
+                        ETag=f'"{Path(path).name}"',
+                        Content_Range=f"bytes {first}-{first + len(data) - 1}/{len(file)}")
+        elif re.fullmatch(r"/api/datasets/owner/name/revision/[^/]+", path):
+            siblings = [dict(rfilename=name) for name in self.files]
+            self.answer(json.dumps(dict(id="owner/name", sha="c" * 40, siblings=siblings)).encode())
+        elif re.fullmatch(r"/api/datasets/owner/name/tree/[^/]+/?", path):
+            self.answer(json.dumps([dict(type="file", path=name, size=len(data), oid="0" * 40)
+                                    for name, data in self.files.items()]).encode())
+        else:
+            missing = "EntryNotFound" if "owner/name/" in path else "RepoNotFound"
+            self.answer(b"{}", 404, X_Error_Code=missing)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_a_data_set_comes_over_the_wire(owner):
+    """To processes of their own, whose hub is a server of this one."""
+    Hub.files = {path.name: path.read_bytes() for path in (owner / "owner" / "name").iterdir()}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HUB_OFFLINE="0",
+                       HF_HOME=str(owner / "hf"), NO_PROXY="127.0.0.1", HF_HUB_DISABLE_TELEMETRY="1")
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
+    try:
+        for name, code in (("name:first", 0), ("nothing", 1)):
+            run = process("sft.py", *small, "--dataset", f"owner/{name}", "--splits", "train", "test",
+                          "--run-dir", owner / f"run{code}", "--output-dir", owner / f"model{code}",
+                          env=environment)
+            output = run.communicate(timeout=240)[0]
+            assert run.returncode == code, output
+    finally:
+        server.shutdown()
+    assert taken(owner / "run0") == plain_rows(range(5))
+    assert taken(owner / "run0", "val") == plain_rows(range(3), "t")
+    assert any("resolve" in path and "train-00000" in path for path in Hub.asked)
+    assert not list((owner / "hf").rglob("*.parquet"))  # read as it came, not downloaded first
+    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: --dataset owner/nothing, split train: ") and "Traceback" not in output
 
 
 # Flags
