@@ -26,7 +26,7 @@ from grpo_llm import Args, Rollout, Segment
 from tests.run_folders import full_forward, records
 from tools.validate_train_log import validate
 
-SCRIPTS = ["grpo_llm"]  # whose rollouts are played; another one with the same rollout can stand beside it
+SCRIPTS = ["grpo_llm", "ppo_llm"]  # whose rollouts are played
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
 
 
@@ -215,7 +215,7 @@ class Speaker(grpo_llm.Engine):
     def answer(self, request):
         self.prompts.append(request.prompt_ids)
         reply = self.say(self.tokenizer.decode(request.prompt_ids))
-        if isinstance(reply, grpo_llm.EngineError):
+        if isinstance(reply, Exception):
             request.future.set_exception(reply)
             return
         ids = reply_ids(self.tokenizer, reply) if isinstance(reply, str) else reply
@@ -722,7 +722,7 @@ def test_after_the_last_retry_an_episode_ends_as_an_error(visit, trainer, capsys
 
 
 @pytest.mark.parametrize("where", ["engine", "environment", "server"])
-def test_an_interruption_closes_every_episode(visit, where):
+def test_an_interruption_closes_every_episode(visit, trainer, where):
     """Ctrl-C, or an engine that is lost, in the middle of an episode's sub-agents."""
     def behave(episode, reply):
         if where == "environment" and episode.task.id == "a" and len(episode.replies) == 2:
@@ -734,10 +734,10 @@ def test_an_interruption_closes_every_episode(visit, where):
         if text.startswith("<a>") and text.count("!") == 1 and where == "engine":
             os.kill(os.getpid(), signal.SIGINT)
         lost = text.startswith("<a>") and text.count("!") == 1 and where == "server"
-        return grpo_llm.EngineError("gone") if lost else "r"
+        return trainer.EngineError("gone") if lost else "r"
 
     world, handler = World(behave), signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(grpo_llm.EngineError if where == "server" else KeyboardInterrupt):
+    with pytest.raises(trainer.EngineError if where == "server" else KeyboardInterrupt):
         visit(world, 5, say=say, max_context_tokens=200)
     signal.signal(signal.SIGINT, handler)
     assert world.all_closed_once and len(world.started) >= 5
@@ -949,6 +949,52 @@ def test_a_run_with_such_an_environment_logs_it_and_ends_well(trainer, monkeypat
         assert len(episodes) == last["summary"]["episodes"] == 32
         failed = sum(episode["termination"] == "error" for episode in episodes)
         assert line["rollout/termination/error"] == failed / 32
+
+
+class Generations(World):
+    """Each task calls a sub-agent, which calls one too. In training they tell what is no number in JSON."""
+
+    def __init__(self):
+        super().__init__(self.act)
+
+    def act(self, episode, reply):
+        if isinstance(reply, str) and episode.task.id.count("/") < 2:
+            return self.ask(f"{episode.task.id}/0")
+        part, right = (math.inf, -math.inf, math.nan)[len(self.closed) % 3], float(len(self.closed) % 2)
+        told = dict(part=part, parts=[part, 1.0]) if self.split == "train" else {}
+        return Step([], 0.25, True, False, {"correct": right} | told)
+
+    def task(self, split, index):
+        self.split = split
+        return dataclasses.replace(super().task(split, index),
+                                   messages=[{"role": "user", "content": PROBLEMS[3]}])
+
+
+def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(trainer, monkeypatch, tmp_path):
+    def no_number(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
+    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=4, group_size=4, eval_tasks=1,
+                              eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path)))
+    lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
+    *episodes, last = (json.loads(line, parse_constant=no_number) for line in lines)
+
+    assert last == {"summary": {
+        "episodes": 16, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
+        "correct_sum": sum(e["correct"] for e in episodes)}}
+    assert 0 < last["summary"]["correct_sum"] < 16 == len(episodes)
+    depths = collections.Counter()
+    for episode in episodes:
+        members = [episode]
+        for member in members:  # which grows
+            members += member["sub_agents"]
+            assert member["segments"][0]["response_ids"] and member["reward"] == episode["reward"]
+            if member["termination"] == "done":
+                assert (member["info"]["part"], member["info"]["parts"]) == (None, [None, 1.0])
+        depths[len(members)] += 1
+        assert [m["task_id"] for m in members] == [episode["task_id"] + "/0" * n for n in range(len(members))]
+    assert depths[3] and set(depths) <= {1, 2, 3}  # a reply that was cut calls nobody
 
 
 # The sampler: what it answers together, and whether it can be trusted
