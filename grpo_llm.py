@@ -50,6 +50,7 @@ import psutil
 import requests
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from dotenv import load_dotenv
@@ -57,12 +58,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
@@ -333,7 +328,7 @@ def permutation(seed, size):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
 def start_processes(args):
@@ -1774,7 +1769,7 @@ def main(args):
     if run.state:
         cursor, metrics = run.state["cursor"], run.state["metrics"]
         if run.state["optimizer"]:
-            set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
+            dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} responses = "
@@ -1789,12 +1784,12 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
-            weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
             if weights:  # without the second name of a tied head
                 once = dict(model.named_parameters()) | dict(model.named_buffers())
                 weights = {name: tensor for name, tensor in weights.items() if name in once}
             stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
-            state = get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
+            state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
 
             def save_model(folder):
                 model.save_pretrained(folder, state_dict=weights)

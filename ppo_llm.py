@@ -56,6 +56,7 @@ import psutil
 import requests
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from dotenv import load_dotenv
@@ -63,13 +64,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
@@ -369,8 +363,8 @@ def permutation(seed, size):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-PART = StateDictOptions(full_state_dict=True, strict=False)
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+PART = dcp.StateDictOptions(full_state_dict=True, strict=False)
 
 
 def start_processes(args):
@@ -1918,9 +1912,9 @@ def main(args):
     if run.state:
         cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
         if critic:
-            set_model_state_dict(critic, run.state["critic"], options=PART)
+            dcp.set_model_state_dict(critic, run.state["critic"], options=PART)
         for name in (name for name in optimizers if run.state[name]):
-            set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
+            dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
     critic_steps = args.critic_epochs * args.critic_minibatches if args.critic == "own" else 0
@@ -1938,15 +1932,15 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
-            weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
             if weights:  # without the second name of a tied head
                 once = dict(model.named_parameters()) | dict(model.named_buffers())
                 weights = {name: tensor for name, tensor in weights.items() if name in once}
             state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
-            state["critic"] = get_model_state_dict(critic, options=FULL) if critic else {}
+            state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():  # of one that never stepped this would make up a state
                 stepped = bool(optimizer.state)
-                state[name] = stepped and get_optimizer_state_dict(trained[name], optimizer, options=FULL)
+                state[name] = stepped and dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
 
             def save_model(folder):
                 model.save_pretrained(folder, state_dict=weights)

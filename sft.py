@@ -47,6 +47,7 @@ import psutil
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from datasets.arrow_writer import ArrowWriter
@@ -56,12 +57,6 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -277,7 +272,7 @@ def permutation(seed, size):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
 def start_processes(args):
@@ -1354,7 +1349,7 @@ def main(args):
     metrics, window, best = {f"data/{name}": count for name, count in counts.items()}, [], ("", math.inf)
     if run.state:
         metrics, window, best = None, run.state["window"], (run.state["best"], run.state["best_loss"])
-        set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
+        dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open()
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
@@ -1371,7 +1366,7 @@ def main(args):
 
     def writer():
         """-> a function that writes the model into a folder, with the weights that all processes hold now"""
-        weights = get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+        weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
         if weights:  # without the second name of a tied head
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: tensor for name, tensor in weights.items() if name in names}
@@ -1399,7 +1394,7 @@ def main(args):
             stopped = any(gather([stop.is_set()]))
             if step > saved and (last or stopped or is_best or step % args.checkpoint_every == 0):
                 with run.timed("checkpoint"):
-                    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+                    state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
                     run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]), writer())
                 saved = step
             if last or stopped:
