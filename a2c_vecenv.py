@@ -526,7 +526,10 @@ class Run:
         if RANK:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
-            import wandb
+            try:
+                import wandb
+            except ImportError as error:
+                raise BadInput(f"--track: {error}; pip install wandb") from error
             wandb.init(project="plainrl", name=self.meta["run_id"], config=self.meta["args"], dir=self.dir,
                        sync_tensorboard=True)
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]

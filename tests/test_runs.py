@@ -912,6 +912,12 @@ def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, 
 # Slow: processes of their own
 
 
+def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert command_line("grpo_llm.py", "--track", "--iterations", 0, "--run-dir", tmp_path / "run") == 1
+    assert capsys.readouterr().err.strip().endswith("pip install wandb")
+
+
 @pytest.mark.slow
 def test_tracking_mirrors_the_log_offline(tmp_path):
     pytest.importorskip("wandb")
