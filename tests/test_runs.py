@@ -14,6 +14,7 @@ import random
 import re
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
