@@ -368,7 +368,7 @@ def main():
     parser.add_argument("--trl-python", default=str(REPOSITORY / ".venv-trl/bin/python"))
     parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
     parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help="memory: a way and its tokens, in this process")
     options = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     if options.mode == "worker":

@@ -1263,7 +1263,7 @@ def small_model(tmp_path):
     def build(words):
         folder = tmp_path / "model"
         tokenizer = sft.new_tokenizer(words)
-        args = sft.Args(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_length=1024)
+        args = sft.Args(max_length=1024)
         sft.new_model(args, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return str(folder)
