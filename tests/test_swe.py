@@ -214,6 +214,9 @@ REFUSED = {
     "deletes the tests": "diff --git a/tests/test_retry.py b/tests/test_retry.py\ndeleted file mode 100644\n",
     "one of two": addition("a.py", ["1"]) + addition("tests/b.py", ["1"]),
     "quoted": BODY.format('"a/tests\\057x"', '"b/tests\\057x"'),
+    "a blank in a name": addition("n/e w.py", ["1"]),
+    "two names": BODY.format("a/x.py", "b/y.py"),
+    "moved to nowhere": "diff --git a/x b/y\nrename from x\n" + BODY.format("a/x", "b/x"),
     "no prefix": BODY.format("x.py", "x.py"),
     "nothing": BODY.format("/dev/null", "/dev/null"),
     "no hunk": "--- a/x\n+++ b/x\n",
@@ -729,6 +732,55 @@ def test_answers_of_an_executor_that_are_no_results(answer, error):
     info = score(env, FIRST, env.solution(env.task_of(FIRST))).info
     assert info["error"] == error and info["correct"] == info["fail_to_pass"] == 0
     assert env.executor.image == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
+
+
+CONTEXT = ("*** a/conftest.py\n--- b/conftest.py\n***************\n*** 1,1 ****\n! c\n"
+           "--- 1,1 ----\n! forged\n")
+HIDDEN = {  # what some programs read, in forms that others do not
+    **{f"{date} after a name": f"--- a/conftest.py {date}\n+++ b/conftest.py {date}\n@@ -1 +1 @@\n-c\n+b\n"
+       for date in ("2010-07-05 19:41:17 -0500", "2010-07-05", "Mon Jul  5 19:41:17 2010")},
+    "a context diff": CONTEXT,
+    "a context diff of an index": "Index: conftest.py\n" + CONTEXT,
+    "a normal diff": "Index: conftest.py\n1c1\n< c\n---\n> forged\n",
+    "a normal diff after a command": "diff a/conftest.py b/conftest.py\n1c1\n< c\n---\n> forged\n",
+    "an ed script": "Index: conftest.py\n1c\nforged\n.\n",
+    "an index before a fine diff": "Index: conftest.py\n--- a/x.py\n+++ b/x.py\n@@ -2 +2 @@\n-c\n+fine\n",
+    "a quoted move": 'diff --git "a/x.py" "b/conftest.py"\nrename from x.py\nrename to "conftest\\056py"\n',
+    "a quoted name": '--- "a/conftest.py"\n+++ "b/conftest.py"\n@@ -1 +1 @@\n-c\n+d\n',
+    "older words for a move": "diff --git a/x.py b/conftest.py\nrename old x.py\nrename new conftest.py\n",
+    "a link": "diff --git a/y.py b/y.py\nnew file mode 0120000\n--- /dev/null\n+++ b/y.py\n"
+              "@@ -0,0 +1 @@\n+x.py\n\\ No newline at end of file\n",
+    "what a link names": "--- a/link.py\n+++ b/link.py\n@@ -1 +1 @@\n-x.py\n\\ No newline at end of file\n"
+                         "+conftest.py\n\\ No newline at end of file\n",
+    "through a link": "--- a/link.py\n+++ b/link.py\n@@ -1,2 +1,2 @@\n-a\n+forged\n c\n",
+    "an old form of a mode": "diff --git a/x.py b/x.py\nold mode 0100644\nnew mode 0120000\n",
+}
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(name, after, tmp_path):
+    """Whichever program applies it, no file that decides changes, and no link is made or changed."""
+    env = envs.make("swe", executor_url="http://here:1")
+    env.executor = Answers(lambda nonce: f"{nonce} refused\n")
+    fine = "--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n"
+    info = score(env, FIRST, fenced(fine + HIDDEN[name] if after else HIDDEN[name] + fine)).info
+    if not info["allowed"]:
+        return
+    (sent,) = (content for path, content in env.executor.files.items() if path.endswith(".diff"))
+    (tmp_path / "diff").write_text(sent)
+    for program in (["git", "apply"], ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"]):
+        tree = tmp_path / program[0]
+        tree.mkdir()
+        (tree / "conftest.py").write_text("c\n")
+        (tree / "x.py").write_text("a\nc\n")
+        (tree / "link.py").symlink_to("x.py")
+        if shutil.which(program[0]):
+            subprocess.run([*program, "../diff"], cwd=tree, capture_output=True, timeout=20)
+        assert (tree / "conftest.py").read_text() == "c\n"
+        assert "forged" not in (tree / "x.py").read_text()
+        assert [path.name for path in tree.rglob("*") if path.is_symlink()] == ["link.py"]
+        assert os.readlink(tree / "link.py") == "x.py"
 
 
 # ---- Predictions

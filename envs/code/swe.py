@@ -44,6 +44,7 @@ HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)[ \t]*\r?")
 MODE = re.compile(r"(?:old mode|new mode|new file mode|deleted file mode|index \w+\.\.\w+) (\d{6})\s*")
 PLAIN_MODES = ("100644", "100755")
+MOVED = re.compile(r"(rename|copy) (from|to) (.*)")
 
 SYSTEM = """You fix bugs in repositories. You read an issue{files}, find its cause, and reply with one \
 unified diff against the repository as it is, in this form:
@@ -240,7 +241,7 @@ class Attempt(Episode):
             return self._end(info)
         info["format"] = 1.0
         try:
-            check_patch(patch, row["test_patch"])
+            patch = check_patch(patch, row["test_patch"])
         except BadPatch:
             return self._end(info)
         info["allowed"] = 1.0
@@ -308,9 +309,36 @@ def begins(lines: list[str]) -> int | None:
     return None
 
 
+@dataclasses.dataclass
+class Change:
+    """What a diff does to one file."""
+
+    old: str | None  # None: the file is new
+    new: str | None  # None: it goes
+    mode: str = PLAIN_MODES[0]  # of a new file
+    copied: bool = False  # `old` stays as it is
+    hunks: list[str] = dataclasses.field(default_factory=list)  # lines
+
+
 def changed_paths(patch: str) -> list[str]:
     """The files that a diff names. BadPatch for what is no well-formed diff of text in plain files."""
-    lines, number, found, whole = patch.split("\n"), 0, [], False
+    return paths_of(parse_patch(patch))
+
+
+def paths_of(changes: list[Change]) -> list[str]:
+    return list(dict.fromkeys(path for change in changes for path in (change.old, change.new) if path))
+
+
+def parse_patch(patch: str) -> list[Change]:
+    """What a diff says. BadPatch for what is no well-formed diff of text in plain files."""
+    lines, number, changes, header = patch.split("\n"), 0, [], {}
+
+    def finish():
+        """A header without hunks: of a file that is empty, new or deleted, moved or copied."""
+        if changing := header.keys() & {"rename", "copy", "new file", "deleted file"}:
+            changes.append(change_of(header, None, [], changing))
+        header.clear()
+
     while number < len(lines):
         line = lines[number]
         number += 1
@@ -318,31 +346,67 @@ def changed_paths(patch: str) -> list[str]:
             raise BadPatch("binary data")
         if (mode := MODE.fullmatch(line)) and mode[1] not in PLAIN_MODES:
             raise BadPatch(f"mode {mode[1]}")
-        if line.startswith(("rename ", "copy ")):
-            way, _, path = line.partition(" ")[2].partition(" ")
-            if way in ("from", "to"):
-                found.append(checked(path))
-                whole = True
-        elif line.startswith("diff --git "):
-            # Of a file that is empty, new or deleted, no other line has the name.
-            old, _, new = line.removeprefix("diff --git ").rstrip("\r").partition(" b/")
-            if old.startswith("a/") and old[2:] == new:
-                found.append(checked(new))
-        elif line.startswith(("deleted file mode", "new file mode")):
-            whole = True
+        if line.startswith("diff --git "):
+            finish()
+            header["names"] = line.removeprefix("diff --git ").rstrip("\r")
+        elif found := MOVED.fullmatch(line):
+            header.setdefault(found[1], {})[found[2]] = checked(found[3])
+        elif mode and line.startswith(("new file mode", "deleted file mode")):
+            header[line.partition(" mode")[0]] = mode[1]
         elif line.startswith("--- ") and number < len(lines) and lines[number].startswith("+++ "):
             names = [header_path(text) for text in (line, lines[number])]
-            if names == [None, None]:
-                raise BadPatch("no file")
-            found += [name for name in names if name]
-            number = hunks(lines, number + 1)
-            whole = True
-    if not whole or not found:
+            found, number = read_hunks(lines, number + 1)
+            changes.append(change_of(header, names, found, header.keys() & {"rename", "copy"}))
+            header.clear()
+    finish()
+    if not changes:
         raise BadPatch("no change")
-    paths = list(dict.fromkeys(found))
-    if len(paths) > MAX_FILES:
+    if len(paths_of(changes)) > MAX_FILES:
         raise BadPatch(f"more than {MAX_FILES} files")
-    return paths
+    return changes
+
+
+def change_of(header: dict, names: list[str | None] | None, found: list[str], changing: set[str]) -> Change:
+    """header: what stands between `diff --git` and the hunks; names: of the --- and +++ lines, if any."""
+    moved = header.get("rename") or header.get("copy")
+    if moved:
+        if len(changing) > 1 or moved.keys() != {"from", "to"} or names not in (None, [*moved.values()]):
+            raise BadPatch("a file moved to two places, or to none")
+        return Change(moved["from"], moved["to"], copied="copy" in header, hunks=found)
+    if names is None:
+        # No other line has the name.
+        old, _, new = header.get("names", "").partition(" b/")
+        if not (old.startswith("a/") and old[2:] == new):
+            raise BadPatch("no file")
+        names = [None, checked(new)] if "new file" in header else [checked(new), None]
+    if names == [None, None]:
+        raise BadPatch("no file")
+    if None not in names and names[0] != names[1]:
+        raise BadPatch("two names of one file")
+    return Change(*names, mode=header.get("new file", PLAIN_MODES[0]), hunks=found)
+
+
+def write_patch(changes: list[Change]) -> str:
+    """The diff that says this and nothing else, whatever programs would find in the text that was read."""
+    lines = []
+    for change in changes:
+        old, new = change.old or change.new, change.new or change.old
+        lines.append(f"diff --git a/{old} b/{new}")
+        if change.old is None:
+            lines.append(f"new file mode {change.mode}")
+        elif change.new is None:
+            lines.append(f"deleted file mode {PLAIN_MODES[0]}")
+        elif old != new:
+            way = "copy" if change.copied else "rename"
+            lines += [f"{way} from {old}", f"{way} to {new}"]
+        if change.hunks and None not in (change.old, change.new):
+            # With this mode neither git nor patch takes a link for the file.
+            lines.append(f"index {'1' * 40}..{'2' * 40} {PLAIN_MODES[0]}")
+        if change.hunks:
+            sides = (f"a/{change.old}" if change.old else "/dev/null",
+                     f"b/{change.new}" if change.new else "/dev/null")
+            lines += [f"--- {sides[0]}", f"+++ {sides[1]}", *change.hunks]
+    return "\n".join([*lines, ""])
 
 
 def header_path(line: str) -> str | None:
@@ -358,26 +422,30 @@ def header_path(line: str) -> str | None:
     return checked(rest)
 
 
-def hunks(lines: list[str], number: int) -> int:
-    """Past the hunks that begin at a line, of which there must be one. -> the line after them"""
-    some = False
+def read_hunks(lines: list[str], number: int) -> tuple[list[str], int]:
+    """-> the lines of the hunks that begin at a line, of which there must be one; the number of the next"""
+    found = []
     while number < len(lines) and (hunk := HUNK.match(lines[number])):
-        some, number = True, number + 1
+        found.append(hunk[0])
+        number += 1
         old, new = (1 if count is None else int(count) for count in hunk.groups())
-        while old > 0 or new > 0:
-            kind = lines[number][:1] if number < len(lines) else "end"
+        while old > 0 or new > 0 or number < len(lines) and lines[number].startswith("\\"):
+            line = lines[number] if number < len(lines) else "end"
+            kind = line[:1]
             if kind not in ("", " ", "\r", "+", "-", "\\"):
                 raise BadPatch("the counts of a hunk are wrong")
-            if kind not in ("+", "\\"):
-                old -= 1
-            if kind not in ("-", "\\"):
-                new -= 1
+            old -= kind not in ("+", "\\")
+            new -= kind not in ("-", "\\")
+            if kind == "\\":
+                line = "\\ No newline at end of file"
+            # Some leave out the space of an empty line.
+            found.append(f" {line}" if kind in ("", "\r") else line)
             number += 1
         if old or new:
             raise BadPatch("the counts of a hunk are wrong")
-    if not some:
+    if not found:
         raise BadPatch("a file without a hunk")
-    return number
+    return found, number
 
 
 def checked(path: str) -> str:
@@ -393,14 +461,19 @@ def checked(path: str) -> str:
     return path
 
 
-def check_patch(patch: str, test_patch: str) -> list[str]:
-    """The files that a diff changes. BadPatch if it touches tests, or what decides over them."""
-    paths = changed_paths(patch)
+def check_patch(patch: str, test_patch: str) -> str:
+    """A model's diff, written anew: it says what was read of it and nothing else.
+
+    BadPatch if it touches tests, or what decides over them.
+    """
+    changes = parse_patch(patch)
     theirs = {path.lower() for path in test_paths(test_patch)}
-    for path in paths:
+    for path in paths_of(changes):
         if path.lower() in theirs or belongs_to_tests(path):
             raise BadPatch(f"{path}: belongs to the tests")
-    return paths
+        if any(map(str.isspace, path)):
+            raise BadPatch(f"{path[:80]}: a blank, after which programs may read a date")
+    return write_patch(changes)
 
 
 @functools.lru_cache(4096)
