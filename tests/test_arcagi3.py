@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from PIL import Image
 
 import envs
@@ -658,10 +659,10 @@ def test_a_whole_game_over_http(name, old_names, serve):
 def test_the_list_of_games_is_fetched_once(serve):
     server = serve()
     env = make(root_url=server.url)
-    assert server.requests == []
+    assert list(server.requests) == []
     assert env.num_tasks("train") + env.num_tasks("test") == 24
     assert env.task("train", 0).data["game_id"] and env.num_tasks("train") > 15
-    assert server.requests == [("GET", "/api/games")]
+    assert list(server.requests) == [("GET", "/api/games")]
     server.faults.api_key = "other"
     with pytest.raises(BadInput, match="401.*UNAUTHORIZED"):
         make(root_url=server.url).num_tasks("train")
@@ -692,6 +693,22 @@ def test_429_waits_as_long_as_the_server_asks(serve):
     env, task = over_http(server, "maze-2", transport=transport)
     assert run(env, task)[-1].info["correct"] == 1
     assert len(waits) >= 3 and all(30 < wait <= 60 for wait in waits)
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
+def test_a_page_in_a_browser_cannot_play(serve, headers):
+    server = serve()
+    assert requests.get(f"{server.url}/api/games", headers=headers).status_code == 403
+    assert requests.post(f"{server.url}/api/scorecard/open", json={}, headers=headers).status_code == 403
+    assert not server.arcade.cards
+    assert requests.get(f"{server.url}/api/games", headers={"Host": "localhost"}).status_code == 200
+
+
+def test_what_a_server_remembers_of_requests_is_bounded(serve, monkeypatch):
+    monkeypatch.setattr(arc_server, "LATEST", 3)
+    server = serve(rate_limit=4)
+    codes = [requests.get(f"{server.url}/{number}").status_code for number in range(6)]
+    assert codes == [404] * 4 + [429] * 2 and [path for _, path in server.requests] == ["/3", "/4", "/5"]
 
 
 @pytest.mark.parametrize("options, tries",
@@ -982,7 +999,7 @@ def test_closing_is_best_effort(serve):
     env, task = over_http(server, "maze-1")
     episode = env.start(task, 1)
     episode.close()
-    assert server.requests == []  # nothing was begun
+    assert list(server.requests) == []  # nothing was begun
     assert episode.step("RESET").truncated
     episode = env.start(task, 1)
     episode.step("RESET")

@@ -993,9 +993,7 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
     write_cache(tmp_path / "images", {"shop_final_abc": {}})
     row = {key: value for key, value in ROW.items() if key not in ("plain", "test_command")}
     folder = write_cache(tmp_path / "cache", {"shop-1": row | dict(docker_image="someone/shop_final_abc")})
-    server = executor_server.ExecutorServer(tmp_path / "images")
-    threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
-    try:
+    with executor_server.ExecutorServer(tmp_path / "images") as server:
         env = make(cache_dir=folder, executor_url=server.url)
         task = find(env, "shop-1")
         assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
@@ -1003,9 +1001,6 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         assert step.reward == 0 and step.info["partial"] == 0.75
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
         assert outcome(env, task, "finish()").info["modified"] == 0
-    finally:
-        server.shutdown()
-        server.server_close()
     with pytest.raises(BadInput, match="executor_url"):
         make(executor_url="nonsense")
 

@@ -689,11 +689,8 @@ def test_snapshots_of_ones_own(env, tmp_path):
 @pytest.fixture
 def images(env):
     """An executor whose images are the repositories that come with this."""
-    server = executor_server.ExecutorServer(swe.BUNDLED, env.backend, concurrency=2)
-    threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with executor_server.ExecutorServer(swe.BUNDLED, env.backend, concurrency=2) as server:
+        yield server
 
 
 @pytest.mark.slow

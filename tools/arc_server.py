@@ -14,12 +14,15 @@ lists. To see how a client copes, it can also misbehave:
     --require-cookie    400 to commands without the cookie that the first answer has set
     --old-names         fields, states and actions as older servers name them
 
-The first line printed is JSON with the address; with --port 0 the port is a free one. Ctrl-C ends it.
+It listens on this machine only, and no page in a browser can use it: requests with an Origin, or for another
+host, are answered by 403. The first line printed is JSON with the address; with --port 0 the port is a free
+one. Ctrl-C ends it.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import http.server
 import itertools
@@ -35,6 +38,7 @@ from tools.command_line import at_least
 
 MAX_BODY = 2**20  # bytes of a request
 COOKIE = "arc_session=1"
+LATEST = 1_000  # requests that are listed
 IDLE = 60  # seconds that a connection may wait for its next request
 
 
@@ -49,7 +53,7 @@ class Faults:
 
 
 class ArcServer(http.server.ThreadingHTTPServer):
-    """An arcade behind a port of the loopback interface. `requests` lists (method, path), for tests."""
+    """An arcade behind a port of the loopback interface. `requests`: the latest (method, path), for tests."""
 
     daemon_threads = True
     request_queue_size = 128  # many episodes connect at once
@@ -57,7 +61,8 @@ class ArcServer(http.server.ThreadingHTTPServer):
     def __init__(self, arcade: Arcade, faults: Faults | None = None, port: int = 0):
         super().__init__(("127.0.0.1", port), Handler)
         self.arcade, self.faults = arcade, faults or Faults()
-        self.requests, self.times, self.lock = [], [], threading.Lock()
+        self.requests, self.lock = collections.deque(maxlen=LATEST), threading.Lock()
+        self.times = collections.deque(maxlen=max(self.faults.rate_limit, 1))  # of the requests let through
         self.commands = itertools.count(1)
 
     @property
@@ -68,9 +73,8 @@ class ArcServer(http.server.ThreadingHTTPServer):
         """Seconds until there is room for another request in the last minute's limit; 0: now."""
         with self.lock:
             now, limit = time.monotonic(), self.faults.rate_limit
-            self.times = [at for at in self.times if now - at < 60]
-            if limit and len(self.times) >= limit:
-                return max(60 - (now - self.times[-limit]), 0.01)
+            if limit and len(self.times) == limit and now - self.times[0] < 60:
+                return max(60 - (now - self.times[0]), 0.01)
             self.times.append(now)
             return 0.0
 
@@ -97,7 +101,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         time.sleep(faults.delay)
         wait = server.over_limit()
         command = self.path.startswith("/api/cmd/")
-        if problem:
+        host = self.headers.get("Host", "").partition(":")[0]
+        if host not in ("127.0.0.1", "localhost") or "Origin" in self.headers:
+            self.close_connection = True
+            self.answer(403, {"error": "FORBIDDEN", "message": "requests from elsewhere are refused"})
+        elif problem:
             self.close_connection = True
             self.answer(400, {"error": "VALIDATION_ERROR", "message": problem})
         elif wait:

@@ -7,25 +7,31 @@
     GET /health, GET /ping
 
 An image's name stands for a folder of that name under --images (of "registry/name:tag", the part after the
-last slash, with _ for what is no letter, digit, dot, dash or underscore). The archive's regular files are
-laid over it, and `sh -c test_cmd` runs in a sandbox. Exit code 124: out of time. A bad request is answered
-by 400 and one line; 429: more requests than --concurrency, try again. It listens on this machine only, and
-anyone on it can use it. The first line printed is JSON with the address; --port 0 is a free one.
+last slash, with _ for what is no letter, digit, dot, dash or underscore). In a sandbox, the archive is
+unpacked over it, and `sh -c test_cmd` runs. Exit code 124: out of time. A bad request is answered by 4xx and
+one line; 429: more requests than --concurrency, try again. It listens on this machine only, and anyone on it
+can use it, but no page in a browser: requests with an Origin, or for another host, are refused. The first
+line printed is JSON with the address; --port 0 is a free one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import http.server
-import io
 import json
+import logging
 import math
 import re
+import secrets
 import sys
-import tarfile
 import threading
 import uuid
-from pathlib import Path, PurePosixPath
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tornado.httpserver
+import tornado.netutil
+import tornado.web
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
@@ -33,30 +39,58 @@ from envs.code import sandbox
 from tools.command_line import Parser, at_least, one_line
 
 MAX_BODY = 64 * 2**20  # bytes of a request
-MAX_FILES = 10_000  # members of an archive
-MAX_SIZE = 128 * 2**20  # bytes of its files
+MAX_HEADER = 2**16  # bytes of its header
+HEADER_SECONDS, BODY_SECONDS = 20.0, 60.0  # until a header, and then a body, is there as a whole
 MAX_COMMAND = 100_000  # characters
 FIELDS = {"docker_image": str, "patch_tar_b64": str, "test_cmd": str, "timeout": (int, float)}
 
+# Links and headers of an archive are tar's to read, and what comes of them stays in the sandbox.
+UNPACK = 'tar -xf "$1" --no-same-owner 2> /dev/null || { echo "$1"; exit; }; rm "$1"; exec sh -c "$2"'
 
-class ExecutorServer(http.server.ThreadingHTTPServer):
-    """An executor behind a port of the loopback interface."""
 
-    daemon_threads = True
-    request_queue_size = 128
+class ExecutorServer:
+    """An executor behind a port of the loopback interface. In a `with` it serves from a thread."""
 
     def __init__(self, images: Path, backend: sandbox.Backend = "auto", concurrency: int = 4,
                  most_seconds: float = 3600.0, port: int = 0):
-        super().__init__(("127.0.0.1", port), Handler)
         self.images, self.backend, self.most_seconds = images, sandbox.choose(backend), most_seconds
-        self.room = threading.BoundedSemaphore(concurrency)
+        self.concurrency, self.running = concurrency, 0
+        self.threads = ThreadPoolExecutor(concurrency)
+        self.sockets = tornado.netutil.bind_sockets(port, "127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.sockets[0].getsockname()[1]}"
+        self.loop, self.stopped = asyncio.new_event_loop(), asyncio.Event()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def serve(self):
+        self.loop.run_until_complete(self._serve())
 
-    def test(self, request) -> dict:
-        """The answer to a request's JSON value. BadInput for what is no such request."""
+    async def _serve(self):
+        pages = [(r"/(health|ping)", Health), (r"/test", Test, dict(executor=self)), (r".*", Page)]
+        server = tornado.httpserver.HTTPServer(
+            tornado.web.Application(pages, log_function=lambda page: None), max_body_size=MAX_BODY,
+            max_buffer_size=MAX_BODY + MAX_HEADER, max_header_size=MAX_HEADER,
+            idle_connection_timeout=HEADER_SECONDS, body_timeout=BODY_SECONDS)
+        server.add_sockets(self.sockets)
+        await self.stopped.wait()
+        server.stop()
+        await server.close_all_connections()
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.loop.call_soon_threadsafe(self.stopped.set)
+        self.thread.join()
+        self.threads.shutdown()
+        self.loop.close()
+
+    def test(self, body: bytes) -> dict:
+        """The answer to a request. BadInput for what is none."""
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise BadInput("the body is not JSON") from error
         if not isinstance(request, dict):
             raise BadInput("expected an object")
         for name, kind in FIELDS.items():
@@ -68,11 +102,18 @@ class ExecutorServer(http.server.ThreadingHTTPServer):
             raise BadInput(f"field timeout: expected more than 0 and at most {self.most_seconds:g} seconds")
         if len(command) > MAX_COMMAND or "\0" in command:
             raise BadInput(f"field test_cmd: expected at most {MAX_COMMAND} characters, and no NUL")
-        folder = self.folder(request["docker_image"])
-        files = sandbox.read_tree(folder) | unpack(request["patch_tar_b64"])
-        done = sandbox.run(["sh", "-c", command], files, backend=self.backend, timeout=float(timeout),
-                           cpu=math.ceil(timeout) + 1, memory=4096, processes=256, disk=1024,
-                           output=1_000_000)
+        try:
+            packed = base64.b64decode(request["patch_tar_b64"], validate=True)
+        except ValueError as error:
+            raise BadInput("field patch_tar_b64: expected a tar in base64") from error
+
+        archive = f".{secrets.token_hex(16)}"
+        files = sandbox.read_tree(self.folder(request["docker_image"])) | {archive: packed}
+        done = sandbox.run(["sh", "-c", UNPACK, "sh", archive, command], files, backend=self.backend,
+                           timeout=float(timeout), cpu=math.ceil(timeout) + 1, memory=4096, processes=256,
+                           disk=1024, output=1_000_000)
+        if done.output == f"{archive}\n":
+            raise BadInput("field patch_tar_b64: expected a tar with files within the folder")
         return dict(test_output=done.output, exit_code=124 if done.timed_out else done.exit_code,
                     elapsed_seconds=round(done.elapsed, 3), container_id=uuid.uuid4().hex[:12])
 
@@ -84,86 +125,57 @@ class ExecutorServer(http.server.ThreadingHTTPServer):
             raise BadInput(f"field docker_image: no snapshot of {image[:200]!r}")
         return folder
 
-    def handle_error(self, request, client_address):
-        """A client that went away is no news."""
+
+class Page(tornado.web.RequestHandler):
+    """An address where there is nothing."""
+
+    def prepare(self):
+        # A page that a browser shows can send requests here, but not without saying where it is from; and
+        # where its own name leads here, the host is that name.
+        if self.request.host_name not in ("127.0.0.1", "localhost") or "Origin" in self.request.headers:
+            self.answer(403, {"error": "requests from elsewhere are refused"})
+
+    def answer(self, status: int, reply: dict):
+        self.set_status(status)
+        self.finish(reply)
+
+    def write_error(self, status, **details):
+        self.answer(status, {"error": self._reason})
+
+    def get(self, *parts):
+        self.answer(404, {"error": f"nothing here: {self.request.path[:100]}"})
+
+    post = get
 
 
-def unpack(text: str) -> dict[str, bytes]:
-    """The files of an archive in base64. BadInput for one that holds anything but plain files within it."""
-    try:
-        packed = io.BytesIO(base64.b64decode(text, validate=True))
-        archive = tarfile.open(fileobj=packed, mode="r:")
-        files, size = {}, 0
-        for number, entry in enumerate(archive):
-            path = PurePosixPath(entry.name)
-            if number >= MAX_FILES:
-                raise BadInput(f"field patch_tar_b64: more than {MAX_FILES} files")
-            if path.is_absolute() or ".." in path.parts or "\0" in entry.name:
-                raise BadInput(f"field patch_tar_b64: {entry.name[:200]!r} leads out of the snapshot")
-            if entry.isdir():
-                continue
-            # A sparse file says how large it is, not what it takes here: no such file is expanded.
-            if not entry.isreg() or entry.issparse() or not path.parts:
-                raise BadInput(f"field patch_tar_b64: {entry.name[:200]!r} is no plain file")
-            size += entry.size
-            if size > MAX_SIZE:
-                raise BadInput(f"field patch_tar_b64: more than {MAX_SIZE} bytes")
-            files[str(path)] = archive.extractfile(entry).read()
-        return files
-    except BadInput:
-        raise
-    except (ValueError, tarfile.TarError, OSError, EOFError, OverflowError, RecursionError) as error:
-        raise BadInput(f"field patch_tar_b64: expected a tar in base64 ({one_line(error)})") from error
+class Health(Page):
+    def get(self, name):
+        self.answer(200, {"status": "ok"})
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds that a connection may wait for its next bytes
+class Test(Page):
+    def initialize(self, executor: ExecutorServer):
+        self.executor = executor
 
-    def do_GET(self):
-        found = self.path in ("/health", "/ping")
-        self.answer(200 if found else 404, {"status": "ok"} if found else {"error": f"no {self.path[:100]}"})
-
-    def do_POST(self):
-        length = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,12}", length) or int(length) > MAX_BODY:
-            self.close_connection = True
-            self.answer(400, {"error": f"Content-Length: expected 0 to {MAX_BODY}"})
+    async def post(self):
+        executor, kind = self.executor, self.request.headers.get("Content-Type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            self.answer(415, {"error": f"Content-Type: expected application/json, got {kind[:100]!r}"})
             return
-        # Taken before the body is read: no more bodies than --concurrency lie in memory.
-        if not self.server.room.acquire(blocking=False):
-            self.close_connection = True
+        if executor.running == executor.concurrency:
             self.answer(429, {"error": "too many requests at once"})
             return
+        executor.running += 1
         try:
-            body = self.rfile.read(int(length))
-            if self.path != "/test":
-                self.answer(404, {"error": f"no {self.path[:100]}"})
-                return
-            try:
-                answer = 200, self.server.test(json.loads(body))
-            except BadInput as error:
-                answer = 400, {"error": one_line(error)}
-            except (ValueError, RecursionError):
-                answer = 400, {"error": "the body is not JSON"}
-            except sandbox.SandboxError as error:
-                answer = 500, {"error": one_line(error)}
-            self.answer(*answer)
+            answer = await executor.loop.run_in_executor(executor.threads, executor.test, self.request.body)
+        except BadInput as error:
+            self.answer(400, {"error": one_line(error)})
+        except sandbox.SandboxError as error:
+            self.answer(500, {"error": one_line(error)})
+        else:
+            self.answer(200, answer)
         finally:
-            self.server.room.release()
-
-    def answer(self, status, reply):
-        body = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        """No line for each request."""
+            executor.running -= 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,13 +195,12 @@ def main(argv: list[str] | None = None) -> int:
     except (BadInput, OSError, OverflowError) as error:
         print(json.dumps({"error": one_line(error)}), file=sys.stderr)
         return 1
+    logging.getLogger("tornado").setLevel(logging.ERROR)  # clients that are slow or go away are no news
     print(json.dumps({"url": server.url, "images": str(args.images), "backend": server.backend}), flush=True)
     try:
-        server.serve_forever()
+        server.serve()
     except KeyboardInterrupt:
         pass
-    finally:
-        server.server_close()
     return 0
 
 
