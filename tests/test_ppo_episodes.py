@@ -1,22 +1,15 @@
 """What ppo_llm.py learns from an episode: rewards at turns, masks, failed environments, sub-agents."""
 
-import copy
 import itertools
-import math
-import random
 import statistics
-import types
 
 import pytest
-import torch
 
 import envs
 import ppo_llm
 from envs import Step, Task
-from ppo_llm import Args, Segment
-from tests.run_folders import episodes, full_forward, train
-from tests.test_ppo_maths import Recorder, policy_and_critic
-from tests.test_rollout import PROBLEMS, Speaker, World, over, reply_ids, wrong
+from tests.run_folders import episodes, train
+from tests.test_rollout import PROBLEMS, World, over
 
 SMALL = dict(iterations=1, prompts_per_iteration=24, minibatches=1, eval_tasks=1, eval_samples=1,
              log_episodes=1.0, critic="none", gae_lambda=1.0)
@@ -77,67 +70,6 @@ def number(r): return 0.5 - len(r.turns)
     assert summary["reward_sum"] == pytest.approx(sum(episode["reward"] for episode in played))
 
 
-# What the environment wrote
-
-
-def test_nothing_is_learned_from_what_the_environment_wrote(monkeypatch, countdown_tiny):
-    """Its tokens have advantages and returns of 0, and no number that stands at them matters."""
-    monkeypatch.setattr(ppo_llm, "MAX_GRAD_NORM", 1e9)
-    args = Args(kl_coef=0.1, max_context_tokens=60)
-    policy, critic = policy_and_critic(copy.deepcopy(countdown_tiny[0]), args)
-    torch.manual_seed(1)
-    torch.nn.init.normal_(critic.head.weight, std=0.1)
-
-    tokenizer, env = countdown_tiny[1], envs.make("tests/two_turn.py:TwoTurn")
-    env.replies = 8
-    task = env.task("train", 0)
-    said = iter([text for text in [wrong(env)] * 7 + [env.solution(task)] for _ in range(2)])
-    engine = Speaker(tokenizer, lambda text: reply_ids(tokenizer, next(said)))
-    rollouts = ppo_llm.rollout(engine, tokenizer, env, [task], 2, 1.0, args,
-                               lambda r: [0.1 * n for n in range(len(r.steps))])
-    played = ppo_llm.trainable_episodes(rollouts, args)
-    segments = [segment for episode in played for segment in episode]
-    assert len(played) == 2 and len(segments) > 2
-
-    def store():
-        for name in ("old_logprobs", "ref_logprobs"):
-            ppo_llm.store_logprobs(policy, played, name, args, tokenizer.pad_token_id)
-        for s in segments:  # so that there is a penalty
-            s.ref_logprobs = [p - 0.1 * m for p, m in zip(s.ref_logprobs, s.response_mask, strict=True)]
-        ppo_llm.store_values(critic, played, args, tokenizer.pad_token_id)
-
-    def spoil(*names):
-        for s in segments:
-            for name in names:
-                numbers = zip(getattr(s, name), s.response_mask, strict=True)
-                setattr(s, name, [x if m else noise.uniform(-5, 5) for x, m in numbers])
-
-    def learned():
-        """All that an iteration logs, learns and learns from."""
-        metrics = ppo_llm.estimate_advantages(played, 0.1, args)
-        targets = [[*zip(s.advantages, s.returns, s.response_mask, strict=True)] for s in segments]
-        spoil("advantages", "returns")
-        gradients = []
-        for model, terms in ((policy, ppo_llm.policy_terms), (critic, ppo_llm.value_terms)):
-            recorder = Recorder(model)
-            torch.manual_seed(1)
-            metrics |= ppo_llm.update(model, recorder, 0.0, terms, played, 1, 1, args,
-                                      tokenizer.pad_token_id)[0]
-            gradients += recorder.steps
-        return metrics, targets, gradients
-
-    noise = random.Random(1)
-    store()
-    before = learned()
-    for advantage, target, mask in itertools.chain(*before[1]):
-        assert bool(advantage) == bool(target) == bool(mask)
-    spoil("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
-    after = learned()
-    assert before[:2] == after[:2]
-    for one, other in zip(before[2], after[2], strict=True):
-        assert torch.equal(one, other) and one.norm() > 1e-3
-
-
 # Who learns
 
 
@@ -185,56 +117,4 @@ def test_failed_environments_teach_nothing_and_sub_agents_what_their_parent_earn
             (False, "done", "error"), (False, "error", "done")} <= ends
 
 
-# All of it: problems with a known optimum
-
-
 VOCAB, PROMPT = 8, [1, 3, 4]
-TOKENIZER = types.SimpleNamespace(pad_token_id=0, eos_token_id=2)
-
-
-def probability(model, ids):
-    with torch.no_grad():
-        return float(full_forward(model, Segment(PROMPT, ids), 1.0)[0].sum().exp())
-
-
-def every_reply(length):
-    replies = [(token,) for token in range(VOCAB)]
-    pairs = [a + b for a, b in itertools.product(replies, replies) if a != (2,)]  # 2 is eos
-    return replies if length == 1 else [(2,), *pairs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("length", "reward_of", "best"), [
-    (1, lambda ids: ids[0] / 7, [7]), (2, lambda ids: 1.0 if ids == (5, 3) else -0.5, [5, 3])])
-def test_ppo_finds_the_best_reply_and_the_critic_its_worth(random_llama, length, reward_of, best):
-    args = Args(entropy_coef=0.0)
-    base = random_llama(vocab_size=VOCAB, dtype=torch.float32, num_hidden_layers=1, hidden_size=32,
-                        initializer_range=0.02)
-    policy, critic = policy_and_critic(base, args)
-    optimizer, critic_optimizer = (torch.optim.AdamW(module.parameters(), weight_decay=0.0)
-                                   for module in (policy, critic))
-
-    def iteration(policy_learns):
-        played = []
-        for ids, logprobs in ppo_llm.generate(policy, [PROMPT] * 128, length, 1.0, TOKENIZER):
-            segment = Segment(PROMPT)
-            segment.append(ids, 1, logprobs)
-            segment.rewards[-1] = reward_of(tuple(ids))
-            played.append([segment])
-        ppo_llm.store_logprobs(policy, played, "old_logprobs", args, 0)
-        ppo_llm.store_values(critic, played, args, 0)
-        ppo_llm.estimate_advantages(played, 0.0, args)
-        ppo_llm.update(critic, critic_optimizer, 2e-3, ppo_llm.value_terms, played, 2, 1, args, 0)
-        if policy_learns:
-            ppo_llm.update(policy, optimizer, 1e-2, ppo_llm.policy_terms, played, 2, 1, args, 0)
-
-    assert probability(policy, best) < 2 / VOCAB**length
-    torch.manual_seed(1)
-    for policy_learns in (False, True):  # the critic alone, then both
-        for _ in range(20):
-            iteration(policy_learns)
-        worth = math.fsum(probability(policy, list(ids)) * reward_of(ids) for ids in every_reply(length))
-        segment = Segment(PROMPT, best, [1] * length)
-        ppo_llm.store_values(critic, [[segment]], args, 0)
-        assert segment.values[0] == pytest.approx(worth, abs=0.1)
-    assert probability(policy, best) > 0.95

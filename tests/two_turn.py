@@ -14,7 +14,13 @@ class TwoTurn(Countdown):
     replies = 2  # the last one ends the episode, right or wrong
 
     def start(self, task, seed):
-        return Chances(lambda: super(TwoTurn, self).start(task, seed), task.messages[-1], self.replies)
+        return Chances(lambda: Countdown.start(self, task, seed), task.messages[-1], self.replies)
+
+
+class FourTurn(TwoTurn):
+    """Long enough for a history to outgrow a context of 45 tokens."""
+
+    replies = 4
 
 
 class Chances(Episode):
