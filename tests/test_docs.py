@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -261,10 +262,28 @@ def test_options_are_the_fields_of_any_class(repository):
         "| `map_seed` | `int` | `1` | which map |\n<!-- end -->\n")
 
 
-def test_the_lengths_of_the_scripts(repository):
+def test_the_lengths_of_the_scripts_are_told_to_the_nearest_hundred(repository):
+    for number, script in enumerate(SCRIPTS):
+        (repository / script).write_text("x\n" * (700 * number + 1))
     assert rendered("<!-- lines -->\nold\n<!-- end -->\n", "s.md", repository) == (
-        "<!-- lines -->\n| script | lines |\n| --- | --- |\n| `grpo_llm.py` | 0 |\n| `ppo_llm.py` | 1 |\n"
-        "| `sft.py` | 2 |\n| `a2c_vecenv.py` | 3 |\n<!-- end -->\n")
+        "<!-- lines -->\n| script | lines |\n| --- | --- |\n| `grpo_llm.py` | 0 |\n| `ppo_llm.py` | 700 |\n"
+        "| `sft.py` | 1,400 |\n| `a2c_vecenv.py` | 2,100 |\n<!-- end -->\n")
+
+
+def test_a_link_names_what_its_script_defines(repository):
+    assert rendered("[`Args`](../s.py#L7)", "s.md", repository) == "[`Args`](../s.py)"
+    with pytest.raises(DocsError, match="s.md: s.py defines no gone"):
+        rendered("[`gone`](../s.py)", "s.md", repository)
+
+
+def test_a_line_inserted_anywhere_leaves_the_pages_as_they_are(tmp_path):
+    for name in ("docs", "envs", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc", "figures"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text()
+        (tmp_path / script).write_text(text.replace("\nimport ", "\n# One more line.\nimport ", 1))
+    assert docs_tables.stale_pages(tmp_path) == []
 
 
 def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch, capsys):

@@ -9,10 +9,10 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
                                             default, and the one that REAL_MODEL has for it
     <!-- metrics: SCRIPT.py -->             one row for each of its METRICS in tools/validate_train_log.py
     <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
-    <!-- lines -->                          the four scripts and how long they are
+    <!-- lines -->                          the four scripts and how long they are, to the nearest hundred
     <!-- end -->
 
-A link such as [`gae`](../ppo_llm.py#L250) gets the line where the script defines that name.
+A link such as [`gae`](../ppo_llm.py) names what the script must define; it holds no line, which would move.
 
 Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
 """
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"grpo_llm.py": "grpo", "ppo_llm.py": "ppo", "sft.py": "sft", "a2c_vecenv.py": "a2c"}
 BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<!-- end -->$",
                    re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[`(\w+)`\]\((\.\./)?(\w+\.py)#L\d+\)")
+LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)?(\w+\.py))(?:#L\d+)?\)")
 OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
 
 
@@ -195,7 +195,8 @@ def metrics_table(script: str) -> str:
 
 
 def lines_table(root: Path) -> str:
-    lengths = [(f"`{name}`", str((root / name).read_bytes().count(b"\n"))) for name in SCRIPTS]
+    counts = {name: len((root / name).read_bytes().splitlines()) for name in SCRIPTS}
+    lengths = [(f"`{name}`", f"{round(count, -2):,}") for name, count in counts.items()]
     return markdown(("script", "lines"), lengths)
 
 
@@ -228,14 +229,11 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
         return f"<!-- {kind}: {place} -->\n{table}<!-- end -->"
 
     def link(match: re.Match) -> str:
-        symbol, up, script = match.groups()
-        lines = (root / script).read_text(encoding="utf-8").splitlines()
-        defined = re.compile(rf"\s*(def|class) {symbol}\b|\s*{symbol}\b\s*[:=]")
-        numbers = [number for number, line in enumerate(lines, 1) if defined.match(line)]
-        if not numbers:
+        symbol, target, script = match.groups()
+        defined = re.compile(rf"^\s*((def|class) {symbol}\b|{symbol}\b\s*[:=])", re.MULTILINE)
+        if not defined.search((root / script).read_text(encoding="utf-8")):
             raise DocsError(f"{name}: {script} defines no {symbol}")
-        outermost = min(numbers, key=lambda number: len(lines[number - 1]) - len(lines[number - 1].lstrip()))
-        return f"[`{symbol}`]({up or ''}{script}#L{outermost})"
+        return f"[`{symbol}`]({target})"
 
     return LINK.sub(link, BLOCK.sub(block, text))
 
