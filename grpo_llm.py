@@ -21,12 +21,12 @@ to 0.98, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -637,14 +637,14 @@ Request = collections.namedtuple("Request", "order future prompt_ids temperature
 
 
 class Engine:
-    """A sampler. Episodes await `sample`, while `serve` runs beside them and answers."""
+    """A sampler. Episodes await `sample`, while `serve` runs beside them and answers, or fails for all."""
 
     def __init__(self, model, tokenizer, args):
         self.model, self.tokenizer, self.args, self.eos = model, tokenizer, args, eos_ids(model, tokenizer)
 
     def begin_rollout(self):
-        # `playing`: the episodes that wait for the engine or soon will, and not for a sub-agent.
-        self.requests, self.playing, self.changed = [], set(), asyncio.Event()
+        # `playing`: how many episodes wait for the engine or soon will, and not for a sub-agent.
+        self.requests, self.playing, self.changed = [], 0, asyncio.Event()
 
     def end_rollout(self):
         pass
@@ -659,6 +659,8 @@ class Engine:
     async def next_requests(self):
         """Wait for a change.  -> what is asked by then, in order; a timeout may have ended who asked."""
         await self.changed.wait()
+        for _ in range(4):
+            await asyncio.sleep(0)  # a parent whose sub-agents have just ended goes on first
         self.changed.clear()
         waiting = [request for request in self.requests if not request.future.done()]
         return sorted(waiting, key=lambda request: request.order)
@@ -685,7 +687,7 @@ class HfEngine(Engine):
         limit = self.args.max_response_tokens
         while True:
             waiting = await self.next_requests()
-            if len(waiting) < max(len(self.playing), 1):
+            if len(waiting) < max(self.playing, 1):
                 continue
             self.requests = []
             # A cached token costs far less memory than a trained one, hence the factor.
@@ -798,66 +800,61 @@ class VllmServers(Engine):
         self.tag = gather([os.urandom(4).hex()])[0]
         self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):
-            answer = self.call(url, "/v1/models")
-            try:
-                card = answer["data"][0]  # the base; adapters come after it
-                self.models[url], longest = card["id"], int(card["max_model_len"])
-            except (LookupError, TypeError) as error:
-                raise EngineError(f"--vllm-url {url}: /v1/models is not vLLM's ({error!r})") from error
+            # The base's card; those of adapters come after it.
+            self.models[url], longest = self.call(
+                url, "/v1/models", read=lambda answer: (answer["data"][0]["id"],
+                                                        int(answer["data"][0]["max_model_len"])))
             if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
                                f"--max-model-len {longest}")
 
-    def call(self, url, path, body=None):
-        """One request: POST with a body, GET without.  -> the answer's JSON."""
+    def call(self, url, path, body=None, read=lambda answer: None):
+        """One request: POST with a body, GET without.  -> what `read` takes from the answer's JSON"""
         try:
             answer = self.session.request("POST" if body else "GET", url + path, json=body, timeout=(5, 600))
             if answer.ok:
-                return answer.json() if answer.text.startswith("{") else {}
+                return read(answer.json() if answer.text.startswith("{") else {})
             problem = f"answered {answer.status_code}: {answer.text[:300]}"
-        except (requests.RequestException, ValueError) as error:
+        except requests.RequestException as error:
             problem = f"does not answer: {first_line(error)}"
+        except (LookupError, TypeError, ValueError) as error:
+            problem = f"is not vLLM's: {error!r:.300}"
         raise EngineError(f"--vllm-url {url}: {path} {problem} (docs/engines.md)")
 
     def ask(self, url, prompt_ids, temperature, num_replies):
         """-> [(response_ids, logprobs)] of one prompt"""
+        def read(answer):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+            if num_replies != sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
+                raise ValueError(f"not {num_replies} replies with token ids, as were asked for")
+            return replies
+
         # All that a server would otherwise take from the model's generation config is said.
-        answer = self.call(url, "/v1/completions", dict(
+        return self.call(url, "/v1/completions", dict(
             model=self.models[url], prompt=prompt_ids, n=num_replies, temperature=temperature, logprobs=0,
             max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True,
             top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-            frequency_penalty=0.0))
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-            if num_replies == len(replies) == sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
-                return replies
-        except (LookupError, TypeError):
-            pass
-        raise EngineError(f"--vllm-url {url}: not {num_replies} replies with token ids, as were asked for")
+            frequency_penalty=0.0), read)
 
     async def serve(self):
-        count, asked = 0, set()
-        while True:
-            groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
-            for request in await self.next_requests():
-                key = tuple(request.prompt_ids), request.temperature or request.order
-                groups.setdefault(key, []).append(request)
-            self.requests = []
-            for group in groups.values():
-                url, count = list(self.models)[count % len(self.models)], count + 1
-                asked.add(asyncio.create_task(self.answer(url, group)))
+        servers = itertools.cycle(self.models)
+        async with asyncio.TaskGroup() as asking:  # one that fails ends all
+            while True:
+                groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
+                for request in await self.next_requests():
+                    key = tuple(request.prompt_ids), request.temperature or request.order
+                    groups.setdefault(key, []).append(request)
+                self.requests = []
+                for group, url in zip(groups.values(), servers, strict=False):
+                    asking.create_task(self.answer(url, group))
 
     async def answer(self, url, group):
-        try:
-            results = await in_thread(self.ask, url, group[0].prompt_ids, group[0].temperature, len(group))
-        except Exception as error:  # whatever it is, who asked must not wait for ever
-            results = [EngineError(first_line(error))] * len(group)
-        for request, result in zip(group, results, strict=True):
-            if isinstance(result, EngineError) and not request.future.done():
-                request.future.set_exception(result)
-            elif not request.future.done():
-                request.future.set_result(result)
+        prompt_ids, temperature = group[0].prompt_ids, group[0].temperature
+        replies = await envs.in_thread(self.ask, url, prompt_ids, temperature, len(group))
+        for request, reply in zip(group, replies, strict=True):
+            if not request.future.done():
+                request.future.set_result(reply)
 
     def sync_weights(self, model):
         """Hand the weights to each server. What it had cached was computed with older ones."""
@@ -879,7 +876,7 @@ class VllmServers(Engine):
     def hand_over(self, url, name, path):
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
-            loaded = [card["id"] for card in self.call(url, "/v1/models")["data"]]
+            loaded = self.call(url, "/v1/models", read=lambda answer: [c["id"] for c in answer["data"]])
             self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
             for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
                 self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
@@ -954,7 +951,7 @@ class Rollout:
     children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
-    termination: str = ""  # one of TERMINATIONS once it is over
+    termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
     reward: float = 0.0
 
@@ -1071,14 +1068,11 @@ class Player:
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
-        queue, playing = iter(rollouts), self.engine.playing
+        queue = iter(rollouts)
 
         async def worker():
             for r in queue:
-                playing.add(r)
                 await self.play(r)
-                playing.remove(r)
-                self.engine.changed.set()
 
         async def work():
             await asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
@@ -1088,28 +1082,41 @@ class Player:
         for task in ended:
             task.result()
 
-    async def play(self, r, episode=None):
-        """Play an episode to its end. One whose environment fails begins again; a sub-agent's does not."""
-        tries, timeout = (1, 0) if episode else (1 + EPISODE_RETRIES, self.args.episode_timeout)
-        for r.retries in range(tries):
-            limit = asyncio.timeout(timeout)
-            try:
-                async with limit if timeout else contextlib.nullcontext():
-                    episode = episode or await self.call(self.env.start, r.task, self.args.seed)
-                    return await self.attempt(r, episode)
-            except (EngineError, asyncio.CancelledError):  # with its parent, or with all
-                r.termination = "timeout"
-                raise
-            except (Exception, SystemExit) as error:
-                r.termination = "timeout" if limit.expired() else "error"
-                if limit.expired():
-                    return
-                tqdm.write(f"task {r.task.id}: the environment failed: {error!r:.300}", sys.stderr)
-            finally:
-                await self.close(episode)
-                episode = None
+    async def play(self, r, given=None):
+        """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
+        self.engine.playing += 1
+        try:
+            async with asyncio.timeout(self.args.episode_timeout or None):
+                for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
+                    r.termination = await self.attempt(r, given)
+                    if r.termination != "error":
+                        break
+        except TimeoutError:
+            r.termination = "timeout"
+        finally:
+            self.engine.playing -= 1
+            self.engine.changed.set()
 
-    async def attempt(self, r, episode):
+    async def attempt(self, r, given):
+        """-> how the episode ended, whatever its environment did"""
+        episode = None
+        try:
+            episode = given or await self.call(self.env.start, r.task, self.args.seed)
+            termination = await self.play_turns(r, episode)
+            if r.steps and termination in ("length", "context", "turns"):
+                # A limit of ours ended it: its environment judges what there is.
+                if step := await self.call(episode.end, termination):
+                    earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
+                    r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+            return termination
+        except (Exception, SystemExit) as error:
+            tqdm.write(f"task {r.task.id}: the environment failed: {error!r:.300}", sys.stderr)
+            return "error"
+        finally:
+            if episode and not given:
+                await self.close([episode])
+
+    async def play_turns(self, r, episode):
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
         if id(r.task) not in self.prompts:  # those who play the same task share its prompt
             text = render(r.task.messages, self.tokenizer, self.args)
@@ -1117,27 +1124,24 @@ class Player:
             self.prompts[id(r.task)] = r.task, text, encode_prompt(text, self.tokenizer, self.args)
         _, r.text, prompt_ids = self.prompts[id(r.task)]
         r.messages, r.segments, r.start = list(r.task.messages), [Segment(prompt_ids)], 0
-        r.turns, r.steps, r.children, r.termination = [], [], [], ""
+        r.turns, r.steps, r.children = [], [], []
         if len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
-            r.termination = "context"
-        while not r.termination:
+            return "context"
+        while True:
             reply = await self.reply(r)
             if reply is None:
-                r.termination = "length"
-                break
+                return "length"
             step = await self.call(episode.step, reply)
             while step.children:
                 step = await self.call(episode.resume, await self.play_children(r, step.children))
             r.steps.append(step)
             r.messages += step.messages
-            r.termination = "done" if step.terminated else "truncated" if step.truncated else (
-                "turns" if len(r.turns) == self.args.max_turns else
-                "" if observe(r, self.tokenizer, self.args) else "context")
-        if r.steps and r.termination in ("length", "context", "turns"):
-            # A limit of ours ended it: its environment judges what there is.
-            if step := await self.call(episode.end, r.termination):
-                earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
-                r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+            if step.terminated or step.truncated:
+                return "done" if step.terminated else "truncated"
+            if len(r.turns) == self.args.max_turns:
+                return "turns"
+            if not observe(r, self.tokenizer, self.args):
+                return "context"
 
     async def reply(self, r):
         """Append the model's reply.  -> its text; None where the length limit cut it off"""
@@ -1153,40 +1157,18 @@ class Player:
 
     async def play_children(self, r, pairs):
         """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
-        playing, first = self.engine.playing, len(r.children)
         children = [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}")
-                    for number, (task, _) in enumerate(pairs, first)]
+                    for number, (task, _) in enumerate(pairs, len(r.children))]
+        episodes = [episode for _, episode in pairs]
         r.children += children
-        left = set(children)
-        playing.remove(r)  # it waits for them, not for the engine
-        playing.update(children)
-
-        async def play(child, episode):
-            try:
-                await self.play(child, episode)
-            finally:
-                playing.remove(child)
-                left.remove(child)
-                if not left:  # at once, so that no batch is without it
-                    playing.add(r)
-                self.engine.changed.set()
-
-        tasks = [asyncio.create_task(play(child, episode))
-                 for child, (_, episode) in zip(children, pairs, strict=True)]
+        self.engine.playing -= 1  # it waits for them, not for the engine
         try:
-            await asyncio.gather(*tasks)
-        except EngineError:
-            for task in tasks:
-                task.cancel()
-            raise
+            async with asyncio.TaskGroup() as group:
+                for child, episode in zip(children, episodes, strict=True):
+                    group.create_task(self.play(child, episode))
         finally:
-            await asyncio.wait(tasks)  # each closes its episode
-            playing.difference_update(children)
-            playing.add(r)
-            for child, (_, episode) in zip(children, pairs, strict=True):
-                if not child.termination:  # cancelled before it began
-                    child.termination = "timeout"
-                    await self.close(episode)
+            self.engine.playing += 1
+            await self.close(episodes)
         return [child.last_reply for child in children]
 
     async def call(self, method, *given):
@@ -1194,47 +1176,16 @@ class Player:
         if not self.env.blocking:
             return method(*given)
         async with self.threads:
-            return await in_thread(method, *given)
+            return await envs.in_thread(method, *given)
 
-    async def close(self, episode):
-        """What an episode leaves behind must not end the run, nor hold it up."""
-        with contextlib.suppress(Exception):
-            if episode and self.env.blocking:
-                await asyncio.wait_for(in_thread(episode.close), CLOSING)
-            elif episode:
-                episode.close()
-
-
-async def in_thread(function, *given):
-    """Await a call in a thread of its own, which does not hold up the process's end. Of a result that nobody
-    waits for any more, the episodes are closed.
-    """
-    future = concurrent.futures.Future()
-
-    def close_episodes(result):
-        for late in (result, *(episode for _, episode in getattr(result, "children", ()))):
-            with contextlib.suppress(Exception):
-                if isinstance(late, envs.Episode):
-                    late.close()
-
-    def work():
-        result = error = None
-        try:
-            result = function(*given)
-        except BaseException as problem:  # StopIteration and SystemExit have a meaning of their own to a loop
-            error = problem if isinstance(problem, EngineError) else RuntimeError(repr(problem))
-        try:
-            future.set_exception(error) if error else future.set_result(result)
-        except concurrent.futures.InvalidStateError:  # it was cancelled
-            close_episodes(result)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        if not future.cancel() and not future.exception():  # the result has come just now
-            threading.Thread(target=close_episodes, args=(future.result(),), daemon=True).start()
-        raise
+    async def close(self, episodes):
+        """What episodes leave behind must not end the run, nor hold it up."""
+        if not self.env.blocking:
+            for episode in episodes:
+                envs.close(episode)
+        else:
+            closing = [asyncio.create_task(envs.in_thread(envs.close, episode)) for episode in episodes]
+            await asyncio.wait(closing, timeout=CLOSING)
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1248,8 +1199,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     engine.begin_rollout()
     try:
         asyncio.run(Player(engine, tokenizer, env, args, temperature).play_all(rollouts))
-    except EngineError as error:
-        problem = str(error)
+    except* EngineError as errors:
+        problem = str(errors.exceptions[0])
     engine.end_rollout()
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)

@@ -87,7 +87,7 @@ def ask_all(engine, prompts):
     """Ask an engine for GROUP replies to each prompt at once.  -> the number of tokens in them"""
     async def ask():
         order = range(len(prompts) * GROUP)
-        engine.playing.update(order)
+        engine.playing = len(order)
         serving = asyncio.create_task(engine.serve())
         replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, n, (n,)) for n in order))
         serving.cancel()

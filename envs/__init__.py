@@ -13,12 +13,16 @@ To add one: subclass `Env` in a file of its own and name it in `ENVS`, or pass `
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import typing
 from pathlib import Path
 
@@ -129,6 +133,40 @@ def play(episode: Episode, task: Task, reply: typing.Callable[[], str]) -> list[
     finally:
         episode.close()
     return messages
+
+
+def close(episode: Episode) -> None:
+    """Close an episode, whatever comes of it."""
+    with contextlib.suppress(Exception):
+        episode.close()
+
+
+async def in_thread(function: typing.Callable, *given):
+    """Await a call, of a blocking environment, say, in a thread of its own that does not hold up the end of
+    the process. Where nobody waits for the result any more when it comes, the episodes in it are closed.
+    """
+    future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from here on only who waits for it can be cancelled
+
+    def work():
+        try:
+            future.set_result(function(*given))
+        except BaseException as error:  # a StopIteration or a SystemExit has a meaning of its own to a loop
+            future.set_exception(error if isinstance(error, OSError) else RuntimeError(repr(error)))
+
+    def close_late(future):
+        if future.exception() is None:
+            result = future.result()
+            for late in (result, *(episode for _, episode in getattr(result, "children", ()))):
+                if isinstance(late, Episode):
+                    threading.Thread(target=close, args=(late,), daemon=True).start()
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(close_late)
+        raise
 
 
 def final_part(reply: str) -> str:
