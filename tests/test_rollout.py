@@ -933,6 +933,24 @@ def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
     assert again[0].termination in ("done", "length") and world.all_closed_once
 
 
+@pytest.mark.parametrize("code", ["llm_query('\\ud800')", "print('\\ud800')"])
+def test_half_of_a_surrogate_pair_from_the_code_of_a_reply_reaches_no_tokenizer(trainer, code):
+    try:
+        env = envs.make("repl", scenarios="tiny", prompt="short")
+    except envs.BadInput as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    replies = iter([code, "finish()", "finish()"])
+    engine = Speaker(tokenizer := byte_tokenizer(CHATML), lambda text: next(replies, "no more"))
+    args = trainer.Args(max_response_tokens=100, max_context_tokens=4000)
+    (r,) = trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, 1.0, args,
+                           trainer.episode_reward)
+    assert [(m.termination, m.retries) for m in r.family] == [("done", 0)] * len(r.family)
+    for message in r.messages[1:] + [message for child in r.children for message in child.messages]:
+        message["content"].encode()
+
+
 def test_a_run_with_such_an_environment_logs_it_and_ends_well(trainer, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(envs, "make", lambda name, **options: Hostile(blocking=False))
     trainer.main(trainer.Args(

@@ -338,7 +338,7 @@ class ReplEpisode(Episode):
         """Wait until the block is done, or asks something."""
         try:
             while (message := self._receive(self.config.turn_timeout + 10))["op"] == "query":
-                prompts = [str(prompt)[:100_000] for prompt in message["prompts"]]
+                prompts = [text_of(prompt)[:100_000] for prompt in message["prompts"]]
                 self.asked += len(prompts)
                 if not prompts or self.depth >= self.config.max_sub_agent_depth:
                     raise WorkerGone  # it does not ask so itself
@@ -346,12 +346,12 @@ class ReplEpisode(Episode):
                     return self._ask(prompts)
                 self._send(dict(op="answer", error=f"no more than {self.config.max_queries} questions to "
                                 "sub-agents in one block"))
-            output = sandbox.clip(str(message["output"]), self.config.max_output_chars + 100).strip("\n")
-            note, finished = str(message["note"]), bool(message.get("finished"))
+            output = sandbox.clip(text_of(message["output"]), self.config.max_output_chars + 100).strip("\n")
+            note, finished = text_of(message["note"]), bool(message.get("finished"))
         except (WorkerGone, KeyError, TypeError):
             return self._gone()
         if finished:
-            self.answer = str(message["answer"])[:100_000]
+            self.answer = text_of(message["answer"])[:100_000]
             return self._end()
         if self.config.prompt == "short":
             return self._go_on("error" if note or "Traceback" in output else output)
@@ -470,6 +470,11 @@ class ReplEpisode(Episode):
 
 class WorkerGone(Exception):
     """The process in the sandbox that talks to us has ended, or says what it should not."""
+
+
+def text_of(value) -> str:
+    """What the worker says, as text that tokenizers take: half of a surrogate pair has no UTF-8."""
+    return str(value).encode(errors="replace").decode()
 
 
 @functools.cache
