@@ -518,7 +518,8 @@ def test_trap_boxes():
     (r"\frac{7}{2}", Fraction(7, 2)), (r"-\dfrac{7}{2}", Fraction(-7, 2)), (r"\frac{-7}{2}", Fraction(-7, 2)),
     ("1,23", None), ("1e5", None), ("9**9**9", None), ("9" * 10**6, None), ("7/0", None), ("nan", None),
     ("inf", None), ("١٢", None), ("１２", None), ("1_000", None), ("", None), ("+", None), ("--5", None),
-    ("0x10", None), ("5.", None), ("\ud800", None), ("1\0", None)])
+    ("0x10", None), ("5.", 5), ("-1,234.", -1234), ("5..", None), (".", None), ("\ud800", None),
+    ("1\0", None)])
 def test_trap_numbers(text, value):
     if value is None:
         with pytest.raises(Unreadable):
@@ -543,6 +544,7 @@ def test_trap_operation_is_right_within_a_millionth():
 
 
 @pytest.mark.parametrize("text, value", [
+    ("-" * 500 + "7", 7), ("1 -" + " -" * 400 + " 2", -1), ("-" * 100 + "(-3)", -3),
     ("8 / (3 - 8 / 3)", 24), ("-2 * 3", -6), ("2 - -3", 5), ("1 - 2 - 3", -4), ("((5))", 5),
     ("1 / (5 - 5)", None), ("07", None), ("1.5", None), ("2 ** 3", None), ("7 // 2", None), ("(3)(5)", None),
     ("3 5", None), ("3 +", None), ("(3", None), ("3)", None), ("", None), ("abs(3)", None), ("9" * 13, None),

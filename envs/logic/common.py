@@ -54,7 +54,8 @@ def number_of(text: str) -> Fraction:
         raise Unreadable
     sign = -1 if text.startswith("-") else 1
     digits = text[1:].lstrip(" ") if text.startswith(("-", "+")) else text
-    if INTEGER.fullmatch(digits) or DECIMAL.fullmatch(digits):
+    # A full stop may end the sentence that the number is.
+    if INTEGER.fullmatch(digits.removesuffix(".")) or DECIMAL.fullmatch(digits):
         return sign * Fraction(digits.replace(",", ""))
     match = FRACTION.fullmatch(digits)
     if match and int(match[2] or match[4]):
@@ -92,7 +93,11 @@ def compute(text, operators, names=None) -> tuple[Fraction, list[int], set[str]]
                 raise Unreadable
         elif token == "-" and "-" in operators:
             used.add("-")
-            value = -climb(UNARY, depth + 1)
+            sign = -1
+            while tokens and tokens[-1] == "-":  # however many: they nest nothing
+                tokens.pop()
+                sign = -sign
+            value = sign * climb(UNARY, depth + 1)
         elif token in (names or ()):
             value = names[token]
         elif token.isascii() and token.isdigit() and len(token) <= 12 and (token == "0" or token[0] != "0"):
