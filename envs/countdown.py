@@ -24,6 +24,7 @@ import json
 import math
 import random
 import re
+import warnings
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -38,6 +39,7 @@ MAX_DEPTH = 100  # nesting of an answer's expression; six numbers need five leve
 TEST_SHARE = 10  # one problem in so many belongs to the test split
 GAMES = 20_000  # random games played in search of a problem that fits the options
 DATA_TEST_ROWS = 1_024  # the first rows of a data file are the test split
+DATA_TRIED = 64  # rows of it that are solved at the start
 
 SYSTEM = "You are a careful puzzle solver. You reason before you answer, and you check your arithmetic."
 PUZZLE = """Numbers: {numbers}
@@ -129,6 +131,8 @@ class Countdown(Env):
         self._rules = Rules(config.operators, limit, compact)
         self._test = None  # the test problems, drawn when first asked for
         self._rows = load_rows(config) if config.data else None
+        if self._rows:
+            self._check_solvable()
         self.task("train", 0)  # options that admit no problem fail here
 
     @property
@@ -185,6 +189,20 @@ class Countdown(Env):
         if split not in self.splits:
             raise BadInput(f"environment countdown: split: expected one of {', '.join(self.splits)}, "
                            f"got {split!r}")
+
+    def _check_solvable(self):
+        """Rows of the data that the options leave without a solution: told, and refused where they are many."""
+        rows = [row for split in self.splits for row in self._rows[split]]
+        tried = rows[::math.ceil(len(rows) / DATA_TRIED)]
+        without = sum(solve(nums, target, self._rules) is None for nums, target in tried)
+        config = self.config
+        limit = f" max_intermediate={config.max_intermediate}" if config.style == "compact" else ""
+        says = (f"environment countdown: option data={config.data}: {without} of {len(tried)} rows that were "
+                f"tried have no solution with operators={config.operators} style={config.style}{limit}")
+        if without > len(tried) / 2:
+            raise BadInput(f"{says}; expected one for half of them at least")
+        if without:
+            warnings.warn(says, stacklevel=4)
 
     def _random_problem(self, rng) -> tuple[list[int], int] | None:
         """A random game on random numbers, whose result is the target (None: not admitted by the options)."""
@@ -688,12 +706,13 @@ def evaluate(node, used, operators, depth) -> Fraction:
     """The exact value. Adds the numbers to `used` and the signs to `operators` (a unary minus is a -)."""
     if depth == 0:
         raise Unreadable
+    sign = 1
+    while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):  # however many: they nest nothing
+        operators.add("-")
+        node, sign = node.operand, -sign
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        operators.add("-")
-        return -evaluate(node.operand, used, operators, depth - 1)
+        return Fraction(sign * node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
         raise Unreadable
     op = OPERATORS[type(node.op)]
@@ -703,8 +722,8 @@ def evaluate(node, used, operators, depth) -> Fraction:
     if op == "/":
         if b == 0:
             raise Unreadable
-        return a / b
-    return a + b if op == "+" else a - b if op == "-" else a * b
+        return sign * a / b
+    return sign * (a + b if op == "+" else a - b if op == "-" else a * b)
 
 
 # ---- Data files

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from fractions import Fraction
 from pathlib import Path
 
@@ -256,6 +257,7 @@ def test_fractions_on_the_way_are_exact():
     assert score(env, "<answer>1 / 3 * 3 * 49</answer>", [1, 3, 3, 49], 49)[0] == 1
     assert score(env, "<answer>1 / 49 * 49</answer>", [1, 49, 49], 1)[0] == 1  # less than 1 in floats
     assert score(env, "<answer>10 / 3</answer>", [10, 3], 3)[0] == 0
+    assert score(env, f"<answer>3 {'-' * 400}(-4)</answer>", [3, 4], -1)[0] == 1  # signs nest nothing
     big = "9007199254740993 - 9007199254740992"  # the same float
     assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 1)[0] == 1
     assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 0)[0] == 0
@@ -333,7 +335,7 @@ HOSTILE = [  # (numbers, target, text) of the specification first; each would be
     ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "٧ + 3"), ([7, 3], 10, "7 + ³"),
     ([2, 1], 3, "² + 1"),
     ([1], 1, NESTED), ([1], 1, "(" * 400 + "1" + ")" * 400),
-    ([1], 1, "-" * 998 + "1"), ([7, 3], 10, "7 +\0 3"), ([7, 3], 10, "\0" * 5000), ([7, 3], 1, "7 / 0 + 3"),
+    ([7, 3], 10, "7 +\0 3"), ([7, 3], 10, "\0" * 5000), ([7, 3], 1, "7 / 0 + 3"),
     ([7, 3], 0, "0 / 0"), ([7, 7, 3], 1, "3 / (7 - 7)"), ([7, 3], 10, "7 + 3" + " " * 10_000_000),
     ([7, 3], 10, "1" * 10_000_000), ([7, 3], 10, "1 + " * 2_500_000),
     ([7, 3], 10, "\U0001d7d5 + 3" * 2_000_000),
@@ -674,7 +676,8 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-ROWS = [{"nums": [n % 90 + 1, n // 90 + 1, 2], "target": 7, "extra": "kept out"} for n in range(2500)]
+ROWS = [{"nums": [a, b, 2], "target": abs(a - b) + 2, "extra": "kept out"}
+        for b in range(1, 29) for a in range(1, 91)]
 
 
 def test_data_files_split_by_position(tmp_path):
@@ -688,10 +691,10 @@ def test_data_files_split_by_position(tmp_path):
         test = [env.task("test", k) for k in range(env.num_tasks("test"))]
         assert [task.data["nums"] for task in test] == [row["nums"] for row in ROWS[:1024]]
         held_out = {problem(task) for task in test}
-        kept = [row for row in ROWS[1024:] if (*sorted(row["nums"]), 7) not in held_out]
+        kept = [row for row in ROWS[1024:] if (*sorted(row["nums"]), row["target"]) not in held_out]
         assert 0 < len(kept) < len(ROWS) - 1024  # [1, 2, 2] and [2, 1, 2] are one problem
         assert [env.task("train", k).data for k in range(env.num_tasks("train"))] == [
-            {"nums": row["nums"], "target": 7} for row in kept]
+            {"nums": row["nums"], "target": row["target"]} for row in kept]
         assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
 
 
@@ -705,6 +708,27 @@ def test_small_data_files_give_half_to_test_and_no_problem_twice(tmp_path):
         for k in range(3):
             task = env.task(split, k)
             assert env.start(task, 0).step(env.solution(task)).reward == 1
+
+
+@pytest.mark.parametrize("operators, solvable", [("+-*/", 10), ("+*", 7), ("+-", 3)])
+def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(
+        tmp_path, operators, solvable):
+    rows = [{"nums": [n, 5], "target": n - 5 if n < 10 else 5 * n} for n in range(7, 17)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def make():
+        return envs.make("countdown", data=path, style="r1", operators=operators)
+
+    says = f"{path}: {10 - solvable} of 10 rows that were tried have no solution with .*{re.escape(operators)}"
+    if solvable == 10:
+        with warnings.catch_warnings(action="error"):
+            make()
+    elif solvable > 5:
+        with pytest.warns(match=says):
+            make()
+    else:
+        with pytest.raises(envs.BadInput, match=f"{says}.*half"):
+            make()
 
 
 def test_hub_data_set(monkeypatch):
