@@ -191,7 +191,7 @@ class Countdown(Env):
                            f"got {split!r}")
 
     def _check_solvable(self):
-        """Rows of the data that the options leave without a solution: told, and refused where they are many."""
+        """Rows of the data without a solution under the options: told, and refused where they are many."""
         rows = [row for split in self.splits for row in self._rows[split]]
         tried = rows[::math.ceil(len(rows) / DATA_TRIED)]
         without = sum(solve(nums, target, self._rules) is None for nums, target in tried)

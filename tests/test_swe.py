@@ -610,10 +610,19 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     assert sorted(os.listdir(cache)) == ["task_a__b-1.json", "task_a__b-2.json"]
     assert ids(cache_dir=cache, use_cache_only=True) == found and len(asked) == 1
     assert ids(cache_dir=cache, use_cache_only=True, task_ids="a__b-2") == ["a__b-2"]
-    with pytest.raises(BadInput, match="task_a__b-9.json cannot be read"):
-        ids(cache_dir=cache, use_cache_only=True, task_ids="a__b-9")
     with pytest.raises(BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
         ids(dataset="a/broken")
+
+
+def test_files_of_a_cache_are_named_by_their_numbers_or_by_instances(tmp_path):
+    for number, row in enumerate(many(4)):
+        (tmp_path / f"task_{number}.json").write_text(json.dumps(row))
+    cache = dict(cache_dir=str(tmp_path), use_cache_only=True)
+    assert ids(**cache) == [f"a__b-{number}" for number in range(4)]
+    assert ids(**cache, task_ids="1,3") == ids(**cache, task_ids="a__b-1, 3") == ["a__b-1", "a__b-3"]
+    assert ids(**cache, task_ids="a__b-3,a__b-0") == ["a__b-3", "a__b-0"]
+    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
+        ids(**cache, task_ids="1,9")
 
 
 @pytest.mark.parametrize("change, field", [
@@ -802,12 +811,15 @@ def export(capsys, *flags):
     return json.loads(told.err if code else told.out)
 
 
-def test_predictions_of_a_run(run_folder, capsys):
-    out = run_folder / "p.jsonl"
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+def test_predictions_of_a_run(run_folder, capsys, name):
+    """By the name a file of lines or a list, as SWE-bench's evaluator reads them."""
+    out = run_folder / name
     for flags, expected in (([], "val100"), (["--sample", 1], "val101"), (["--step", 5], "val50"),
                             (["--kind", "train"], "train100")):
         told = export(capsys, "--run", run_folder, "--model", "m", "--out", out, *flags)
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        text = out.read_text()
+        rows = json.loads(text) if name == "p.json" else [json.loads(line) for line in text.splitlines()]
         assert rows == [dict(instance_id="a__b-1", model_name_or_path="m",
                              model_patch=DIFF.replace("+b", f"+{expected}"))]
     assert told == dict(replies=1, instances=1, with_diff=1, without_diff=0, out=str(out))
@@ -828,24 +840,25 @@ def test_predictions_of_replies(tmp_path, capsys):
     (["--replies", "{}/none"], "none"), (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
     (["--replies", "{}/odd.jsonl"], "line 1: expected instance"),
     (["--replies", "{}/list.jsonl"], "line 1: expected instance"),
+    (["--replies", "{}/odd.jsonl", "--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
 ])
 def test_what_cannot_be_exported_is_named(tmp_path, capsys, flags, says):
     (tmp_path / "bad.jsonl").write_text('\n{"instance_id"\n')
     (tmp_path / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
     out = tmp_path / "p.jsonl"
-    told = export(capsys, *(flag.format(tmp_path) for flag in flags), "--model", "m", "--out", out)
+    told = export(capsys, "--model", "m", "--out", out, *(flag.format(tmp_path) for flag in flags))
     assert says in told["error"] and not out.exists()
 
 
 def test_steps_that_are_not_there_are_named(run_folder, capsys):
-    told = export(capsys, "--run", run_folder, "--step", 7, "--model", "m", "--out", run_folder / "p")
+    told = export(capsys, "--run", run_folder, "--step", 7, "--model", "m", "--out", run_folder / "p.json")
     assert "--step 7" in told["error"] and "5, 10" in told["error"]
 
 
 @pytest.mark.slow
 def test_the_exporter_as_a_program(run_folder):
     program = [sys.executable, str(ROOT / "tools" / "export_predictions.py")]
-    done = subprocess.run([*program, "--run", run_folder, "--model", "m", "--out", run_folder / "p"],
+    done = subprocess.run([*program, "--run", run_folder, "--model", "m", "--out", run_folder / "p.json"],
                           capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["instances"] == 1

@@ -3,11 +3,12 @@
     python tools/export_predictions.py --run runs/<run> --model mine --out predictions.jsonl
     python tools/export_predictions.py --replies replies.jsonl --model mine --out predictions.jsonl
 
-Writes a line {"instance_id", "model_name_or_path", "model_patch"} for each instance. --run takes the episodes
-of environment swe that a training script wrote (with --log-episodes 1 all of them), of the last step of
---kind unless --step says another, and of each instance the sample --sample. --replies takes lines with
-instance_id (or task_id) and reply (or response). Both may be given; of an instance the first one counts. A
-reply without a diff has an empty model_patch.
+Writes {"instance_id", "model_name_or_path", "model_patch"} for each instance: lines where --out ends in
+.jsonl, one list where it ends in .json, as the evaluators tell them apart. --run takes the episodes of
+environment swe that a training script wrote (with --log-episodes 1 all of them), of the last step of --kind
+unless --step says another, and of each instance the sample --sample. --replies takes lines with instance_id
+(or task_id) and reply (or response). Both may be given; of an instance the first one counts. A reply without
+a diff has an empty model_patch.
 
 Prints a line of JSON: what was read and written. What cannot be read is one line of JSON on standard error
 and exit status 1, and no file is written.
@@ -87,11 +88,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample", type=at_least(0), default=0, help="which sample of an instance (0)")
     parser.add_argument("--replies", type=Path, help="a .jsonl file of replies")
     parser.add_argument("--model", required=True, help="what model_name_or_path says")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write, .jsonl or .json")
     try:
         args = parser.parse_args(argv)
         if not args.run and not args.replies:
             raise BadInput("expected --run or --replies")
+        if args.out.suffix not in (".json", ".jsonl"):
+            raise BadInput(f"--out {args.out}: expected a name that ends in .jsonl or .json")
         pairs = [*(replies_of_run(args.run, args.kind, args.step, args.sample) if args.run else ()),
                  *(replies_of_file(args.replies) if args.replies else ())]
         patches = {}
@@ -100,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         rows = [dict(instance_id=name, model_name_or_path=args.model, model_patch=patch)
                 for name, patch in patches.items()]
         content = "".join(json.dumps(row) + "\n" for row in rows)
+        if args.out.suffix == ".json":
+            content = json.dumps(rows, indent=1) + "\n"
         temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(content, encoding="utf-8")

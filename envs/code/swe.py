@@ -76,7 +76,7 @@ class Config:
     use_cache_only: bool = False
     """the rows are those in cache_dir; nothing else is read"""
     task_ids: str = ""
-    """these instances, with commas"""
+    """these instances, with commas; with use_cache_only also files, such as 3 for task_3.json"""
     task_id_range: str = ""
     """without task_ids, the rows of these places, from 0: first-last, both included; empty: the first 100"""
     test_share: float = 0.25
@@ -619,8 +619,7 @@ def load_rows(config: Config) -> list[dict]:
     """The rows that the options name, checked. BadInput names file and field."""
     ids = [part.strip() for part in config.task_ids.split(",") if part.strip()]
     if config.use_cache_only:
-        folder = Path(config.cache_dir)
-        paths = [folder / f"task_{name}.json" for name in ids] or sorted(folder.glob("task_*.json"))
+        paths = sorted(Path(config.cache_dir).glob("task_*.json"))
         rows = [read_json(path, "option cache_dir") for path in paths]
         where = [str(path) for path in paths]
     else:
@@ -630,6 +629,8 @@ def load_rows(config: Config) -> list[dict]:
     pairs = list(zip(where, rows, strict=True))
     if ids:
         known = {row.get("instance_id"): (place, row) for place, row in pairs if isinstance(row, dict)}
+        if config.use_cache_only:
+            known |= {Path(place).stem.removeprefix("task_"): (place, row) for place, row in pairs}
         if missing := [name for name in ids if name not in known]:
             raise BadInput(f"environment swe: option task_ids: no instance {', '.join(missing)}")
         pairs = [known[name] for name in ids]
