@@ -24,6 +24,8 @@ import inspect
 import sys
 import threading
 import typing
+import warnings
+import zlib
 from pathlib import Path
 
 Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
@@ -102,6 +104,7 @@ class Env:
         self.config = config
 
     def num_tasks(self, split: str) -> int:
+        """BadInput where a split is empty and no option says that it shall be; it names one that helps."""
         raise NotImplementedError
 
     def task(self, split: str, index: int) -> Task:
@@ -173,6 +176,20 @@ def final_part(reply: str) -> str:
     """What follows the last </think>, at most MAX_REPLY characters from its end; nothing while one thinks."""
     text = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
     return "" if "<think>" in text else text[-MAX_REPLY:]
+
+
+def hold_out(names: list[str], is_test: typing.Callable[[str], bool], what: str) -> dict[str, list[str]]:
+    """{split: names}. Where several names leave the test split empty, it gets one of them, which a line says.
+
+    Which one is a matter of the names alone. what: begins the line, such as "environment swe: instance".
+    """
+    split = {"train": [name for name in names if not is_test(name)], "test": list(filter(is_test, names))}
+    if len(names) > 1 and not split["test"]:
+        split["test"] = [min(names, key=lambda name: zlib.crc32(name.encode()))]
+        split["train"].remove(split["test"][0])
+        warnings.warn(f"{what} {split['test'][0]} is held out: of these {len(names)}, no other is in the "
+                      "test split", stacklevel=2)
+    return split
 
 
 def make(name: str, **options) -> Env:

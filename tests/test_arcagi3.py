@@ -253,6 +253,11 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
     chosen = make(game_ids="a,b,c", test_ids="b")
     assert chosen.num_tasks("train") == 2 and chosen.task("test", 0).data["game_id"] == "b"
     assert make(game_ids="a", test_ids="none").num_tasks("test") == 0
+    with pytest.raises(BadInput, match="a, the only game.*game_ids.*test_ids=none"):
+        make(game_ids="a").num_tasks("test")
+    few = make(game_ids="a,b,c")  # of which no hash sends one to test
+    with pytest.warns(match="game c is held out: of these 3"):
+        assert (few.num_tasks("train"), few.task("test", 0).data["game_id"]) == (2, "c")
     with pytest.raises(BadInput, match="held out"):
         make(game_ids="a", test_ids="a").num_tasks("train")
     with pytest.raises(BadInput, match="test_ids.*zz"):
@@ -1197,7 +1202,7 @@ def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "test split has no game"),
+    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
     (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
     (["--scripted", "--game-id", "maze-17", "--env-kwargs", "offline=false"], "offline=false: expected"),

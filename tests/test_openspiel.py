@@ -35,7 +35,13 @@ def make(cases=SMALL, **options):
 
 
 def all_tasks(env):
-    return [env.task(split, k) for split in env.splits for k in range(env.num_tasks(split))]
+    def count(split):
+        try:
+            return env.num_tasks(split)
+        except envs.BadInput:
+            return 0
+
+    return [env.task(split, k) for split in env.splits for k in range(count(split))]
 
 
 def step(env, reply, task, seed=0):
@@ -244,7 +250,9 @@ def test_a_game_of_one_state_is_one_task_and_says_so():
     assert ("case hex(board_size=5): 1 different train states and 0 test states for num_tasks_per_case=100; "
             in first) and "\n" not in first
     assert "case kuhn_poker: 3 different train states and 0 test states" in second  # three cards
-    assert env.num_tasks("train") == 4 and env.num_tasks("test") == 0
+    assert env.num_tasks("train") == 4
+    with pytest.raises(envs.BadInput, match="no test state.*max_random_steps"):
+        env.num_tasks("test")
     with pytest.raises(IndexError):
         env.task("train", 4)
     tasks = all_tasks(env)
@@ -863,10 +871,11 @@ def test_mcts_is_a_stronger_opponent_than_random_play():
 
 # ---- Options
 
-def test_options_given_as_text():
+@pytest.mark.parametrize("separator", [";", ","])
+def test_options_given_as_text(separator):
     env = envs.make("openspiel", **envs.parse_options([
-        "cases=hex(board_size=4) ; breakthrough(rows=5,columns=4);", "num_tasks_per_case=7", "playouts=2",
-        "reward_mode=legal", "seed=3"]))
+        f"cases=hex(board_size=4) {separator} breakthrough(rows=5,columns=4){separator}",
+        "num_tasks_per_case=7", "playouts=2", "reward_mode=legal", "seed=3"]))
     assert [case.text for case in env.cases] == ["hex(board_size=4)", "breakthrough(rows=5,columns=4)"]
     assert env.num_tasks("train") == env.num_tasks("test") == 14
     assert env.task("train", 6).source == "openspiel/hex"
@@ -879,9 +888,9 @@ def test_options_given_as_text():
     ({"game_list": "hex;y", "game_configs": "board_size=4;board_size=5"},
      ["hex(board_size=4)", "hex(board_size=5)", "y(board_size=4)", "y(board_size=5)"]),
     ({"game_list": "breakthrough", "game_configs": "rows=5, columns=4"}, ["breakthrough(columns=4,rows=5)"]),
-    ({"game_list": "tic_tac_toe;pig"}, ["tic_tac_toe", "pig"]),
+    ({"game_list": "tic_tac_toe,pig"}, ["tic_tac_toe", "pig"]),
     ({"game_types": "chess"}, ["chess"]),
-    ({"game_types": "go;checkers"}, ["go(board_size=9)", "go(board_size=13)", "checkers"]),
+    ({"game_types": "go, checkers"}, ["go(board_size=9)", "go(board_size=13)", "checkers"]),
     ({"game_types": "hex(board_size=5)"}, ["hex(board_size=5)"]),
 ])
 def test_cases_come_from_the_options(options, expected):
@@ -942,7 +951,7 @@ def test_games_that_take_all_time_are_refused(monkeypatch):
 
 
 def test_games_made_of_other_games_load():
-    env = make("misere(game=tic_tac_toe());turn_based_simultaneous_game(game=matrix_rps())", playouts=2)
+    env = make("misere(game=tic_tac_toe()),turn_based_simultaneous_game(game=matrix_rps())", playouts=2)
     for task in (env.task("train", 0), env.task("train", 100)):
         assert step(env, env.solution(task), task).info["correct"] == 1
 

@@ -67,8 +67,12 @@ def make(**options):
 
 def find(env, instance_id):
     """The task of an instance, whatever its split."""
-    tasks = [env.task(split, index) for split in env.splits for index in range(env.num_tasks(split))]
-    return next(task for task in tasks if task.data["instance_id"] == instance_id)
+    for split in env.splits:
+        with contextlib.suppress(BadInput):  # of one instance, none is held out
+            for index in range(env.num_tasks(split)):
+                if (task := env.task(split, index)).data["instance_id"] == instance_id:
+                    return task
+    raise KeyError(instance_id)
 
 
 def fenced(code):
@@ -863,6 +867,16 @@ def test_bad_options_are_named(options, says):
     assert says in str(info.value) and "\n" not in str(info.value)
 
 
+def test_of_several_instances_one_is_held_out_and_of_one_none():
+    every = make()
+    names = [every.task("train", index).data["instance_id"] for index in range(2)]
+    with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
+        few = make(instance_ids=",".join(names))
+    assert {few.task(split, 0).data["instance_id"] for split in few.splits} == set(names)
+    with pytest.raises(BadInput, match="one instance.*expected at least two"):
+        make(instance_ids=names[0]).num_tasks("test")
+
+
 def test_bad_tasks_are_named():
     env = make(instance_ids="ledger-cents, podium-ties")
     assert [env.num_tasks(split) for split in env.splits] == [0, 2]
@@ -954,7 +968,7 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch, kind):
         options = envs.parse_options([f"dataset={data}", f"cache_dir={folder}"])
         env = make(**options)
         task = find(env, name)
-        assert sum(env.num_tasks(split) for split in env.splits) == 1 and env.solution(task) is None
+        assert env.solution(task) is None
         assert env.scenario(task).docker_image == rows[0]["docker_image"]
         step = outcome(env, task, FIX_TOTAL, f"print(run_tests()); {FIX_CHEAPEST}; finish()")
         assert step.reward == 1

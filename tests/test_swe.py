@@ -555,6 +555,12 @@ def test_splits_are_disjoint(unjudged):
     assert len(ids["train"]) >= 4 and len(ids["test"]) >= 2 and ids["train"] | ids["test"] == ROWS.keys()
     assert not ids["train"] & ids["test"]
     assert envs.make("swe", test_share=0).num_tasks("train") == len(ROWS)
+    assert envs.make("swe", test_share=0).num_tasks("test") == 0
+    with pytest.raises(BadInput, match="name more, or choose with test_share"):
+        envs.make("swe", task_ids=FIRST).num_tasks("test")
+    with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
+        few = envs.make("swe", task_ids=",".join(sorted(ids["train"])[:2]))
+    assert few.num_tasks("train") == few.num_tasks("test") == 1
     everything = envs.make("swe", test_share=1)
     assert everything.num_tasks("test") == len(ROWS)
     with pytest.raises(BadInput, match="test_share=0"):

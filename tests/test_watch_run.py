@@ -106,18 +106,16 @@ def test_a_folder_left_behind_is_stale_unless_a_process_is_in_it(run, start, cap
 @pytest.mark.parametrize("limit, code, says", [
     (4, 0, None), (3, 0, "WARNING: child processes 3, near the limit of 3"),
     (2, 1, "WARNING: child processes 3, over the limit of 2")])
-def test_near_a_limit_it_warns_and_over_it_fails(run, start, capsys, monkeypatch, limit, code, says):
-    monkeypatch.setitem(watch_run.LIMITS, "child processes", limit)
+def test_near_a_limit_it_warns_and_over_it_fails(run, start, capsys, limit, code, says):
     start("--run-dir", run, children=3)
-    found, line, _ = watch(capsys, run)
+    found, line, _ = watch(capsys, run, "--max-processes", limit)
     assert found == code and ("WARNING" in line) is (says is not None) and (says or "") in line
 
 
-def test_space_over_its_limit(run, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(watch_run.LIMITS, "work folders", 1e-3)
+def test_space_over_its_limit(run, capsys, tmp_path):
     (tmp_path / "envs-one").mkdir()
     (tmp_path / "envs-one" / "file").write_bytes(os.urandom(2 * 2**20))
-    code, line, _ = watch(capsys, run)
+    code, line, _ = watch(capsys, run, "--max-space", 1e-3)
     assert code == 1 and "over the limit of 0.001" in line
 
 
@@ -140,7 +138,9 @@ def test_it_goes_on_until_it_is_interrupted(run, start):
 
 @pytest.mark.parametrize("words, says", [
     (["{}/none"], "none: expected a run folder, which holds train_log.jsonl"), (["{}"], "expected a run"),
-    ([], "RUN"), (["{}/run", "--every", "0"], "0.1 or more"), (["{}/run", "--every", "x"], "--every")])
+    ([], "RUN"), (["{}/run", "--every", "0"], "0.1 or more"), (["{}/run", "--every", "x"], "--every"),
+    (["{}/run", "--max-processes", "0"], "--max-processes"),
+    (["{}/run", "--max-space", "-1"], "--max-space")])
 def test_bad_input_is_one_line(run, tmp_path, capsys, words, says):
     code, out, told = watch(capsys, *(word.format(tmp_path) for word in words))
     assert (code, out, told.count("\n")) == (2, "", 1) and says in told

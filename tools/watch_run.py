@@ -25,7 +25,6 @@ from envs import BadInput
 from tools.command_line import Parser, at_least, one_line
 
 GIB = 2**30
-LIMITS = {"child processes": 256, "work folders": 50.0}  # number, [GiB]
 NEAR = 0.8  # share of a limit from which it warns
 STALE = 3600.0  # age of a work folder that no process is in [s]
 
@@ -84,7 +83,7 @@ def work_folders() -> tuple[float, list[Path]]:
     return size / GIB, [folder for folder in old if not any(path.is_relative_to(folder) for path in used)]
 
 
-def look(run: Path) -> tuple[str, bool]:
+def look(run: Path, most_processes: int, most_space: float) -> tuple[str, bool]:
     """What there is to say now, and whether a limit is passed."""
     processes = run_processes(run)
     children = children_of(processes)
@@ -95,7 +94,8 @@ def look(run: Path) -> tuple[str, bool]:
             f"stale {len(stale)}" + (f" ({stale[0]} among them)" if stale else ""),
             f"last log line {age:.0f} s ago"]
     over = False
-    for (name, limit), value in zip(LIMITS.items(), (len(children), space), strict=True):
+    for name, value, limit in (("child processes", len(children), most_processes),
+                               ("work folders", space, most_space)):
         if value > NEAR * limit:
             over |= value > limit
             where = "over" if value > limit else "near"
@@ -109,13 +109,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=at_least(0.1, float), default=60.0,
                         help="time between two lines [s] (60)")
     parser.add_argument("--once", action="store_true", help="one line; exit status 1 when over a limit")
+    parser.add_argument("--max-processes", type=at_least(1), default=256,
+                        help="child processes over which it warns (256)")
+    parser.add_argument("--max-space", type=at_least(0, float), default=50.0, metavar="GIB",
+                        help="space of all work folders over which it warns [GiB] (50)")
     try:
         args = parser.parse_args(argv)
         if not (args.run / "train_log.jsonl").is_file():
             raise BadInput(f"{args.run}: expected a run folder, which holds train_log.jsonl")
         run = args.run.resolve()
         while True:
-            line, over = look(run)
+            line, over = look(run, args.max_processes, args.max_space)
             print(line, flush=True)
             if args.once:
                 return int(over)

@@ -34,7 +34,7 @@ from typing import Literal
 
 import numpy as np
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, play
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hold_out, play
 from envs.arcagi3 import games
 
 DEFAULT_ROOT = "https://three.arcprize.org"
@@ -216,6 +216,10 @@ class ArcAgi3(Env):
         if split == "train" and not ids:
             raise BadInput("environment arcagi3: option game_ids: every game of the list is held out for "
                            "the test split; name more, or choose with test_ids (test_ids=none: all train)")
+        if split == "test" and not ids and not self.config.test_ids:
+            raise BadInput(f"environment arcagi3: {self._games()['train'][0]}, the only game, is for training, "
+                           "which leaves none to be held out; name more in game_ids, or say that none is to be "
+                           "(test_ids=none)")
         return len(ids)
 
     def task(self, split: str, index: int) -> Task:
@@ -273,16 +277,17 @@ class ArcAgi3(Env):
         """{split: game ids} of a list of games; the server's, asked for once, where the options name none."""
         with self._lock:
             if self._split_of_lists is None:
-                ids = self._ids or self._listed()
-                held_out = {name for name in ids if split_of_game(name) == "test"}
+                ids = list(dict.fromkeys(self._ids or self._listed()))
                 if self.config.test_ids:
                     held_out = set(split_ids(self.config.test_ids)) - {"none"}
                     if not held_out <= set(ids):
                         raise BadInput("environment arcagi3: option test_ids: expected games of the list, "
                                        f"got {', '.join(sorted(held_out - set(ids)))}")
-                ids = list(dict.fromkeys(ids))
-                self._split_of_lists = {"train": [name for name in ids if name not in held_out],
-                                        "test": [name for name in ids if name in held_out]}
+                    self._split_of_lists = {"train": [name for name in ids if name not in held_out],
+                                            "test": [name for name in ids if name in held_out]}
+                else:
+                    self._split_of_lists = hold_out(ids, lambda name: split_of_game(name) == "test",
+                                                    "environment arcagi3: game")
             return self._split_of_lists
 
     def _listed(self):

@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hold_out
 from envs.code import sandbox
 from envs.code.testing import decides, run_tests
 
@@ -191,7 +191,8 @@ class Repl(Env):
                 raise BadInput(f"environment repl: option instance_ids: unknown {unknown[0]!r}; known: "
                                f"{', '.join(list(self._rows)[:10])}")
             self._rows = {name: self._rows[name] for name in wanted}
-        self._ids = {split: [name for name in self._rows if split_of(name) == split] for split in self.splits}
+        self._ids = hold_out(list(self._rows), lambda name: split_of(name) == "test",
+                             "environment repl: instance")
         self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
 
     @property
@@ -208,6 +209,9 @@ class Repl(Env):
                            f"got {split!r}")
         if self._ids is None:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
+        if split == "test" and not self._ids[split]:
+            raise BadInput("environment repl: the one instance is for training, which leaves none to be held "
+                           "out; expected at least two")
         return len(self._ids[split])
 
     def task(self, split: str, index: int) -> Task:

@@ -30,7 +30,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task, final_part
+from envs import BadInput, Env, Episode, Step, Task, final_part, hold_out
 from envs.code import sandbox, testing
 
 BUNDLED = Path(__file__).with_name("swe_instances")
@@ -80,7 +80,8 @@ class Config:
     task_id_range: str = ""
     """without task_ids, the rows of these places, from 0: first-last, both included; empty: the first 100"""
     test_share: float = 0.25
-    """share of the instances, by a hash of the id, that are the test split; the others are train"""
+    """share of the instances, by a hash of the id, that are the test split, at least one of several; the
+    others are train. 0: none is held out"""
     # What the model reads
     context: Literal["files", "oracle", "tree", "none"] = "files"
     """the repository's files as far as there is room; those that the reference patch touches, which is a
@@ -150,9 +151,10 @@ class Swe(Env):
         super().__init__(config)
         self.rows = {row["instance_id"]: row for row in load_rows(config)}
         bound = round(config.test_share * 2**32)
-        self._split = {"train": [], "test": []}
-        for name in self.rows:
-            self._split["test" if zlib.crc32(name.encode()) < bound else "train"].append(name)
+        self._split = {"train": list(self.rows), "test": []}
+        if bound:
+            self._split = hold_out(list(self.rows), lambda name: zlib.crc32(name.encode()) < bound,
+                                   "environment swe: instance")
         self.executor, self.backend = None, config.backend
         if config.executor_url:
             self.executor = sandbox.HttpExecutor(config.executor_url)
@@ -167,6 +169,9 @@ class Swe(Env):
         if split == "train" and not self._split["train"]:
             raise BadInput("environment swe: every instance belongs to the test split; name more, or choose "
                            "with test_share (test_share=0: all train)")
+        if split == "test" and not self._split["test"] and self.config.test_share:
+            raise BadInput("environment swe: the one instance is for training, which leaves none to be held "
+                           "out; name more, or choose with test_share (0: none is, 1: all are)")
         return len(self._split[split])
 
     def task(self, split: str, index: int) -> Task:

@@ -66,16 +66,16 @@ Choose your move. Reply with exactly one legal move, as it is written above, ins
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The options. Lists are texts with `;` between their items, since game strings hold commas."""
+    """The options. Between the items of a list stands `;`, or a comma, but for those of `game_configs`."""
 
     cases: str = ""
-    """games with their parameters, such as `hex(board_size=5);othello`; goes before `game_list`"""
+    """games with their parameters, such as `hex(board_size=5),othello`; goes before `game_list`"""
     game_list: str = ""
-    """names of games, such as `hex;y`; empty: the 16 default cases"""
+    """names of games, such as `hex,y`; empty: the 16 default cases"""
     game_configs: str = ""
     """parameters for each game of `game_list`, such as `board_size=5;board_size=7`: a case per pair"""
     game_types: str = ""
-    """keep the cases of these games alone, such as `hex;go`"""
+    """keep the cases of these games alone, such as `hex,go`"""
     num_tasks_per_case: int = 100
     """tasks of a case, in each split"""
     max_random_steps: int = 8
@@ -164,7 +164,12 @@ class OpenSpiel(Env):
 
     def num_tasks(self, split: str) -> int:
         """Cases times num_tasks_per_case, less where a case has not so many different states."""
-        return sum(self._sizes(split))
+        sizes = self._sizes(split)
+        if not any(sizes):
+            raise BadInput(f"environment openspiel: no {split} state, since these cases have few; expected a "
+                           f"larger max_random_steps ({self.config.max_random_steps} now), another case or "
+                           "mode=game")
+        return sum(sizes)
 
     def task(self, split: str, index: int) -> Task:
         number, sizes = index, self._sizes(split)
@@ -445,8 +450,17 @@ class Game(Episode):
 
 # ---- Cases
 
-def items(text) -> list[str]:
-    return [part.strip() for part in text.split(";") if part.strip()]
+def items(text, commas=True) -> list[str]:
+    """What stands between semicolons, or commas outside parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == ";" or letter == "," and commas and not depth:
+            parts.append("")
+            depth = 0
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
 
 
 def case_texts(config) -> list[str]:
@@ -455,7 +469,7 @@ def case_texts(config) -> list[str]:
         texts = items(config.cases)
     elif config.game_list:
         configs = [",".join(sorted(part.strip() for part in text.split(",")))
-                   for text in items(config.game_configs)]
+                   for text in items(config.game_configs, commas=False)]
         texts = [f"{name}({text})" if text else name
                  for name, text in itertools.product(items(config.game_list), configs or [""])]
     else:
