@@ -217,9 +217,9 @@ class ArcAgi3(Env):
             raise BadInput("environment arcagi3: option game_ids: every game of the list is held out for "
                            "the test split; name more, or choose with test_ids (test_ids=none: all train)")
         if split == "test" and not ids and not self.config.test_ids:
-            raise BadInput(f"environment arcagi3: {self._games()['train'][0]}, the only game, is for training, "
-                           "which leaves none to be held out; name more in game_ids, or say that none is to be "
-                           "(test_ids=none)")
+            only = self._games()["train"][0]
+            raise BadInput(f"environment arcagi3: {only}, the only game, is for training, which leaves none to "
+                           "be held out; name more in game_ids, or say that none is to be (test_ids=none)")
         return len(ids)
 
     def task(self, split: str, index: int) -> Task:
