@@ -1,0 +1,72 @@
+"""What a machine that loses its power finds on the disk: the writes of each script, in their order."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import a2c_vecenv
+import grpo_llm
+import ppo_llm
+import sft
+from tests.run_folders import TINY, train
+
+ROWS = "".join(json.dumps(dict(prompt=f"{n} 1 -> {n + 1}", response=f"{n} + 1 = {n + 1}")) + "\n"
+               for n in range(9))
+SHORT = dict(iterations=2, checkpoint_every=1, eval_every=0)
+
+
+class Disk:
+    """Follows fsync and rename in a folder. flushed: what the disk surely holds, path -> (size, time)."""
+
+    def __init__(self, folder, patch):
+        self.folder, self.flushed, self.renamed, self.torn = folder, {}, [], []
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, self.then(self.before_rename, getattr(os, name)))
+        patch.setattr(os, "fsync", self.then(self.before_fsync, os.fsync))
+
+    @staticmethod
+    def then(first, second):
+        return lambda *given, **options: (first(*given), second(*given, **options))[1]
+
+    def now(self, path):
+        return os.stat(path).st_size, os.stat(path).st_mtime_ns
+
+    def before_fsync(self, handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        self.flushed[Path(path)] = self.now(path)
+
+    def before_rename(self, old, new):
+        old, new = Path(old), Path(new)
+        if self.folder not in new.parents or any(part.endswith(".writing") for part in new.parent.parts):
+            return
+        self.renamed.append(new.name)
+        self.torn += [path for path in (old, *old.rglob("*")) if self.flushed.get(path) != self.now(path)]
+        if new.name.startswith("step_"):
+            log, counted = self.folder / "train_log.jsonl", torch.load(old / "trainer_state.pt")["log_bytes"]
+            self.torn += [log] * (self.flushed.get(log, (0,))[0] < counted)
+        if new.name == "state.json":  # what it names must be there under this name
+            self.torn += [new.parent] * (new.parent not in self.flushed)
+        if new.suffix == ".arrow":  # for a resume it stands for its counts, too
+            self.torn += [new] * (not new.with_suffix(".json").exists())
+        self.flushed.pop(new.parent, None)
+
+
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm, sft, a2c_vecenv])
+def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkeypatch):
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    rows.write_text(ROWS)
+    disk = Disk(folder, monkeypatch)
+    if script is a2c_vecenv:
+        a2c_vecenv.main(a2c_vecenv.Args(
+            **SHORT, num_envs=2, num_steps=2, hidden_size=4, log_every=1, eval_envs=1, eval_episodes=1,
+            env_kwargs=("max_steps=3",), run_dir=str(folder)))
+    elif script is sft:
+        train(sft, folder, model=TINY, train_files=(str(rows),), steps=2, batch_size=2, checkpoint_every=1)
+    else:
+        train(script, folder, **SHORT, eval_tasks=1, eval_samples=1)
+    assert disk.torn == []
+    assert {"step_000001", "step_000002", "state.json", "train_log.jsonl"} <= set(disk.renamed)
+    assert script is not sft or {"train.arrow", "train.json"} <= set(disk.renamed)
