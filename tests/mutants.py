@@ -434,7 +434,7 @@ def source_of(mutant):
     return (ROOT / file).read_text(), *MUTANTS[file][name]
 
 
-def tests_of(file):
+def pytest_arguments(file):
     """pytest's arguments for a file: the entry of TESTS that names it most closely."""
     names, chosen = TESTS[max((place for place in TESTS if file.startswith(place)), key=len)]
     return [*(f"tests/test_{name}.py" for name in names.split()), "-k", chosen]
@@ -472,7 +472,7 @@ def run_tests(folder, arguments, told):
 def first_failure(folder, file):
     """Run the tests of a file in a process of its own.  -> the test that failed, empty if none did"""
     told = multiprocessing.Queue()
-    process = multiprocessing.Process(target=run_tests, args=(folder, tests_of(file), told))
+    process = multiprocessing.Process(target=run_tests, args=(folder, pytest_arguments(file), told))
     process.start()
     try:
         return told.get(timeout=LIMIT)
@@ -484,7 +484,7 @@ def first_failure(folder, file):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("patterns", nargs="*", default=["*"], help="files or names, with * and ?")
     parser.add_argument("--list", action="store_true", help="only say what there is")
     args = parser.parse_args()

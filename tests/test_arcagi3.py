@@ -379,6 +379,21 @@ def test_short_clicks_count_what_is_shown():
     assert run(env, task)[-1].info["correct"] == 1
 
 
+@pytest.mark.parametrize("scale", [1, 3, 8])
+def test_a_short_click_is_in_the_middle_of_its_block(scale):
+    config, asked = arcagi3.Config(offline=True, style="short", downsample=scale, game_ids="lights-17"), []
+    local = arcagi3.LocalTransport(games.Arcade(num_levels=config.levels))
+
+    def transport(*request):
+        asked.append(request)
+        return local(*request)
+
+    env = arcagi3.ArcAgi3(config, lambda: transport)
+    env.start(env.task_of("lights-17"), 1).step("ACTION6 2 5")
+    _, _, payload = next(request for request in asked if "ACTION6" in request[1])
+    assert (payload["x"], payload["y"]) == (2 * scale + scale // 2, 5 * scale + scale // 2)
+
+
 # ---- Replies
 
 

@@ -124,8 +124,8 @@ FOREIGN = set("""
 
 @functools.cache
 def all_flags() -> set[str]:
-    programs = [*SCRIPTS, *(str(path.relative_to(ROOT)) for folder in ("tools", "benchmarks")
-                            for path in (ROOT / folder).glob("*.py"))]
+    programs = [*SCRIPTS, "tests/mutants.py", *(
+        str(path.relative_to(ROOT)) for folder in ("tools", "benchmarks") for path in (ROOT / folder).glob("*.py"))]
     return {flag.replace("_", "-") for program in programs for flag in known_flags(program)}
 
 

@@ -567,8 +567,6 @@ CHEATS = {
     "patches pytest": BREAK % "import sys\ntry:\n    import pytest, _pytest.python\n"
                               "    _pytest.python.Function.runtest = lambda self: None\n"
                               "except ImportError:\n    pass",
-    "equals everything": BREAK % "class Any(int):\n    def __eq__(self, other): return False\n"
-                                 "total = cheapest = lambda prices: Any()",
     "hooks the tests": BREAK % "import sys\nfor module in list(sys.modules.values()):\n"
                                "    for name in list(vars(module)):\n"
                                "        if name.startswith('test_'): setattr(module, name, lambda: None)",
@@ -940,6 +938,13 @@ def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
     step = outcome(env, task, f"import os; os.remove('conftest.py'); {FIX_TOTAL}; {FIX_CHEAPEST}; finish()")
     assert step.reward == 1
     assert outcome(env, task, "open('conftest.py', 'w').write('x = 1'); finish()").info["modified"] == 0
+
+
+def test_a_test_that_should_fail_has_to(tmp_path):
+    expected = ROW["expected_output_json"] | {"tests/test_price.py::test_total_of_none": "FAILED"}
+    env = make(cache_dir=write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected)}))
+    step = outcome(env, find(env, "shop-1"), f"{FIX_TOTAL}; {FIX_CHEAPEST}; finish()")
+    assert (step.reward, step.info["partial"]) == (0, 3 / 4)
 
 
 @pytest.mark.slow

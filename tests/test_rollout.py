@@ -78,9 +78,10 @@ def test_replies_that_part_or_end_do_not_mix_up_the_others(random_llama, countdo
     check_logprobs(model, prompts, replies, temperature)
 
 
-def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown_tiny):
+@pytest.mark.parametrize("more", [[2, 5], 5])  # a generation config may name more than the tokenizer
+def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown_tiny, more):
     model, tokenizer = copy.deepcopy(random_llama(vocab_size=8)), countdown_tiny[1]
-    model.generation_config.eos_token_id = [2, 5]  # a generation config may name more than the tokenizer
+    model.generation_config.eos_token_id = more
     torch.manual_seed(1)
     replies = [ids for ids, _ in grpo_llm.generate(model, [[3], [4, 6, 7]] * 100, 9, 1.0, tokenizer)]
     assert {ids[-1] for ids in replies if len(ids) < 9} == {2, 5}

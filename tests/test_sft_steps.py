@@ -1,4 +1,4 @@
-"""A step of sft.py, replayed in float64: what the equations make of the rows is in its checkpoint and record."""
+"""A step of sft.py, replayed in float64; and what a run that goes on must know of the steps before."""
 
 import json
 
@@ -9,7 +9,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from tests.run_folders import TINY, records, train
+from envs import BadInput
+from tests.run_folders import TINY, killed_after, records, same_end, train
 
 ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"),
         ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"), ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60")]
@@ -42,13 +43,19 @@ def tokens_of(tokenizer):
         yield tuple(tokenizer(text, add_special_tokens=False).input_ids for text in (whole, opening))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
-    """Each step learns all rows, and the second one is held against the first one's checkpoint."""
+@pytest.fixture
+def rows(tmp_path):
+    """A file of them."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(dict(prompt=prompt, response=text)) + "\n" for prompt, text in ROWS))
+    return str(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_sft_is_the_update_that_is_written(case, rows, tmp_path):
+    """Each step learns all rows, and the second one is held against the first one's checkpoint."""
     flags = dict(steps=2, batch_size=len(ROWS), val_ratio=0.0, eval_every=0, checkpoint_every=1, log_every=1,
-                 keep_checkpoints=0, warmup_steps=4, model=TINY, train_files=(str(path),)) | CASES[case]
+                 keep_checkpoints=0, warmup_steps=4, model=TINY, train_files=(rows,)) | CASES[case]
     folder = train(sft, tmp_path / "run", **flags)
     args, record = sft.Args(**flags), records(folder)[-1]
     rate = args.learning_rate * 2 / 4
@@ -79,3 +86,51 @@ def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
     near(*({name: x[name] - before[name] for name in weights} for x in (after, weights)), 2e-3)
     found = [record[f"train/{name}"] for name in ("loss", "grad_norm", "learning_rate")]
     assert found == pytest.approx([loss.item(), norm.item(), rate], rel=1e-4)
+
+
+# Going on
+
+
+def test_a_run_goes_on_between_two_records(rows, tmp_path):
+    """The record after the checkpoint of step 3 speaks of that step, too."""
+    flags = dict(model=TINY, train_files=(rows,), steps=4, batch_size=2, eval_every=0, log_every=4,
+                 checkpoint_every=1, keep_checkpoints=0, output_dir=str(tmp_path / "model"))
+    whole = train(sft, tmp_path / "whole", **flags)
+    halves = train(sft, killed_after(whole, tmp_path / "halves", 3), **flags)
+    same_end(whole, halves)
+
+
+@pytest.mark.parametrize("what", ["template", "rows"])
+def test_a_run_does_not_go_on_with_another_template_or_file(what, rows, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(AutoTokenizer.from_pretrained(TINY).chat_template)
+    flags = dict(model=TINY, train_files=(rows,), chat_template=str(template), steps=1, eval_every=0)
+    folder = train(sft, tmp_path / "run", **flags)
+    with open(template if what == "template" else rows, "a") as file:
+        file.write("\n")
+    with pytest.raises(BadInput, match="the source changed"):
+        train(sft, folder, **flags)
+
+
+# Demonstrations of several turns
+
+
+def test_a_conversation_is_cut_only_where_it_does_not_fit():
+    """Words of one token each: the start has 3, a reply 3 with its eos, what is said to it 3."""
+    tokenizer = sft.new_tokenizer(["hi", "a", ":", *"1234"])
+    messages = [dict(role="user", content="hi")]
+    for number in "1234":
+        messages += [dict(role="assistant", content=f"a {number}"), dict(role="user", content=f"hi {number}")]
+
+    def rows(most):
+        found = sft.encode_demonstration(messages[:-1], 1, tokenizer, sft.Args(max_length=most))
+        return [f"{tokenizer.decode(ids)} {sum(mask)}" for ids, mask in found]
+
+    a, b, c, d = "<bos> hi : a 1 <eos>", " hi 1 : a 2 <eos>", " hi 2 : a 3 <eos>", " hi 3 : a 4 <eos>"
+    after_a, after_b = (f"<bos> hi : a {number} <eos>" for number in "23")
+    for most in (24, 100):
+        assert rows(most) == [f"{a}{b}{c}{d} 12"]
+    for most in (18, 23):  # the last reply stands after the two turns before it
+        assert rows(most) == [f"{a}{b}{c} 9", f"{after_a}{c}{d} 3"]
+    for most in (12, 17):
+        assert rows(most) == [f"{a}{b} 6", f"{after_a}{c} 3", f"{after_b}{d} 3"]

@@ -111,6 +111,9 @@ def test_the_partial_reward(env, monkeypatch):
         self.rows[name]["FAIL_TO_PASS"] + self.rows[name]["PASS_TO_PASS"][1:], "PASSED"))
     info = score(partial, FIRST, half).info
     assert info["fail_to_pass"] == 1 and 0 < info["pass_to_pass"] < 1 and info["partial"] == 0
+    # Where nothing passed before, nothing can be broken.
+    monkeypatch.setitem(partial.rows, FIRST, partial.rows[FIRST] | dict(PASS_TO_PASS=[]))
+    assert score(partial, FIRST, half).info == GOOD
 
 
 @pytest.mark.parametrize("reply", [
@@ -235,9 +238,11 @@ def test_diffs_that_reach_for_more_are_refused(unjudged, name):
     assert step.info == dict(NONE, format=1) and step.reward == 0
 
 
-def test_a_file_of_the_test_patch_is_refused_whatever_its_name():
-    with pytest.raises(BadPatch, match="data/cases.json: belongs to the tests"):
-        check_patch(addition("data/Cases.json".lower(), ["x"]), addition("data/cases.json", ["y"]))
+@pytest.mark.parametrize("path", ["data/cases.json", "Data/cases.json", "data/CASES.json"])
+def test_a_file_of_the_test_patch_is_refused_whatever_its_name(path):
+    for mine, theirs in ((path, "data/cases.json"), ("data/cases.json", path)):
+        with pytest.raises(BadPatch, match=f"{mine}: belongs to the tests"):
+            check_patch(addition(mine, ["x"]), addition(theirs, ["y"]))
 
 
 def test_whatever_a_program_makes_of_a_diff_no_other_file_changes(env):
