@@ -14,17 +14,11 @@ from tests.run_folders import episodes, train
 RL = [grpo_llm, ppo_llm]
 
 
-class Listener:
+class Listener(grpo_llm.Engine):
     """A sampler that says the same each time and keeps the seeds that it is given."""
 
     def __init__(self, tokenizer):
         self.eos, self.seeds, self.reply = [tokenizer.eos_token_id], [], [5, tokenizer.eos_token_id]
-
-    def begin_rollout(self):
-        self.playing, self.changed = set(), asyncio.Event()
-
-    def end_rollout(self):
-        pass
 
     async def serve(self):
         await asyncio.Event().wait()
