@@ -934,9 +934,9 @@ def test_tracking_mirrors_the_log_offline(tmp_path):
 
 
 KILL = {
-    "grpo_llm.py": 1851["--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4, "--eval-samples", 2,
+    "grpo_llm.py": ["--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4, "--eval-samples", 2,
                     "--eval-every", 5, "--checkpoint-every", 2, "--epochs", 2, "--log-episodes", 0.1],
-    "ppo_llm.py": 2020["--prompts-per-iteration", 4, "--minibatches", 1, "--critic-minibatches", 2,
+    "ppo_llm.py": ["--prompts-per-iteration", 4, "--minibatches", 1, "--critic-minibatches", 2,
                    "--critic-epochs", 1, "--critic-warmup", 10, "--kl-coef", 0.05, "--kl-target", 0.01,
                    "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 10, "--checkpoint-every", 3,
                    "--log-episodes", 0.1],
