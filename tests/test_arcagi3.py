@@ -52,11 +52,13 @@ def connect(server, key="", **options):
 
 
 def make(**options):
-    return envs.make("arcagi3", **options)
+    """The games of a server that is not there, unless the options name another or a recording."""
+    place = {} if {"root_url", "session"} & set(options) else {"root_url": "http://127.0.0.1:1"}
+    return envs.make("arcagi3", **place, **options)
 
 
 def offline(**options):
-    return make(offline=True, **options)
+    return envs.make("arcagi3", **options)
 
 
 def over_http(server, game_id, key="", transport=None, **options):
@@ -201,7 +203,7 @@ def test_a_level_without_actions_left_is_over():
 def test_tasks_are_the_same_in_another_process():
     code = ("import dataclasses, hashlib, json, envs; digest = hashlib.sha256()\n"
             "for options in ({}, dict(style='short', downsample=8)):\n"
-            "    env = envs.make('arcagi3', offline=True, **options)\n"
+            "    env = envs.make('arcagi3', **options)\n"
             "    for split in env.splits:\n"
             "        for index in (0, 1, 2, 77, 200):\n"
             "            task = dataclasses.asdict(env.task(split, index))\n"
@@ -219,7 +221,7 @@ def test_no_test_game_looks_like_a_train_game_from_afar():
     ids = [f"{name}-{seed}" for name in KINDS for seed in range(120)]
     frames = [(arcagi3.split_of_game(game_id), games.new_game(game_id).frame()) for game_id in ids]
     for scale in (2, 3, 4, 8):
-        view = arcagi3.View(arcagi3.Config(offline=True, downsample=scale))
+        view = arcagi3.View(arcagi3.Config(live=True, downsample=scale))
         screens = {split: {str(view.shrink(frame)) for of, frame in frames if of == split}
                    for split in ("train", "test")}
         assert not screens["train"] & screens["test"] and len(screens["test"]) > 20
@@ -271,20 +273,20 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
 @pytest.mark.parametrize("options, says", [
     (dict(downsample=0), "downsample: expected 1 to 32, got 0"), (dict(history=-1), "history"),
     (dict(max_actions=0), "max_actions"), (dict(reward_mode="gain"), "reward_mode.*delta_score"),
-    (dict(offline=True, session=SESSION), "session"), (dict(offline=True, root_url="http://h"), "root_url"),
-    (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(offline=True, game_ids="mazes"), "maze"),
-    (dict(offline=True, game_ids="maze,maze-1"), "not both"), (dict(offline=True, test_ids="a"), "test_ids"),
+    (dict(live=True, session=SESSION), "session"), (dict(session=SESSION, root_url="http://h"), "session"),
+    (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(game_ids="mazes"), "maze.*live=true"),
+    (dict(game_ids="maze,maze-1"), "not both"), (dict(test_ids="a"), "test_ids"),
     (dict(changes=True, style="short"), "changes"), (dict(timeout="0"), "timeout"),
     (dict(retries=-1), "retries"), (dict(max_errors=0), "max_errors"), (dict(train_tasks=0), "train_tasks"),
     (dict(reward_scale="inf"), "reward_scale"), (dict(session="no such file"), "no such file"),
-    *((dict(offline=True, downsample=scale), f"1, 2, 3, 4 or 8 .* got {scale}") for scale in (5, 7, 9, 32)),
+    *((dict(downsample=scale), f"1, 2, 3, 4 or 8 .* got {scale}") for scale in (5, 7, 9, 32)),
     (dict(session=SESSION, game_ids="maze-1"), "game_ids: expected demo-0001, .* got 'maze-1'"),
     (dict(session=SESSION, game_ids="demo-0001,maze-1"), "game_ids: expected demo-0001"),
-    (dict(games="maze"), "unknown option"), (dict(offline=True, game_ids="maze-99999999999"), "game_ids"),
+    (dict(games="maze"), "unknown option"), (dict(game_ids="maze-99999999999"), "game_ids"),
 ])
 def test_options_that_cannot_be_are_named(options, says):
     with pytest.raises(BadInput, match=says):
-        make(**options)
+        offline(**options)
 
 
 def test_splits_are_named():
@@ -312,7 +314,7 @@ def test_a_screen_says_what_the_spec_promises():
 
 @pytest.mark.parametrize("scale", [1, 2, 3, 4, 8, 32])
 def test_a_shrunk_screen_shows_majorities(scale):
-    view = arcagi3.View(arcagi3.Config(downsample=scale))
+    view = arcagi3.View(arcagi3.Config(live=True, downsample=scale))
     rng = random.Random(scale)
     grid = [[rng.choice((1, 4, 15)) for _ in range(13)] for _ in range(10)]
     expected = []
@@ -692,13 +694,16 @@ def test_addresses_and_keys_come_from_the_environment(serve, monkeypatch):
     server = serve(api_key="k")
     monkeypatch.setenv("ARC_ROOT_URL", server.url)
     monkeypatch.setenv("ARC_API_KEY", "k")
-    assert run(env := make(game_ids="lights-1", test_ids="none"),
+    assert run(env := offline(live=True, game_ids="lights-1", test_ids="none"),
                env.task("train", 0))[-1].info["correct"] == 1
     monkeypatch.delenv("ARC_ROOT_URL")
-    assert make().root_url == "https://three.arcprize.org"
+    assert offline(live=True).root_url == "https://three.arcprize.org"
+    monkeypatch.delenv("ARC_API_KEY")
+    with pytest.raises(BadInput, match="option live: https://three.arcprize.org wants a key.*ARC_API_KEY"):
+        offline(live=True)
     monkeypatch.setenv("ARC_ROOT_URL", "127.0.0.1:8001")
     with pytest.raises(BadInput, match="ARC_ROOT_URL=127.0.0.1:8001: expected the form http"):
-        make()
+        offline(live=True)
 
 
 def test_429_waits_as_long_as_the_server_asks(serve):
@@ -1106,7 +1111,7 @@ def test_the_static_transport_refuses_what_was_not_recorded():
     client.reset("demo-0001", card)  # rewinds
     assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
     assert client.act("demo-0001", frame.guid, "ACTION6", 7, 3).state == "WIN"
-    with pytest.raises(ClientError, match="nothing more"):
+    with pytest.raises(ClientError, match="not what the recording holds"):
         client.act("demo-0001", frame.guid, "ACTION4")
     client.reset("demo-0001", card, frame.guid)
     assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
@@ -1122,6 +1127,9 @@ def test_deviating_from_a_recording_ends_the_episode():
     env = make(session=SESSION, test_ids="none")
     steps = run(env, env.task("train", 0), ["ACTION6 x=1 y=1"] * 9)
     assert len(steps) == 3 and steps[-1].info["error"] == 1 and steps[-1].truncated
+    second = run(env, env.task("train", 0), ["ACTION4"] + ["ACTION6 x=1 y=1"] * 9)[1]
+    read = second.messages[0]["content"]  # what the recording holds there is the answer
+    assert "not what the recording holds" in read and "{" not in read
 
 
 def test_session_files_of_other_editors(tmp_path):
@@ -1203,8 +1211,7 @@ def test_run_arc_eval_stops_at_max_actions(capsys):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ([], "nobody plays"), (["--scripted"], "expected one game"),
-                                         (["--scripted", "--game-id", "maze"], "expected one game"),
+    (["--scripted", "--game-id", "maze"], "expected one game"),
     (["--scripted", "--game-id", "ls20-1"], "maze-17"),
                                          (["--model", "tests", "--game-id", "maze-1"], "cannot be loaded"),
     (["--scripted", "--random"], "not allowed"), (["--root-url", "http://h", "--scripted"], "--live"),
@@ -1216,12 +1223,20 @@ def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
     assert not result["ok"] and says in result["reason"], result
 
 
+def test_run_arc_eval_plays_by_default_and_says_how_to_play_live_games(capsys):
+    assert run_arc_eval.main([]) == 0
+    told = capsys.readouterr()
+    result = json.loads(told.out)
+    assert result["ok"] and result["game_id"] == "maze-17" and result["actions_taken"] > 0
+    assert told.err.count("\n") == 1
+    assert "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model" in told.err
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
     (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
-    (["--scripted", "--game-id", "maze-17", "--env-kwargs", "offline=false"], "offline=false: expected"),
-    (["--scripted", "--game-id", "maze-17", "--live", "--env-kwargs", "offline=true"], "offline=true"),
+    (["--live"], "ARC_API_KEY"), (["--scripted", "--game-id", "ls20-1"], "live=true: the server's"),
 ])
 def test_run_arc_eval_plays_nothing_that_was_not_asked_for(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1313,7 +1328,7 @@ def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, cap
     from tests.run_folders import records, train
 
     model = small_model(offline(**SHORT).vocabulary)
-    options = ("offline=true", "style=short", "downsample=8", "max_actions=3")
+    options = ("style=short", "downsample=8", "max_actions=3")
     folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", env_kwargs=options, iterations=2,
                    max_response_tokens=150, max_context_tokens=700, eval_tasks=3, prompts_per_iteration=3,
                    group_size=2, seed=2)
@@ -1338,6 +1353,6 @@ def test_grpo_trains_on_screens_in_bytes(small_model, tmp_path):
     model = small_model(None)
     folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", iterations=2,
                    max_response_tokens=8,
-                   env_kwargs=("offline=true", "game_ids=maze", "downsample=8", "max_actions=2"),
+                   env_kwargs=("game_ids=maze", "downsample=8", "max_actions=2"),
                    eval_tasks=2)
     assert records(folder)[-1]["iteration"] == 2

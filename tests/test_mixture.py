@@ -116,7 +116,7 @@ def test_countdown_solutions_score_full_marks_and_tasks_are_the_same_at_any_time
 
 
 ALL = {"logic.types": "0, 6", "logic.dyck_max_length": 44, "openspiel.cases": "tic_tac_toe;hex(board_size=3)",
-       "openspiel.workers": 0, "openspiel.playouts": 2, "arcagi3.offline": True, "arcagi3.downsample": 8}
+       "openspiel.workers": 0, "openspiel.playouts": 2, "arcagi3.downsample": 8}
 
 
 def test_real_environments_mix_and_their_splits_are_apart():

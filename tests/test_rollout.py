@@ -1204,12 +1204,12 @@ def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
 
 
 GAMES = {
-    "unseen": ("arcagi3", dict(offline=True, game_ids="lights", style="short", downsample=8,
+    "unseen": ("arcagi3", dict(game_ids="lights", style="short", downsample=8,
                                first_screen=False)),
     "hex": ("openspiel", dict(cases="hex(board_size=4)", mode="game", style="words", playouts=1)),
     "mixture": ("openspiel,arcagi3", {
         "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
-        "arcagi3.offline": True, "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short",
+        "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short",
         "arcagi3.downsample": 8}),
     "countdown": ("countdown", {}),
 }

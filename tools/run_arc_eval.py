@@ -1,14 +1,16 @@
 """Play ARC-AGI-3 games and keep what happened: the outcome as JSON, a recording and a GIF.
 
+    python tools/run_arc_eval.py                     # a game of our own, played at random
     python tools/run_arc_eval.py --mock-session envs/arcagi3/session.json
     python tools/run_arc_eval.py --game-id maze-17 --scripted --out look
     python tools/run_arc_eval.py --game-id maze-17 --model models/mine --env-kwargs style=short downsample=8
     ARC_API_KEY=... python tools/run_arc_eval.py --game-id ls20-016295f7601e --live --model PATH
 
-The game is one of a server (--live, at --root-url, ARC_ROOT_URL or https://three.arcprize.org), a recording's
-(--mock-session), or else one of our own in this process (maze-17, lights-17, collect-17). It is played by a
-model (--model, a folder or hub id with a chat template), by the solver of our own games (--scripted), at
-random (--random), or by the recorded actions (--mock-session alone). Under --out DIR:
+The game is one of a server (--live, at --root-url, ARC_ROOT_URL or https://three.arcprize.org; the first
+that it lists, without --game-id), a recording's (--mock-session), or else one of our own in this process
+(maze-17, lights-17, collect-17). It is played by a model (--model, a folder or hub id with a chat
+template), by the solver of our own games (--scripted), by the recorded actions (--mock-session alone), or
+else at random. Under --out DIR:
 
     session.jsonl   the recording, which --mock-session and the option `session` of envs/arcagi3 replay
     frames.gif      all frames, animations included, with the action that led to each
@@ -131,15 +133,10 @@ def play(env, task, player):
 
 def make_env(args):
     """The environment, and the recorders of the episodes that it starts."""
-    options, here = envs.parse_options(args.env_kwargs), not args.mock_session and not args.live
-    if (options.get("offline", str(here)).lower() in ("true", "1")) != here:
-        raise BadInput(f"--env-kwargs offline={options['offline']}: expected --live or --mock-session beside "
-                       "false, and neither beside true")
-    options |= {"max_actions": str(args.max_actions), "offline": str(here)}
+    options = {"max_actions": str(args.max_actions)} | envs.parse_options(args.env_kwargs)
+    options |= {"live": str(args.live), "root_url": args.root_url}
     if args.mock_session:
         options["session"] = str(args.mock_session)
-    elif args.live and args.root_url:
-        options["root_url"] = args.root_url
     if args.game_id:
         options["game_ids"] = args.game_id
     env = envs.make("arcagi3", **options)
@@ -159,11 +156,9 @@ def player_of(args):
         return load_player(args)
     if args.scripted:
         return scripted
-    if args.random:
-        return lambda env, task: at_random(env, task, args.seed)
-    if args.mock_session:
+    if args.mock_session and not args.random:
         return recorded
-    raise BadInput("nobody plays: expected --model, --scripted, --random or --mock-session")
+    return lambda env, task: at_random(env, task, args.seed)
 
 
 def evaluate(args) -> dict:
@@ -174,6 +169,11 @@ def evaluate(args) -> dict:
     game_id = args.game_id
     if args.mock_session:
         game_id = arcagi3.load_session(env.config.session)["reset"]["game_id"]
+    elif not game_id:
+        game_id = env.task("train", 0).data["game_id"] if args.live else f"{next(iter(games.GAMES))}-17"
+        if not (args.live or args.model or args.scripted):
+            print(f"{game_id}, a game of our own, played at random. Those of three.arcprize.org: "
+                  "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model PATH", file=sys.stderr)
     if not game_id or "," in game_id or game_id in games.GAMES:
         raise BadInput(f"--game-id {game_id!r}: expected one game, such as maze-17")
     task = env.task_of(game_id)
@@ -264,7 +264,8 @@ def write_gif(path: Path, session: dict, args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Play ARC-AGI-3 games and keep what happened.")
-    parser.add_argument("--game-id", default="", help="the game, such as maze-17; with --tasks names or ids")
+    parser.add_argument("--game-id", default="",
+                        help="the game (maze-17, or the first of --live); with --tasks names or ids")
     parser.add_argument("--root-url", default="", help="the server of --live")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--mock-session", type=Path, metavar="FILE", help="replay this recording")
@@ -272,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--model", default="", metavar="PATH", help="folder or hub id of the model that plays")
     who.add_argument("--scripted", action="store_true", help="the solver of our own games plays")
-    who.add_argument("--random", action="store_true", help="play at random")
+    who.add_argument("--random", action="store_true", help="play at random (the default)")
     parser.add_argument("--max-actions", type=at_least(1), default=80, help="replies at most (80)")
     parser.add_argument("--env-kwargs", nargs="*", default=[], metavar="KEY=VALUE",
                         help="further options of the environment")

@@ -1,7 +1,7 @@
 """ARC-AGI-3 games as a multi-turn environment: live over HTTP, in process, or replayed from a file.
 
-    envs.make("arcagi3", offline=True, game_ids="maze")         our own games (games.py), no sockets
-    envs.make("arcagi3", game_ids="ls20-016295f7601e")          https://three.arcprize.org, key in ARC_API_KEY
+    envs.make("arcagi3", game_ids="maze")                       our own games (games.py), no sockets
+    envs.make("arcagi3", live=True)                             https://three.arcprize.org, key in ARC_API_KEY
     envs.make("arcagi3", root_url="http://127.0.0.1:8001")      tools/arc_server.py, or another server
     envs.make("arcagi3", session="envs/arcagi3/session.json")    a recording
 
@@ -74,14 +74,15 @@ NOT_BEGUN = "The game has not begun. Your first reply begins it, whatever it say
 class Config:
     # Which games
     game_ids: str = ""
-    """games, with commas; empty: all that the server lists, or with `offline` all of our own. With
-    `offline`, names (maze, lights, collect) stand for games with ever new levels, and maze-17 for one"""
-    offline: bool = False
-    """play our own games in this process, without a server"""
+    """games, with commas; empty: all there are. Of our own, which are played in this process, names (maze,
+    lights, collect) stand for games with ever new levels, and maze-17 for one"""
+    live: bool = False
+    """play the games of a server; so does a root_url"""
     session: str = ""
     """file with a recorded game to replay in place of a server (.json, or .jsonl of tools/run_arc_eval.py)"""
     root_url: str = ""
-    """the server; empty: the variable ARC_ROOT_URL, or else https://three.arcprize.org"""
+    """the server; empty: with `live` the variable ARC_ROOT_URL, or else https://three.arcprize.org, which
+    wants a key in ARC_API_KEY"""
     test_ids: str = ""
     """held-out games of a list, with commas (none: no game); empty: one in four by a hash of the id, of our
     own one in ten by a hash of the first screen"""
@@ -90,7 +91,7 @@ class Config:
     test_tasks: int = 256
     """their test tasks"""
     levels: int = games.MAX_LEVELS
-    """levels of our own games, with `offline`"""
+    """levels of our own games"""
     # What the model reads
     style: Literal["chat", "short"] = "chat"
     """chat explains and names things; short is a line and the bare grid, for small word-level models"""
@@ -127,19 +128,19 @@ class Config:
                 raise BadInput(f"environment arcagi3: option {option}: expected {expected}, "
                                f"got {getattr(self, option)!r}")
 
-        check(not (self.offline and self.session), "session", "none together with offline")
-        check(not (self.root_url and (self.session or self.offline)), "root_url",
-              "none together with session or offline")
+        check(not (self.session and (self.live or self.root_url)), "session",
+              "none together with live or root_url")
         check(not self.root_url or URL.fullmatch(self.root_url), "root_url", "the form http://host:port")
         for name in split_ids(self.game_ids) if self.offline else ():
             check(name in games.GAMES or games.parse_id(name), "game_ids",
-                  f"some of {', '.join(games.GAMES)}, or ids such as maze-17")
+                  f"some of {', '.join(games.GAMES)}, or ids such as maze-17 (live=true: the server's)")
         names = {name in games.GAMES for name in split_ids(self.game_ids)}
         check(not self.offline or len(names) < 2, "game_ids", "either names or ids with a number, not both")
         generated = self.offline and names != {False}
         check(not (generated and self.test_ids), "test_ids", "none where levels are ever new")
         check(1 <= self.levels <= games.MAX_LEVELS, "levels", f"1 to {games.MAX_LEVELS}")
-        check(self.offline or self.levels == games.MAX_LEVELS, "levels", "offline=true beside it")
+        check(self.offline or self.levels == games.MAX_LEVELS, "levels",
+              f"{games.MAX_LEVELS} for games that are not ours")
         check(1 <= self.downsample <= 32, "downsample", "1 to 32")
         # Blocks across the tiles' edges, or larger than a tile, make test games look like train games.
         check(not self.offline or games.TILE % self.downsample == 0 or self.downsample == 3, "downsample",
@@ -154,6 +155,12 @@ class Config:
             check(0 < getattr(self, option) < float("inf"), option, "more than 0")
         for option in ("train_tasks", "test_tasks"):
             check(getattr(self, option) >= 1, option, "1 or more")
+
+
+    @property
+    def offline(self) -> bool:
+        """Our own games, in this process."""
+        return not (self.live or self.root_url or self.session)
 
 
 def split_ids(text: str) -> list[str]:
@@ -186,6 +193,10 @@ class ArcAgi3(Env):
         self.root_url = (config.root_url or os.environ.get("ARC_ROOT_URL") or DEFAULT_ROOT).rstrip("/")
         if not URL.fullmatch(self.root_url):
             raise BadInput(f"ARC_ROOT_URL={self.root_url}: expected the form http://host:port")
+        key = os.environ.get("ARC_API_KEY", "")
+        if config.live and self.root_url == DEFAULT_ROOT and not key and not transport:
+            raise BadInput(f"environment arcagi3: option live: {DEFAULT_ROOT} wants a key: expected one in "
+                           "the variable ARC_API_KEY, which may stand in a file .env")
         self.make_transport = transport or self._transport
         self.blocking = bool(transport) or not (config.offline or self._session)
 
@@ -218,8 +229,8 @@ class ArcAgi3(Env):
                            "the test split; name more, or choose with test_ids (test_ids=none: all train)")
         if split == "test" and not ids and not self.config.test_ids:
             only = self._games()["train"][0]
-            raise BadInput(f"environment arcagi3: {only}, the only game, is for training, which leaves none to "
-                           "be held out; name more in game_ids, or say that none is to be (test_ids=none)")
+            raise BadInput(f"environment arcagi3: {only}, the only game, is for training, which leaves none "
+                           "to be held out; name more in game_ids, or say that none is to be (test_ids=none)")
         return len(ids)
 
     def task(self, split: str, index: int) -> Task:
@@ -938,8 +949,8 @@ class StaticTransport:
             self.place = 0
             return session["reset"]
         if step is None or step["action"] != command or not same_payload(payload, step["payload"]):
-            expected = f"{step['action']} {json.dumps(step['payload'])}" if step else "nothing more"
-            raise ClientError(f"{command} is not what the recording holds here: {expected[:100]}")
+            # Not what it holds: the message is read by the model.
+            raise ClientError(f"{command} is not what the recording holds at its step {self.place + 1}")
         self.place += 1
         if "error" in step:
             raise failed_again(step)
