@@ -7,6 +7,21 @@ import pytest
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+@pytest.fixture(autouse=True)
+def no_sandbox_in_fast_tests(request, monkeypatch):
+    """bubblewrap is not on every machine: fast tests do without it, and a test that needs it is slow."""
+    if request.node.get_closest_marker("slow"):
+        return
+
+    from envs.code import sandbox
+
+    def started(*args, **options):
+        raise AssertionError("a fast test starts a sandbox: mark it slow")
+
+    monkeypatch.setattr(sandbox, "check", lambda: None)
+    monkeypatch.setattr(sandbox.Sandbox, "__init__", started)
+
+
 @pytest.fixture(scope="session")
 def countdown_tiny():
     """(model, tokenizer) of the shipped checkpoint. Shared: copy the model before changing it."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import uuid
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 import envs
 from envs import BadInput
-from envs.code import repl, sandbox
+from envs.code import repl, sandbox, trees
 from tools import executor_server, make_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,11 +136,9 @@ def play(shop):
         yield playing
 
 
-def some(attempts, *fast):
-    """The attempts as parameters; those not named are slow ones."""
-    assert set(fast) < set(attempts)
-    return [pytest.param(code, id=name, marks=[pytest.mark.slow] * (name not in fast))
-            for name, code in attempts.items()]
+def named(attempts):
+    """The attempts as parameters."""
+    return [pytest.param(code, id=name) for name, code in attempts.items()]
 
 
 def processes(marker):
@@ -256,12 +255,6 @@ def check_tiny(env, index):
     assert next(replies, None) is None
 
 
-def test_tiny_tasks_are_solved_by_demonstration_and_solution():
-    env = make(**TINY)
-    for index in range(2):
-        check_tiny(env, index)
-
-
 @pytest.mark.slow
 def test_200_tiny_tasks_are_solved_by_demonstration_and_solution():
     env = make(**TINY)
@@ -277,12 +270,6 @@ def check_expressions(env, task):
         score = env.score(scenario, scenario.files | {"m.py": source})
         assert score["correct"] == (number == parts[3]) and score["modified"] == (number != parts[2])
         assert score["partial"] < 1 or number == parts[3]
-
-
-@pytest.mark.slow
-def test_wrong_expressions_fail():
-    env = make(**TINY)
-    check_expressions(env, env.task("test", 3))
 
 
 @pytest.mark.slow
@@ -311,6 +298,7 @@ def test_replies_of_a_random_player_of_tiny_tasks():
     assert step.terminated and step.info["modified"] == step.info["partial"] == 0
 
 
+@pytest.mark.slow
 def test_tiny_run_tests():
     env = make(**TINY)
     task = env.task("train", 0)
@@ -360,6 +348,7 @@ def test_replies_without_a_block(shop):
     assert step.info == dict(correct=0, partial=0, modified=0, repl_turns=4, no_block=4, sub_queries=0)
 
 
+@pytest.mark.slow
 def test_the_interpreter_keeps_its_variables(play):
     assert play("x = 41") == "(no output)"
     assert play("def more(n):\n    return n + 1\n\nmore(x)") == "42"
@@ -371,6 +360,7 @@ def test_the_interpreter_keeps_its_variables(play):
     assert play("import os; os.system('echo sub-process')") == "sub-process\n0"
 
 
+@pytest.mark.slow
 def test_exceptions_show_the_codes_own_frames(play):
     text = play("def f(n):\n    return 1 / n\n\nf(0)")
     assert text == ('Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n'
@@ -391,6 +381,7 @@ def test_exceptions_show_the_codes_own_frames(play):
     assert play("1 + 1") == "2"  # the same interpreter still
 
 
+@pytest.mark.slow
 def test_long_output_keeps_head_and_tail(shop):
     env, task = shop(max_output_chars=100)
     with Play(env, task) as play:
@@ -402,6 +393,7 @@ def test_long_output_keeps_head_and_tail(shop):
         assert text.startswith("x" * 50 + "\n... [29999900 left out]") and text.endswith("x" * 50)
 
 
+@pytest.mark.slow
 def test_turns_end_with_a_score(shop):
     env, task = shop(max_turns=2)
     step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST)
@@ -411,6 +403,7 @@ def test_turns_end_with_a_score(shop):
     assert step.truncated and step.reward == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_cut_off_ends_with_a_score(shop):
     env, task = shop()
     with Play(env, task) as play:
@@ -419,6 +412,7 @@ def test_a_conversation_cut_off_ends_with_a_score(shop):
     assert step.truncated and step.reward == 1 and step.messages == []
 
 
+@pytest.mark.slow
 def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
     env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:
@@ -444,6 +438,7 @@ def test_time_outs_in_blocks(shop):
 # ---- Tools
 
 
+@pytest.mark.slow
 def test_ls_and_read(play):
     assert play("ls()") == "shop/\ntests/" and play("print(ls('shop'))") == "__init__.py\nprice.py"
     assert play("read('shop/price.py')") == SHOP["shop/price.py"].strip("\n")
@@ -454,6 +449,7 @@ def test_ls_and_read(play):
     assert "NotADirectoryError" in play("ls('shop/price.py')")
 
 
+@pytest.mark.slow
 def test_grep(play):
     assert play("grep(r'def \\w*chea')") == (
         "shop/price.py:5: def cheapest(prices):\ntests/test_price.py:12: def test_cheapest():\n"
@@ -464,6 +460,7 @@ def test_grep(play):
     assert play("open('data', 'wb').write(b'\\xff\\n'); grep('x', 'data')") == "no match"
 
 
+@pytest.mark.slow
 def test_apply_patch_of_a_place(play):
     assert play(FIX_TOTAL) == "True" and "sum(prices)" in play("read('shop/price.py')")
     assert "0 times" in play(FIX_TOTAL) and "4 times" in play("apply_patch('shop/price.py', 'prices', 'x')")
@@ -472,6 +469,7 @@ def test_apply_patch_of_a_place(play):
                 ) == "b'a = 1\\r\\nb = 3\\r\\n'"
 
 
+@pytest.mark.slow
 def test_apply_patch_of_a_diff(play):
     diff = ROW["patch"]
     assert "True" in play(f"print(apply_patch({diff!r}))") and "min(" in play("read('shop/price.py')")
@@ -491,6 +489,7 @@ def test_apply_patch_of_a_diff(play):
     assert "ValueError" in play("apply_patch('no patch')")
 
 
+@pytest.mark.slow
 def test_bash(play):
     assert play("bash('echo $HOME; pwd; echo error >&2')") == f"/tmp\n{sandbox.WORK}\nerror"
     assert play("bash('echo out; exit 3')") == "out\n\n(exit code 3)"
@@ -500,12 +499,14 @@ def test_bash(play):
     assert "lo" in play("bash('cat /proc/net/dev')") and "eth" not in play("bash('cat /proc/net/dev')")
 
 
+@pytest.mark.slow
 def test_run_tests_of_the_model(play):
     assert play("run_tests()").split() == ["test_total", "test_total_of_none", "test_cheapest",
                                            "test_cheapest_of_one"]
     assert play("run_tests('test_total', \"it's\")") == "test_total"
 
 
+@pytest.mark.slow
 def test_a_module_may_have_a_name_of_the_standard_library(play):
     for name in ("re", "subprocess", "traceback", "textwrap", "types"):
         play(f"open('{name}.py', 'w').write('raise SystemExit')")
@@ -513,6 +514,7 @@ def test_a_module_may_have_a_name_of_the_standard_library(play):
     assert play("bash('echo fine')") == "fine"
 
 
+@pytest.mark.slow
 def test_finish(shop):
     env, task = shop()
     step = outcome(env, task, f"{FIX_TOTAL}\n{FIX_CHEAPEST}\nfinish()\nraise ValueError")
@@ -524,6 +526,7 @@ def test_finish(shop):
 # ---- Scores
 
 
+@pytest.mark.slow
 def test_solution_untouched_partial(shop):
     env, task = shop()
     solved = env.start(task, 1)
@@ -581,14 +584,16 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("code", some(UNCHANGED, "edits the tests", "deletes the tests", "conftest"))
+@pytest.mark.slow
+@pytest.mark.parametrize("code", named(UNCHANGED))
 def test_what_is_put_beside_or_into_the_tests_counts_for_nothing(shop, code):
     env, task = shop(reward_mode="partial")
     step = outcome(env, task, code, "finish()")
     assert step.info["modified"] == step.info["partial"] == step.info["correct"] == step.reward == 0
 
 
-@pytest.mark.parametrize("code", some(CHEATS, "prints outcomes", "ends with 0", "hooks the tests", "runs on"))
+@pytest.mark.slow
+@pytest.mark.parametrize("code", named(CHEATS))
 def test_cheats_gain_nothing(shop, code):
     env, task = shop()
     step = outcome(env, task, code, "finish()")
@@ -598,8 +603,6 @@ def test_cheats_gain_nothing(shop, code):
 # ---- The code against the loop
 
 
-FDS = "import os\np = f'/proc/{os.getppid()}/fd'\nfor fd in sorted(os.listdir(p)):\n    try:\n" \
-      "        f = os.open(f'{p}/{fd}', os.O_WRONLY)\n        os.write(f, %s)\n    except OSError: pass\n"
 # What ends the interpreter: an answer says so, and the next block runs.
 ENDINGS = {
     "os._exit": "import os; os._exit(0)",
@@ -615,17 +618,6 @@ ENDINGS = {
 ATTACKS = {
     "kills the parent": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
     "kills all": "import os, signal; os.kill(-1, signal.SIGKILL)",
-    "garbage on all pipes": FDS % "b'garbage\\n'",
-    "half a line": FDS % "b'{\"op\": '",
-    "deep JSON": FDS % "b'[' * 60_000 + b'\\n'",
-    "forged end": FDS % "b'{\"op\": \"done\", \"output\": \"\", \"note\": \"\", '\n"
-                        "b'\"finished\": true, \"answer\": 1}\\n'",
-    "forged tree": FDS % "b'{\"op\": \"tree\", \"files\": {\"../../x\": \"AA==\"}}\\n'",
-    "forged tree of nonsense": FDS % "b'{\"op\": \"tree\", \"files\": {\"\": \"AA==\", \"a\": 1}}\\n'",
-    "forged folder": FDS % "b'{\"op\": \"tree\", \"files\": {\".\": \"AA==\", '\n"
-                           "b'\"a\": \"AA==\", \"a/b\": \"\"}}\\n'",
-    "forged questions": FDS % "b'{\"op\": \"query\", \"prompts\": \"' + b'a' * 50_000 + b'\"}\\n'",
-    "forged numbers": FDS % "b'{\"op\": \"query\", \"prompts\": 7}\\n{\"op\": 3}\\n7\\n'",
     "questions past the limit": "import __main__; __main__.OPTIONS['queries'] = 10**9\n"
                                 "llm_query_batched(['x'] * 1000)",
     "no questions": "import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})",
@@ -658,7 +650,8 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("code", some(ENDINGS, "os._exit", "garbage"))
+@pytest.mark.slow
+@pytest.mark.parametrize("code", named(ENDINGS))
 def test_what_ends_the_interpreter_is_told(shop, code):
     env, task = shop()
     with Play(env, task) as play:
@@ -670,8 +663,8 @@ def test_what_ends_the_interpreter_is_told(shop, code):
     assert step.terminated and step.reward == 1
 
 
-@pytest.mark.parametrize("code", some(ATTACKS, "kills the parent", "garbage on all pipes", "forged folder",
-                                      "questions past the limit", "strange names"))
+@pytest.mark.slow
+@pytest.mark.parametrize("code", named(ATTACKS))
 def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
     env, task = shop(turn_timeout=3.0, max_queries=4)
     start, marker = time.monotonic(), uuid.uuid4().hex
@@ -693,6 +686,85 @@ def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
     assert time.monotonic() - start < 90 and gone(marker)
 
 
+PIPES = """
+import ctypes, os
+C = ctypes.CDLL(None, use_errno=True)
+parent = C.syscall(434, os.getppid(), 0)  # pidfd_open
+print([n for n in range(9) if C.syscall(438, parent, n, 0) >= 0])  # pidfd_getfd
+places = [f"/proc/{os.getppid()}/{name}" for name in ("mem", "environ", "fd/0", "fd/1", "fd/3", "fd/4")]
+def opened(place):
+    try: return bool(open(place, "rb"))
+    except OSError: return False
+print([place for place in places if opened(place)])
+"""
+
+
+@pytest.mark.slow
+def test_the_workers_pipes_are_out_of_reach(play):
+    assert play(PIPES) == "[]\n[]"
+    assert play("import os; os._exit(0)") and play(PIPES) == "[]\n[]"  # of the next interpreter too
+    assert play("open('/proc/self/environ').read() != ''") == "True"  # its own are not
+
+
+SAY = "import json, os, sys, time\ndef say(**message): print(json.dumps(message), flush=True)\n"
+DONE = "say(op='done', output='', note='', finished=True, answer='')\n"
+# Workers that say what they should not, as one would that was taken over.
+WORKERS = {
+    "questions without end": "while True: say(op='query', prompts=['x']); sys.stdin.readline()",
+    "questions past the limit": "while True: say(op='query', prompts=['x'] * 9); sys.stdin.readline()",
+    "a question that is none": "say(op='query', prompts=[[[]]])",
+    "a drip": "while True: sys.stdout.write(' '); sys.stdout.flush(); time.sleep(0.2)",
+    "a line without end": "while True: sys.stdout.write('x' * 2**16)",
+    "a note of 60 MB": "say(op='done', output='', note='x' * 60 * 10**6)",
+    "lists in lists": "sys.stdout.write('[' + '[],' * 10**7 + '[]]\\n'); sys.stdout.flush()",
+    "deep lists": "sys.stdout.write('[' * 10**5 + '\\n'); sys.stdout.flush()",
+    "no text": "say(op='done', output=[[1]], note={}, finished=1, answer=7)",
+    "a million files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(10**6)])",
+    "3000 files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(3000)])",
+    "a large tree": DONE + "say(op='tree', files=[['a', 2**40]])\nwhile True: sys.stdout.write('x' * 2**16)",
+    "a tree less than nothing": DONE + "say(op='tree', files=[['a', 9], ['b', -9]])\nprint('x' * 99)",
+    "a tree of no size": DONE + "print('{\"op\": \"tree\", \"files\": [[\"a\", Infinity]]}')",
+    "a tree elsewhere": DONE + "say(op='tree', files=[['../../x', 1]])\nprint('x')",
+    "a tree of nonsense": DONE + "say(op='tree', files={'a': {'b': 1}})",
+    "a tree that does not come": DONE + "say(op='tree', files=[['a', 100]])",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", named(WORKERS))
+def test_the_trainer_trusts_no_worker(shop, monkeypatch, script):
+    """Whatever it says, a step ends in time, its memory is bounded, and what it gives is nothing."""
+    monkeypatch.setattr(repl, "WORKER", f"{SAY}sys.stdin.readline()\n{script}\ntime.sleep(99)")
+    monkeypatch.setattr(repl, "GRACE", 1.0)
+    monkeypatch.setattr(repl, "TREE_TIME", 2.0)
+    env, task = shop(turn_timeout=1.0, max_queries=4)
+    start = time.monotonic()
+    tracemalloc.start()
+    try:
+        with Play(env, task) as play:
+            step = play.step("1")
+            while step.children:
+                step = play.episode.resume([""] * len(step.children))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert step.truncated or step.terminated
+    assert step.reward == step.info["correct"] == 0 and step.info.get("modified", 0) == 0
+    assert time.monotonic() - start < 10 and peak < 100 * 2**20
+
+
+@pytest.mark.slow
+def test_halves_of_surrogate_pairs_do_not_get_out(shop):
+    env, task = shop()
+    with Play(env, task) as play:
+        assert play("print('a\\ud800b')").isprintable()
+        step = play.step("llm_query('a\\ud800b')")
+        step.children[0][0].messages[1]["content"].encode()
+        play.episode.resume(["x"])
+        play.step("finish('\\ud800')")
+
+
+@pytest.mark.slow
 def test_close_from_another_thread_ends_a_block(shop):
     env, task = shop()
     marker, found = uuid.uuid4().hex, []
@@ -714,6 +786,7 @@ def test_close_from_another_thread_ends_a_block(shop):
     assert not thread.is_alive() and isinstance(found[0], sandbox.SandboxError) and gone(marker)
 
 
+@pytest.mark.slow
 def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
     env, task = shop()
     made, go = [], threading.Event()
@@ -752,6 +825,7 @@ def test_episodes_that_never_ran_code_can_be_closed(shop):
 # ---- Sub-agents
 
 
+@pytest.mark.slow
 def test_a_question_to_a_sub_agent(shop):
     env, task = shop()
     with Play(env, task) as play:
@@ -769,6 +843,7 @@ def test_a_question_to_a_sub_agent(shop):
     assert step.info["sub_queries"] == 1
 
 
+@pytest.mark.slow
 def test_sub_agents_work_on_a_copy(shop):
     env, task = shop()
     with Play(env, task) as play:
@@ -788,6 +863,7 @@ def test_sub_agents_work_on_a_copy(shop):
         assert play("read('note')") == "from above"
 
 
+@pytest.mark.slow
 def test_sub_agents_of_sub_agents_answer_without_code(shop):
     env, task = shop(max_sub_agent_depth=2)
     with Play(env, task) as play:
@@ -803,6 +879,7 @@ def test_sub_agents_of_sub_agents_answer_without_code(shop):
         leaf.close()
 
 
+@pytest.mark.slow
 def test_limits_on_questions(shop):
     env, task = shop(max_queries=2)
     with Play(env, task) as play:
@@ -823,6 +900,32 @@ def test_limits_on_questions(shop):
 
 
 @pytest.mark.slow
+def test_refused_questions_take_the_blocks_time(shop):
+    env, task = shop(max_queries=1, turn_timeout=2.0)
+    with Play(env, task) as play:
+        start = time.monotonic()
+        step = play.step("while True:\n    try: llm_query('a')\n    except RuntimeError: pass")
+        assert len(step.children) == 1
+        text = play.text(play.episode.resume([""]))
+        assert "stopped after 2 s" in text and time.monotonic() - start < 5
+
+
+@pytest.mark.slow
+def test_an_episode_and_its_sub_agents_share_a_budget(shop):
+    env, task = shop(max_sub_agents=3, max_queries=2)
+    with Play(env, task) as play:
+        ((_, child),) = play.step("llm_query('a')").children
+        assert len(child.step(fenced("llm_query_batched(['b', 'c'])")).children) == 2
+        child.resume(["", ""])
+        assert "no more than 3 sub-agents in an episode" in play.text(child.step(fenced("llm_query('d')")))
+        child.close()
+        play.episode.resume([""])
+        assert "no more than 3 sub-agents in an episode" in play("llm_query('e')")
+    with Play(env, task) as play:  # of another episode nothing is gone
+        assert play.step("llm_query('a')").children
+
+
+@pytest.mark.slow
 def test_waiting_for_sub_agents_takes_none_of_the_blocks_time(shop):
     env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:
@@ -832,6 +935,7 @@ def test_waiting_for_sub_agents_takes_none_of_the_blocks_time(shop):
         assert play.text(play.episode.resume(["y" * 100_000])).startswith("200")  # cut to 20,000 and a line
 
 
+@pytest.mark.slow
 def test_close_while_sub_agents_work(shop):
     env, task = shop()
     episode = env.start(task, 1)
@@ -855,7 +959,6 @@ def test_close_while_sub_agents_work(shop):
     (dict(scenarios="tiny"), "short and tiny go together"),
     (dict(dataset="x.jsonl"), "dataset: needs cache_dir"),
     (dict(instance_ids="ledger-cents,nope"), "instance_ids: unknown 'nope'; known:"),
-    (dict(backend="docker"), "expected one of auto, bubblewrap"),
     (dict(max_turn=3), "did you mean 'max_turns'"),
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
 ])
@@ -924,6 +1027,7 @@ def test_a_repository_without_tests_is_named(tmp_path):
         env.start(find(env, "shop-1"), 1)
 
 
+@pytest.mark.slow
 def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
     """Files at places where folders of the tests are, and what configures the original tests."""
     files = {"shop/price.py": SHOP["shop/price.py"], "shop/tests/test_price.py": SHOP["tests/test_price.py"],
@@ -1109,7 +1213,7 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
         said = json.loads(capsys.readouterr().out)
         assert said["scenarios"] == said["asked"] == 3 and said["train"] + said["test"] == 3
         assert said["tried"] >= 3 and said["per_minute"] > 0
-    read = [sandbox.read_tree(tmp_path / out) for out in ("one", "two")]
+    read = [trees.read(tmp_path / out) for out in ("one", "two")]
     assert read[0] == read[1]  # whatever --jobs
     env = make(cache_dir=str(tmp_path / "one"))
     for name in json.loads((tmp_path / "one" / "index.json").read_text()):
@@ -1186,13 +1290,6 @@ PYTEST_CHEATS = {
 }
 
 
-def on_backend(name):
-    try:
-        return sandbox.choose(name)
-    except BadInput as error:
-        pytest.skip(str(error))
-
-
 def check_bundled(name, **options):
     env = make(**options)
     task = find(env, name)
@@ -1219,26 +1316,12 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["bubblewrap", "namespaces"])
-def test_scenarios_on_each_backend(backend):
-    check_bundled("inventory-generator", backend=on_backend(backend))
-    env = make(backend=backend, turn_timeout=3.0, **TINY)
-    check_tiny(env, 0)
-    task = find(make(), "textwrap-exact")
-    with Play(make(backend=backend, turn_timeout=30.0), task) as play:
+def test_the_tests_as_a_model_runs_them():
+    with Play(make(turn_timeout=30.0), find(make(), "textwrap-exact")) as play:
         text = play("print(run_tests())")
         assert "2 failed, 9 passed" in text and "(exit code 1)" in text
         assert "1 failed" in play("run_tests('tests/test_wrap.py::test_a_line_may_be_full')")
         assert "1 passed" in play("run_tests('tests/test_wrap.py::test_empty')")
-        assert play("import os; os._exit(0)").startswith("(the code ended") and play("1") == "1"
-
-
-def test_a_bundled_scenario_from_report_to_score():
-    env = make()
-    task = find(env, "textwrap-exact")
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step(env.solution(task))
-    assert step.terminated and step.reward == 1
 
 
 @pytest.mark.slow

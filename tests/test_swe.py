@@ -32,18 +32,12 @@ GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pas
 
 @pytest.fixture(scope="module")
 def env():
-    try:
-        return envs.make("swe", backend=os.environ.get("SANDBOX_BACKEND", "auto"))
-    except BadInput as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    return envs.make("swe")
 
 
 @pytest.fixture
 def unjudged(monkeypatch):
     """An environment in which no test runs: no diff applies."""
-    monkeypatch.setattr(sandbox, "choose", lambda backend: backend)
     monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: None)
     return envs.make("swe")
 
@@ -76,6 +70,7 @@ def module_of(name):
 # ---- Verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow)
                                            for name in ROWS if name != FIRST)])
 def test_the_reference_is_correct_and_scores_the_same_again(env, name):
@@ -102,9 +97,10 @@ def test_half_of_the_reference_scores_in_part(env, name):
         assert any(0 < info["partial"] < 1 and info["pass_to_pass"] == 1 for info in infos)
 
 
+@pytest.mark.slow
 def test_the_partial_reward(env, monkeypatch):
     half = fenced(next(halves(FIRST)))
-    partial = swe.Swe(swe.Config(reward="partial", backend=env.config.backend))
+    partial = swe.Swe(swe.Config(reward="partial"))
     assert score(env, FIRST, half).reward == 0 and score(partial, FIRST, half).reward == 0.5
     # What breaks another test gets nothing.
     monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: dict.fromkeys(
@@ -124,12 +120,14 @@ def test_a_reply_without_a_diff(unjudged, reply):
     assert step.info == NONE and (step.reward, step.terminated) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_diff_that_does_nothing(env):
     path = "backoff/retry.py"
     info = score(env, FIRST, fenced(in_front(FIRST, path, ["# nothing"]))).info
     assert info == dict(GOOD, correct=0, fail_to_pass=0, partial=0)
 
 
+@pytest.mark.slow
 def test_a_diff_that_does_not_apply(env):
     wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
     assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
@@ -137,6 +135,7 @@ def test_a_diff_that_does_not_apply(env):
     assert score(env, FIRST, fenced(addition("backoff", ["1"]))).info["applied"] == 0
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_sandbox_is_no_verdict(env, monkeypatch):
     def fail(*args, **options):
         raise sandbox.SandboxError("no room")
@@ -158,19 +157,6 @@ def test_files_are_made_moved_and_deleted(env):
     assert score(env, name, fenced(patch)).info["fail_to_pass"] == 0  # nobody imports it
     patch += addition("textgrid/layout.py", ["from textgrid.measure import pad, widths  # noqa: F401"])
     assert score(env, name, fenced(patch)).info["format"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["bubblewrap", "namespaces"])
-def test_every_backend_gives_the_same(backend):
-    try:
-        env = envs.make("swe", backend=backend)
-    except BadInput:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"no {backend}")
-    for name in (FIRST, "minibox__routes-3"):
-        assert score(env, name, env.solution(env.task_of(name))).info == GOOD
 
 
 @pytest.mark.slow
@@ -245,15 +231,16 @@ def test_a_file_of_the_test_patch_is_refused_whatever_its_name(path):
             check_patch(addition(mine, ["x"]), addition(theirs, ["y"]))
 
 
+@pytest.mark.slow
 def test_whatever_a_program_makes_of_a_diff_no_other_file_changes(env):
     """Said in a way that programs may read differently: only what was checked is read back."""
     sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "backoff/retry.py", ["# x"])
     files = env.snapshot(FIRST)
-    assert swe.apply(files, sneaky, env.backend).keys() == {"backoff/retry.py"}
+    assert swe.apply(files, sneaky).keys() == {"backoff/retry.py"}
     lines = files["backoff/retry.py"].decode().splitlines()
     gone = f"--- a/backoff/retry.py\n+++ /dev/null\n@@ -1,{len(lines)} +0,0 @@\n" + "".join(
         f"-{line}\n" for line in lines)
-    assert swe.apply(files, gone, env.backend) == {"backoff/retry.py": None}
+    assert swe.apply(files, gone) == {"backoff/retry.py": None}
 
 
 # ---- Forged results
@@ -295,6 +282,7 @@ PYTEST_FORGERIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     "ends the process", "prints results", "kills the reporter",
     *(pytest.param(name, marks=pytest.mark.slow) for name in list(FORGERIES)[3:])])
@@ -312,6 +300,7 @@ def test_forged_results_do_not_count_with_pytest(env, name):
     assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_configuration_in_the_tree_does_not_count(env, plain):
     """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
@@ -321,7 +310,7 @@ def test_configuration_in_the_tree_does_not_count(env, plain):
     files = {"f.py": code, "conftest.py": hook, "tests/conftest.py": hook, "sitecustomize.py": hook,
              "pytest.ini": b"[pytest]\naddopts = --collect-only\n",
              "tests/test_f.py": b"def test_f(): pass\n"}
-    assert testing.run_tests(files, tests, plain=plain, backend=env.backend) == {
+    assert testing.run_tests(files, tests, plain=plain) == {
         "tests/test_f.py::test_f": "FAILED"}
 
 
@@ -329,15 +318,16 @@ def test_configuration_in_the_tree_does_not_count(env, plain):
 
 
 @pytest.fixture(scope="module")
-def run_tests(env):
+def run_tests():
     def run(code, tests, **options):
         files = {"f.py": code.encode()}
         tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
         tests = {path: text.encode() for path, text in tests.items()}
-        return testing.run_tests(files, tests, backend=env.backend, **options)
+        return testing.run_tests(files, tests, **options)
     return run
 
 
+@pytest.mark.slow
 def test_plain_outcomes(run_tests):
     tests = {"test_a.py": "import f\ndef test_a(): assert f.x == 1\ndef test_b(): assert f.x == 2\n"
                           "def test_c(): f.loop()\ndef test_d(): raise SystemExit\ndef helper(): pass\n"
@@ -354,6 +344,7 @@ def test_plain_outcomes(run_tests):
     assert run_tests(code, {}, plain=True) == {}
 
 
+@pytest.mark.slow
 def test_pytest_outcomes(run_tests):
     tests = '''
 import pytest, unittest, f
@@ -404,7 +395,6 @@ def test_results_are_cached_and_waited_for(monkeypatch):
 
     monkeypatch.setattr(testing, "_run", slow)
     monkeypatch.setattr(testing, "_cache", testing.collections.OrderedDict())
-    monkeypatch.setattr(sandbox, "choose", lambda backend: "bubblewrap")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         same = [pool.submit(testing.run_tests, {"f.py": b"1"}, {"t.py": b""}) for _ in range(3)]
         other = pool.submit(testing.run_tests, {"f.py": b"2"}, {"t.py": b""})
@@ -419,7 +409,6 @@ def test_results_are_cached_and_waited_for(monkeypatch):
 
 
 def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
-    monkeypatch.setattr(sandbox, "choose", lambda backend: "bubblewrap")
     monkeypatch.setattr(sandbox, "run", lambda *args, **options: sandbox.Result("bwrap: no", 1, 0.1))
     for _ in range(2):
         with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
@@ -440,18 +429,6 @@ MUST = {"c1": "PASSED", "c2": "FAILED"}
 def test_nothing_counts_without_the_canaries(reports, expected):
     assert testing.counted(reports, MUST, None) == expected
     assert testing.counted(reports, MUST, ["a", "b"]) == expected
-
-
-def test_unconfined_needs_a_word(monkeypatch):
-    with pytest.raises(BadInput, match="allow_unconfined=true"):
-        envs.make("swe", backend="unconfined")
-    monkeypatch.setattr(sandbox, "_unusable", lambda name: "not here")
-    with pytest.raises(BadInput, match="no sandbox for untrusted code"):
-        envs.make("swe")
-    assert envs.make("swe", allow_unconfined=True).backend == "unconfined"
-    tests = {"test_a.py": b"def test_a(): pass\n"}
-    found = testing.run_tests({}, tests, plain=True, allow_unconfined=True)
-    assert found == {"test_a.py::test_a": "PASSED"}
 
 
 # ---- Diffs in replies
@@ -694,10 +671,11 @@ def test_instances_that_nothing_can_judge_are_refused(tmp_path):
     assert "Files" not in env.task_of("a__b-0").messages[-1]["content"]
 
 
+@pytest.mark.slow
 def test_snapshots_of_ones_own(env, tmp_path):
     file = write(tmp_path / "rows.jsonl", many(2))
     shutil.copytree(swe.BUNDLED / FIRST, tmp_path / "a__b-0")
-    own = envs.make("swe", dataset=file, snapshots=str(tmp_path), backend=env.config.backend)
+    own = envs.make("swe", dataset=file, snapshots=str(tmp_path))
     assert score(own, "a__b-0", own.solution(own.task_of("a__b-0"))).info == GOOD
     with pytest.raises(BadInput, match="a__b-1: no such folder"):
         own.task_of("a__b-1")
@@ -707,9 +685,9 @@ def test_snapshots_of_ones_own(env, tmp_path):
 
 
 @pytest.fixture
-def images(env):
+def images():
     """An executor whose images are the repositories that come with this."""
-    with executor_server.ExecutorServer(swe.BUNDLED, env.backend, concurrency=2) as server:
+    with executor_server.ExecutorServer(swe.BUNDLED, concurrency=2) as server:
         yield server
 
 

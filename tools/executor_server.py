@@ -35,7 +35,7 @@ import tornado.web
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from envs.code import sandbox
+from envs.code import sandbox, trees
 from tools.command_line import Parser, at_least, one_line
 
 MAX_BODY = 64 * 2**20  # bytes of a request
@@ -51,9 +51,9 @@ UNPACK = 'tar -xf "$1" --no-same-owner 2> /dev/null || { echo "$1"; exit; }; rm 
 class ExecutorServer:
     """An executor behind a port of the loopback interface. In a `with` it serves from a thread."""
 
-    def __init__(self, images: Path, backend: sandbox.Backend = "auto", concurrency: int = 4,
-                 most_seconds: float = 3600.0, port: int = 0):
-        self.images, self.backend, self.most_seconds = images, sandbox.choose(backend), most_seconds
+    def __init__(self, images: Path, concurrency: int = 4, most_seconds: float = 3600.0, port: int = 0):
+        sandbox.check()
+        self.images, self.most_seconds = images, most_seconds
         self.concurrency, self.running = concurrency, 0
         self.threads = ThreadPoolExecutor(concurrency)
         self.sockets = tornado.netutil.bind_sockets(port, "127.0.0.1")
@@ -108,10 +108,10 @@ class ExecutorServer:
             raise BadInput("field patch_tar_b64: expected a tar in base64") from error
 
         archive = f".{secrets.token_hex(16)}"
-        files = sandbox.read_tree(self.folder(request["docker_image"])) | {archive: packed}
-        done = sandbox.run(["sh", "-c", UNPACK, "sh", archive, command], files, backend=self.backend,
-                           timeout=float(timeout), cpu=math.ceil(timeout) + 1, memory=4096, processes=256,
-                           disk=1024, output=1_000_000)
+        files = trees.read(self.folder(request["docker_image"])) | {archive: packed}
+        done = sandbox.run(["sh", "-c", UNPACK, "sh", archive, command], files, timeout=float(timeout),
+                           cpu=math.ceil(timeout) + 1, memory=4096, processes=256, disk=1024,
+                           output=1_000_000)
         if done.output == f"{archive}\n":
             raise BadInput("field patch_tar_b64: expected a tar with files within the folder")
         return dict(test_output=done.output, exit_code=124 if done.timed_out else done.exit_code,
@@ -182,8 +182,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Run test commands over snapshots of repositories, on this machine.")
     parser.add_argument("--images", type=Path, required=True, help="folder with a folder for each image")
     parser.add_argument("--port", type=at_least(0, most=65535), default=8002, help="0: a free one (8002)")
-    parser.add_argument("--backend", choices=("auto", "bubblewrap", "namespaces"), default="auto",
-                        help="what confines the commands (auto)")
     parser.add_argument("--concurrency", type=at_least(1), default=4, help="commands at once (4)")
     parser.add_argument("--max-timeout", type=at_least(1, float), default=3600.0,
                         help="longest time for a command [s] (3600)")
@@ -191,12 +189,12 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if not args.images.is_dir():
             raise BadInput(f"--images {args.images}: expected a folder")
-        server = ExecutorServer(args.images, args.backend, args.concurrency, args.max_timeout, args.port)
+        server = ExecutorServer(args.images, args.concurrency, args.max_timeout, args.port)
     except (BadInput, OSError, OverflowError) as error:
         print(json.dumps({"error": one_line(error)}), file=sys.stderr)
         return 1
     logging.getLogger("tornado").setLevel(logging.ERROR)  # clients that are slow or go away are no news
-    print(json.dumps({"url": server.url, "images": str(args.images), "backend": server.backend}), flush=True)
+    print(json.dumps({"url": server.url, "images": str(args.images)}), flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:

@@ -40,7 +40,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput
-from envs.code import repl, sandbox
+from envs.code import repl, sandbox, trees
 from envs.code.testing import run_tests
 from tools.command_line import Parser, at_least, one_line
 
@@ -301,7 +301,7 @@ def patched(files: dict[str, bytes], patch: str, name: str) -> dict[str, bytes]:
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip()
             raise BadInput(f"{name}: its patch does not apply ({reason})")
-        return sandbox.read_tree(Path(folder))
+        return trees.read(Path(folder))
 
 
 def read_source(folder: Path) -> Source:
@@ -319,12 +319,11 @@ def read_source(folder: Path) -> Source:
 @dataclass
 class Maker:
     timeout: float  # of a run of the tests [s of processor time]
-    backend: str
 
     def explain(self, source: Source, files: dict[str, bytes]) -> tuple[dict[str, bool], dict[str, list]]:
         """-> test -> passed, test -> what it did and said where it failed; both empty: not in time."""
         argv = [sys.executable, "-I", "-c", EXPLAIN, str(self.timeout), *source.tests]
-        done = sandbox.run(argv, files, backend=self.backend, timeout=10 * self.timeout, output=2**18)
+        done = sandbox.run(argv, files, timeout=10 * self.timeout, output=2**18)
         try:
             outcomes, failed = json.loads(done.output)
         except ValueError:
@@ -333,7 +332,7 @@ class Maker:
 
     def judge(self, source: Source, files: dict[str, bytes]) -> dict[str, str]:
         """test -> outcome, as the environment will judge."""
-        return run_tests(*source.split(files), timeout=10 * self.timeout, backend=self.backend)
+        return run_tests(*source.split(files), timeout=10 * self.timeout)
 
     def check(self, source: Source) -> dict[str, str]:
         """What the tests say of the correct repository; BadInput unless all pass, in time."""
@@ -431,11 +430,11 @@ def make(args) -> dict:
     out: Path = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"--out {out}: expected a new or an empty folder")
-    backend = sandbox.choose(args.backend)
+    sandbox.check()
     sources = [read_source(folder) for folder in args.source] if args.source else bundled_sources()
     if twice := [name for name, n in collections.Counter(s.name for s in sources).items() if n > 1]:
         raise BadInput(f"--source: two folders are named {twice[0]}")
-    maker, start = Maker(args.timeout, backend), time.monotonic()
+    maker, start = Maker(args.timeout), time.monotonic()
     rows, tried = {}, 0
     with ThreadPoolExecutor(args.jobs) as pool:
         expected = dict(zip((source.name for source in sources), pool.map(maker.check, sources), strict=True))
@@ -492,8 +491,6 @@ def main(argv: list[str] | None = None) -> int:
                         help="runs at the same time (cores)")
     parser.add_argument("--timeout", type=at_least(1, float), default=20.0, metavar="SECONDS",
                         help="of processor time for all tests; mutants that take more are dropped (20)")
-    parser.add_argument("--backend", choices=("auto", "bubblewrap", "namespaces"), default="auto",
-                        help="what confines the tests (auto)")
     try:
         print(json.dumps(make(parser.parse_args(argv))))
     except (BadInput, sandbox.SandboxError) as error:

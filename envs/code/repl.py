@@ -14,9 +14,9 @@ docs/repl.md has the formats of scenarios, the prompts and what is scored.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -25,17 +25,24 @@ import selectors
 import threading
 import time
 import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hold_out
-from envs.code import sandbox
+from envs.code import sandbox, trees
+from envs.code.executor import HttpExecutor
 from envs.code.testing import decides, run_tests
 
-WORKER = Path(__file__).with_name("repl_worker.py")
+WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
 TEST_SHARE = 5  # one scenario in so many belongs to the test split
-MOST_MESSAGE = 64 * sandbox.MIB  # a longer line of the worker ends the episode [bytes]
+# What the worker in the sandbox may say, which is not to be trusted; more ends the episode.
+MOST_FILES = 2_000  # of a tree
+MOST_BYTES = 32 * sandbox.MIB  # in them
+MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer
+MOST_NOTE = 200  # characters of what is said about a block
+GRACE = 10.0  # for its messages, beyond the time of a block [s]
+TREE_TIME = 20.0  # to hand over the files at the end [s]
 NOTHING = dict(correct=0.0, partial=0.0, modified=0.0)
 OUTCOMES = ("PASSED", "FAILED", "ERROR")
 BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```|\Z)", re.DOTALL)
@@ -109,6 +116,8 @@ class Config:
     """sub-agents may ask sub-agents, so deep; the deepest answer without code. 0: there are none"""
     max_queries: int = 8
     """questions to sub-agents of one block of code"""
+    max_sub_agents: int = 64
+    """sub-agents of an episode, with those of its sub-agents"""
     reward_mode: Literal["correct", "partial"] = "correct"
     """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
     turn_timeout: float = 60.0
@@ -119,16 +128,12 @@ class Config:
     """address space of a process in the sandbox [MiB]"""
     processes: int = 64
     """processes and threads in it"""
-    backend: sandbox.Backend = "auto"
-    """what confines the code: auto, bubblewrap, namespaces"""
-    allow_unconfined: bool = False
-    """run the code without a sandbox where there is none: only for models and data that you trust"""
     executor_url: str = ""
     """service that runs the final tests in the instance's container image, in place of the sandbox"""
 
     def __post_init__(self):
-        for name in ("max_turns", "max_output_chars", "max_queries", "train_tasks", "test_tasks", "memory",
-                     "processes"):
+        for name in ("max_turns", "max_output_chars", "max_queries", "max_sub_agents", "train_tasks",
+                     "test_tasks", "memory", "processes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"environment repl: option {name}: expected 1 or more, "
                                f"got {getattr(self, name)}")
@@ -172,15 +177,8 @@ class Repl(Env):
 
     def __init__(self, config):
         super().__init__(config)
-        self.backend = "unconfined" if config.allow_unconfined else config.backend
-        if config.allow_unconfined:
-            try:
-                self.backend = sandbox.choose(config.backend)
-            except BadInput:
-                pass
-        else:
-            sandbox.choose(config.backend)
-        self.executor = sandbox.HttpExecutor(config.executor_url) if config.executor_url else None
+        sandbox.check()
+        self.executor = HttpExecutor(config.executor_url) if config.executor_url else None
         if config.scenarios == "tiny" and not config.cache_dir:
             self._ids = None
             return
@@ -263,15 +261,11 @@ class Repl(Env):
         if left == original:
             return NOTHING
         tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
-        # A file cannot lie where a folder of the tests does.
-        folders = {str(folder) for path in (*left, *tests) for folder in PurePosixPath(path).parents}
-        left = {path: text for path, text in left.items() if path not in folders}
         if self.executor:
             results = self._remote_results(scenario, original, left, tests)
         else:
             names = sorted(scenario.expected) if all("::" in name for name in scenario.expected) else None
             results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
-                                backend=self.backend, allow_unconfined=self.config.allow_unconfined,
                                 memory=self.config.memory)
             results = {short_name(name): outcome for name, outcome in results.items()} | results
         matched = sum(results.get(name) == outcome for name, outcome in scenario.expected.items())
@@ -281,21 +275,40 @@ class Repl(Env):
     def _remote_results(self, scenario, original, left, tests):
         """What a container of the instance says, with changed files and the original tests laid over it."""
         changed = {path: text for path, text in left.items() if original.get(path) != text}
+        fitting = trees.laid_over(changed, scenario.files)  # where a file was, the image can hold no folder
+        changed = {path: text for path, text in changed.items() if path in fitting}
         removed = " ".join(f"'{path}'" for path in original.keys() - left.keys() if "'" not in path)
         command = scenario.test_command
         if "pytest" in command and " -rA" not in command:
             command += " -rA"  # say what comes of each test
         command = f"rm -f -- {removed}; {command}" if removed else command
-        result = self.executor.test(scenario.docker_image, changed | tests, command, self.config.test_timeout)
+        result = self.executor.test(scenario.docker_image, trees.laid_over(changed, tests), command,
+                                    self.config.test_timeout)
         return outcomes_in(result.output)
+
+
+class Budget:
+    """The sub-agents that are left to an episode and its sub-agents, which take from it at the same time."""
+
+    def __init__(self, left: int):
+        self.left, self.lock = left, threading.Lock()
+
+    def take(self, number: int) -> bool:
+        with self.lock:
+            enough = number <= self.left
+            self.left -= number if enough else 0
+        return enough
 
 
 class ReplEpisode(Episode):
     """A conversation with an interpreter in a sandbox. Depth 0 fixes the bug; below it answer questions."""
 
-    def __init__(self, env: Repl, task: Task, scenario: Scenario, files: dict[str, bytes], depth: int):
+    def __init__(self, env: Repl, task: Task, scenario: Scenario, files: dict[str, bytes], depth: int,
+                 budget: Budget | None = None):
         self.env, self.task, self.scenario, self.files, self.depth = env, task, scenario, files, depth
         self.config = env.config
+        self.budget = budget or Budget(self.config.max_sub_agents)
+        self.deadline, self.heard = 0.0, bytearray()  # of this step; what the worker said and nobody read
         self.turns = self.without_block = self.queries = self.asked = 0
         self.box, self.answer, self.closed, self.children = None, None, False, []
         self.lock = threading.Lock()  # of box and closed: close() may come from another thread
@@ -313,6 +326,7 @@ class ReplEpisode(Episode):
         try:
             if self.box is None:
                 self._open()
+            self.deadline = time.monotonic() + self.config.turn_timeout + GRACE
             self._send(dict(op="run", code=code[:100_000], timeout=self.config.turn_timeout))
         except WorkerGone:
             return self._gone()
@@ -322,8 +336,9 @@ class ReplEpisode(Episode):
         texts = [reply if child.answer is None else child.answer
                  for child, reply in zip(self.children, replies, strict=True)]
         self.children = []
+        self.deadline += time.monotonic() - self.paused  # the sub-agents' time is not this block's
         try:
-            self._send(dict(op="answer", texts=[sandbox.clip(text, 20_000) for text in texts]))
+            self._send(dict(op="answer", texts=[sandbox.clip(text, MOST_TEXT) for text in texts]))
         except WorkerGone:
             return self._gone()
         return self._continue()
@@ -341,21 +356,25 @@ class ReplEpisode(Episode):
     def _continue(self) -> Step:
         """Wait until the block is done, or asks something."""
         try:
-            while (message := self._receive(self.config.turn_timeout + 10))["op"] == "query":
-                prompts = [text_of(prompt)[:100_000] for prompt in message["prompts"]]
-                self.asked += len(prompts)
+            while (message := self._receive())["op"] == "query":
+                prompts = [cleaned(prompt, MOST_TEXT) for prompt in message["prompts"]]
                 if not prompts or self.depth >= self.config.max_sub_agent_depth:
                     raise WorkerGone  # it does not ask so itself
-                if self.asked <= self.config.max_queries:
+                if self.asked + len(prompts) > self.config.max_queries:
+                    limit = f"{self.config.max_queries} questions to sub-agents in one block"
+                elif not self.budget.take(len(prompts)):
+                    limit = f"{self.config.max_sub_agents} sub-agents in an episode"
+                else:
+                    self.asked += len(prompts)
                     return self._ask(prompts)
-                self._send(dict(op="answer", error=f"no more than {self.config.max_queries} questions to "
-                                "sub-agents in one block"))
-            output = sandbox.clip(text_of(message["output"]), self.config.max_output_chars + 100).strip("\n")
-            note, finished = text_of(message["note"]), bool(message.get("finished"))
+                self._send(dict(op="answer", error=f"no more than {limit}"))
+            output = cleaned(message["output"], self.config.max_output_chars + 100).strip("\n")
+            note, finished = cleaned(message["note"], MOST_NOTE), message.get("finished") is True
+            answer = cleaned(message["answer"], MOST_TEXT) if finished else None
         except (WorkerGone, KeyError, TypeError):
             return self._gone()
         if finished:
-            self.answer = text_of(message["answer"])[:100_000]
+            self.answer = answer
             return self._end()
         if self.config.prompt == "short":
             return self._go_on("error" if note or "Traceback" in output else output)
@@ -375,9 +394,10 @@ class ReplEpisode(Episode):
             task = Task(f"{self.task.id}/{self.turns}.{self.queries - len(prompts) + number}",
                         f"{self.task.source}/sub", messages, {})
             files = (self._tree() or self.files) if with_code and files is None else files
-            child = ReplEpisode(self.env, task, self.scenario, files or {}, depth)
+            child = ReplEpisode(self.env, task, self.scenario, files or {}, depth, self.budget)
             self.children[number] = child
             pairs.append((task, child))
+        self.paused = time.monotonic()
         return Step([], 0.0, False, False, {}, children=tuple(pairs))
 
     def _go_on(self, text: str) -> Step:
@@ -388,6 +408,7 @@ class ReplEpisode(Episode):
     def _end(self, truncated=False) -> Step:
         if self.depth:
             return Step([], 0.0, not truncated, truncated, dict(correct=0.0))
+        self.deadline = time.monotonic() + TREE_TIME
         files = self._tree() if self.box is not None else self.files
         parts = NOTHING if files is None else self.env.score(self.scenario, files)
         reward = parts["partial" if self.config.reward_mode == "partial" else "correct"]
@@ -410,8 +431,13 @@ class ReplEpisode(Episode):
                        queries=config.max_queries if depth < config.max_sub_agent_depth else 0)
         python = ["python3", "-I", *(["-S"] if self.scenario.plain else [])]
         limits = sandbox.Limits(memory=config.memory, processes=config.processes, cpu=10**6)
-        box = sandbox.Sandbox([*python, "-c", _worker(), json.dumps(options)], self.files, limits,
-                              backend=self.env.backend)
+        argv = [*python, "-c", WORKER, json.dumps(options)]
+        try:
+            box = sandbox.Sandbox(argv, self.files, limits)
+        except sandbox.SandboxError as error:
+            if depth and sandbox.works():  # then it is the files, which a model's code has left
+                raise WorkerGone from error
+            raise
         with self.lock:
             if not self.closed:
                 self.box = box
@@ -419,43 +445,52 @@ class ReplEpisode(Episode):
             box.close()
             raise WorkerGone
 
-    def _send(self, message: dict, timeout: float = 30.0) -> None:
+    def _send(self, message: dict) -> None:
         """Hand the worker a line. WorkerGone where it does not take it: the code may have stopped it."""
-        data, deadline = memoryview(json.dumps(message).encode() + b"\n"), time.monotonic() + timeout
+        data = memoryview(json.dumps(message).encode() + b"\n")
         pipe = self.box.process.stdin
         try:
             os.set_blocking(pipe.fileno(), False)
-            with selectors.DefaultSelector() as ready:
-                ready.register(pipe, selectors.EVENT_WRITE)
-                while data:
-                    if self._ready(ready, deadline):
-                        data = data[pipe.write(data) or 0:]
+            while data:
+                self._wait(pipe, selectors.EVENT_WRITE)
+                data = data[pipe.write(data) or 0:]
         except (OSError, ValueError) as error:  # ValueError: closed by another thread
             raise WorkerGone from error
 
-    def _ready(self, selector, deadline: float) -> bool:
-        """Whether the pipe of a selector is ready; false now and then, as none is told that it was closed."""
-        if self.closed or time.monotonic() > deadline:
-            raise WorkerGone
-        return bool(selector.select(0.2))
+    def _wait(self, pipe, event: int) -> None:
+        """Until the pipe is ready. WorkerGone when the step's time is over, or the episode closed."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(pipe, event)
+            while not self.closed and time.monotonic() < self.deadline:  # it is not told that it was closed
+                if ready.select(0.2):
+                    return
+        raise WorkerGone
 
-    def _receive(self, timeout: float) -> dict:
-        """The worker's next line. It is not to be trusted: WorkerGone for anything but an object of JSON."""
-        parts, size, deadline = [], 0, time.monotonic() + timeout
+    def _hear(self) -> None:
+        """Add to `heard`. WorkerGone at its end."""
         pipe = self.box.process.stdout
         try:
-            with selectors.DefaultSelector() as ready:
-                ready.register(pipe, selectors.EVENT_READ)
-                while not parts or not parts[-1].endswith(b"\n"):
-                    if not self._ready(ready, deadline):
-                        continue
-                    parts.append(pipe.read(2**16))
-                    size += len(parts[-1])
-                    if not parts[-1] or size > MOST_MESSAGE:
-                        raise WorkerGone
-            message = json.loads(b"".join(parts))
+            self._wait(pipe, selectors.EVENT_READ)
+            data = pipe.read(2**16)
+        except (OSError, ValueError) as error:
+            raise WorkerGone from error
+        if not data:
+            raise WorkerGone
+        self.heard += data
+
+    def _receive(self) -> dict:
+        """The worker's next line. WorkerGone for anything but an object of JSON that is not too long."""
+        # At most six bytes for a character, and 300 for a file's name.
+        most = 6 * (self.config.max_queries * MOST_TEXT + self.config.max_output_chars) + 300 * MOST_FILES
+        while b"\n" not in self.heard:
+            if len(self.heard) > most:
+                raise WorkerGone
+            self._hear()
+        line, _, self.heard = self.heard.partition(b"\n")
+        try:
+            message = json.loads(line)
             message["op"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise WorkerGone from error
         return message
 
@@ -463,27 +498,31 @@ class ReplEpisode(Episode):
         """The files as the model's code left them (None: the worker does not say)."""
         try:
             self._send(dict(op="tree"))
-            files = self._receive(30.0)["files"]
-            files = {str(PurePosixPath(path)): base64.b64decode(text) for path, text in files.items()}
-            sandbox.tar(files)  # the names lead nowhere else
-        except (WorkerGone, KeyError, TypeError, AttributeError, ValueError):
+            files = dict(self._receive()["files"])
+            sizes = list(files.values())
+            if not all(isinstance(size, int) and 0 <= size <= MOST_BYTES for size in sizes):
+                return None
+            if len(files) > MOST_FILES or sum(sizes) > MOST_BYTES:
+                return None
+            while len(self.heard) < sum(sizes):
+                self._hear()
+            ends = list(itertools.accumulate(sizes))
+            parts = [bytes(self.heard[end - size:end]) for size, end in zip(sizes, ends, strict=True)]
+            del self.heard[:sum(sizes)]
+            return {str(trees.inside(path, "file")): part for path, part in zip(files, parts, strict=True)}
+        except (WorkerGone, KeyError, TypeError, ValueError):
             return None
-        possible = all(len(os.fsencode(part)) < 256 for path in files for part in path.split("/"))
-        return files if possible and all(len(path) < 1000 for path in files) else None
 
 
 class WorkerGone(Exception):
     """The process in the sandbox that talks to us has ended, or says what it should not."""
 
 
-def text_of(value) -> str:
-    """What the worker says, as text that tokenizers take: half of a surrogate pair has no UTF-8."""
-    return str(value).encode(errors="replace").decode()
-
-
-@functools.cache
-def _worker() -> str:
-    return WORKER.read_text()
+def cleaned(text, characters: int) -> str:
+    """A text from outside, cut, without halves of surrogate pairs. TypeError for what is none."""
+    if not isinstance(text, str):
+        raise TypeError("expected a text")
+    return text[:characters].encode(errors="replace").decode()
 
 
 def find_block(reply: str) -> str | None:
@@ -589,7 +628,7 @@ def check_row(row: dict, where: str) -> dict:
 
 
 def load_scenario(row: dict) -> Scenario:
-    files = sandbox.read_tree(row["folder"])
+    files = trees.read(row["folder"])
     tests = row.get("tests") or [name for name in ("tests", "test", "r2e_tests")
                                  if (row["folder"] / name).is_dir()]
     if not any(path == place or path.startswith(f"{place}/") for path in files for place in tests):

@@ -2,7 +2,7 @@
 
 Two processes: one keeps the conversation with the trainer, a line of JSON each way on standard input and
 output; its child runs the model's code, and is replaced when that code ends it or takes too long. The folder
-stays.
+stays. The code cannot reach into the first process; the trainer does not rely on that.
 """
 
 import ast
@@ -18,6 +18,8 @@ SYSTEM_PATH = tuple(sys.path)
 
 MOST_FILES = 2_000  # of a tree that is handed back
 MOST_BYTES = 32 * 2**20
+MOST_LINE = 4 * 2**20  # bytes that the code's process may say at once
+MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer
 SKIPPED = {".git", "__pycache__", ".pytest_cache"}
 
 
@@ -147,6 +149,8 @@ def llm_query_batched(prompts):
         raise RuntimeError("there are no sub-agents here")
     if not 0 < len(prompts) <= OPTIONS["queries"]:
         raise ValueError(f"{len(prompts)} questions, expected 1 to {OPTIONS['queries']}")
+    if max(map(len, prompts)) > MOST_TEXT:
+        raise ValueError(f"a question of {max(map(len, prompts))} characters, expected at most {MOST_TEXT}")
     send(CONTROL, {"op": "query", "prompts": prompts})
     answer = receive(COMMANDS)
     if "error" in answer:
@@ -165,7 +169,7 @@ TOOLS = (ls, read, grep, apply_patch, bash, run_tests, finish, llm_query, llm_qu
 
 
 def send(file, message):
-    file.write(json.dumps(message).encode() + b"\n")
+    file.write(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
     file.flush()
 
 
@@ -184,7 +188,7 @@ def serve_code():
         try:
             execute(message["code"], namespace)
         except Finished as finished:
-            done.update(finished=True, answer=str(finished))
+            done.update(finished=True, answer=str(finished)[:MOST_TEXT])
         except SystemExit as error:
             print(f"SystemExit: {error}")
         except BaseException as error:
@@ -226,6 +230,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             global COMMANDS, CONTROL
+            closed_to_others(False)
             os.setpgid(0, 0)
             null = os.open(os.devnull, os.O_RDONLY)
             for old, new in ((null, 0), (output_write, 1), (output_write, 2)):
@@ -314,7 +319,7 @@ def run_block(child, code, timeout):
                         ready.unregister(child.output)
                     continue
                 line += data
-                if not data or len(line) > MOST_BYTES:
+                if not data or len(line) > MOST_LINE:
                     return lost("the code ended the interpreter")
                 while b"\n" in line:
                     text, _, line = line.partition(b"\n")
@@ -328,11 +333,13 @@ def run_block(child, code, timeout):
                         return {**message, "output": output.text(), "note": ""}, True
                     asked = time.monotonic()
                     send(TALK, message)
+                    answer = converse({"op": "answer"})
                     try:
-                        send(child.commands, converse({"op": "answer"}))
+                        send(child.commands, answer)
                     except OSError:
                         return lost("the code ended the interpreter")
-                    deadline += time.monotonic() - asked  # the sub-agents' time is not this block's
+                    if "error" not in answer:
+                        deadline += time.monotonic() - asked  # the sub-agents' time is not this block's
 
 
 def select_now(descriptor):
@@ -341,36 +348,48 @@ def select_now(descriptor):
         return bool(ready.select(0))
 
 
-def tree():
-    """The files of the folder as base64; None where they are too many or too large."""
-    from binascii import b2a_base64
-
-    files, size = {}, 0
+def send_tree():
+    """Say which files the folder has, [[path, size], ...], and then what is in them; null for too many."""
+    names, parts, size = [], [], 0
     for name in files_under("."):
         if os.path.islink(name) or not os.path.isfile(name):
             continue
         try:
-            size += os.path.getsize(name)
-            if size > MOST_BYTES or len(files) == MOST_FILES:
-                return None
+            if len(names) == MOST_FILES or size + os.path.getsize(name) > MOST_BYTES:
+                names = None
+                break
             with open(name, "rb") as file:
-                files[name] = b2a_base64(file.read(), newline=False).decode()
+                parts.append(file.read(MOST_BYTES - size))
         except OSError:
             continue
-    return files
+        size += len(parts[-1])
+        names.append([name, len(parts[-1])])
+    send(TALK, {"op": "tree", "files": names})
+    if names is not None:
+        TALK.write(b"".join(parts))
+        TALK.flush()
 
 
 def converse(waiting_for=None):
     """Serve the trainer until it hands over a message of the kind waited for; None at its end."""
     while (message := receive(ASKED)) is not None:
         if message["op"] == "tree":
-            send(TALK, {"op": "tree", "files": tree()})
+            send_tree()
         elif waiting_for is None or message["op"] == waiting_for["op"]:
             return message
     sys.exit()
 
 
+def closed_to_others(closed):
+    """Close this process's memory and pipes to those of its user, or open them again (PR_SET_DUMPABLE)."""
+    import _ctypes  # a tenth of the time that ctypes takes to load
+
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
+    _ctypes.call_function(prctl, (4, 0 if closed else 1, 0, 0, 0))
+
+
 def main():
+    closed_to_others(True)
     child = Child()
     while True:
         message = converse()

@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import tarfile
 import time
 import xml.etree.ElementTree
@@ -31,7 +32,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from envs import BadInput, Env, Episode, Step, Task, final_part, hold_out
-from envs.code import sandbox, testing
+from envs.code import sandbox, testing, trees
+from envs.code.executor import HttpExecutor
 
 BUNDLED = Path(__file__).with_name("swe_instances")
 FIRST = 100  # instances that are taken where neither task_ids nor task_id_range says which
@@ -110,10 +112,6 @@ class Config:
     """longest run of the tests [s]"""
     memory: int = 2048
     """address space of a process in the sandbox [MiB]"""
-    backend: sandbox.Backend = "auto"
-    """what confines the tests: auto, bubblewrap, namespaces"""
-    allow_unconfined: bool = False
-    """run the tests without a sandbox where there is none: only for models and data that you trust"""
 
     def __post_init__(self):
         def check(fine, option, expected):
@@ -155,12 +153,12 @@ class Swe(Env):
         if bound:
             self._split = hold_out(list(self.rows), lambda name: zlib.crc32(name.encode()) < bound,
                                    "environment swe: instance")
-        self.executor, self.backend = None, config.backend
+        self.executor = None
         if config.executor_url:
-            self.executor = sandbox.HttpExecutor(config.executor_url)
+            self.executor = HttpExecutor(config.executor_url)
         elif not config.export_only:
-            self.backend = testing.confinement(config.backend, config.allow_unconfined)
-            if not sandbox._which("git"):
+            sandbox.check()
+            if not shutil.which("git"):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
 
     def num_tasks(self, split: str) -> int:
@@ -204,7 +202,7 @@ class Swe(Env):
         folder = (BUNDLED if self.config.bundled else Path(self.config.snapshots)) / name
         if not folder.is_dir():
             raise BadInput(f"environment swe: option snapshots: {folder}: no such folder")
-        return sandbox.read_tree(folder)
+        return trees.read(folder)
 
     def judge(self, name: str, patch: str) -> dict[str, str] | None:
         """{test: outcome} with the diff and the row's test_patch, None if the diff does not apply."""
@@ -213,10 +211,10 @@ class Swe(Env):
         if self.executor:
             return run_in_image(self.executor, row, patch, names, self.config)
         snapshot = self.snapshot(name)
-        changed = apply(snapshot, patch, self.backend)
+        changed = apply(snapshot, patch)
         if changed is None:
             return None
-        tests = apply(snapshot, row["test_patch"], self.backend)
+        tests = apply(snapshot, row["test_patch"])
         if tests is None:
             raise sandbox.SandboxError(f"instance {name}: field test_patch does not apply to its snapshot")
         tree = {path: content for path, content in (snapshot | changed).items() if content is not None}
@@ -226,9 +224,8 @@ class Swe(Env):
         asked = {name.partition("::")[0] for name in names}
         original = {path: content for path, content in (snapshot | tests).items()
                     if content is not None and (path in asked or path in deciding or path in tests)}
-        return testing.run_tests(
-            tree, original, list(names), row["plain"], self.config.timeout, self.backend,
-            self.config.allow_unconfined, self.config.memory)
+        return testing.run_tests(tree, original, list(names), row["plain"], self.config.timeout,
+                                 self.config.memory)
 
 
 class Attempt(Episode):
@@ -497,27 +494,26 @@ APPLY = """git apply --whitespace=nowarn {0} || {{
     command -v patch && patch --batch --forward --fuzz=5 -p1 -i {0}; }}"""
 
 
-def apply(files: dict[str, bytes], patch: str, backend: str) -> dict[str, bytes | None] | None:
+def apply(files: dict[str, bytes], patch: str) -> dict[str, bytes | None] | None:
     """What a diff makes of the files that it names (None: deleted); None if it does not apply.
 
     It runs in the sandbox over these files alone and nothing else is read back, so that whatever a program
     takes a diff to say, no other file can change. Raises BadPatch, SandboxError.
     """
     paths = changed_paths(patch)
-    found = _applied(tuple((path, files.get(path)) for path in paths), patch, backend)
+    found = _applied(tuple((path, files.get(path)) for path in paths), patch)
     return None if found is None else {path: found.get(path) for path in paths}
 
 
 @functools.lru_cache(4096)
-def _applied(named, patch, backend):
+def _applied(named, patch):
     # The names of what is read back come from outside, so no file can pass for a flag.
     script = f"mkdir -p tree; cd tree; ({APPLY.format('../diff')}) > /dev/null 2>&1 || exit 9" + ('''
         for path in "$@"; do [ -f "$path" ] && [ ! -h "$path" ] && echo "./$path"; done > ../names
         exec tar --create --file=- --verbatim-files-from --files-from=../names''')
     files = {f"tree/{path}": content for path, content in named if content is not None} | {"diff": patch}
     limits = sandbox.Limits(timeout=30, output=MAX_CHANGED // 4)
-    with sandbox.Sandbox(["sh", "-c", script, "sh", *(path for path, _ in named)], files, limits,
-                         backend=backend) as box:
+    with sandbox.Sandbox(["sh", "-c", script, "sh", *(path for path, _ in named)], files, limits) as box:
         output, finished = box.talk(b"", time.monotonic() + limits.timeout)
         if box.wait(5.0 if finished else 0.0) != 0 or output.total > len(output.head):
             return None

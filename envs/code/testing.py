@@ -23,8 +23,7 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
-from envs import BadInput
-from envs.code import sandbox
+from envs.code import sandbox, trees
 
 WORKER = Path(__file__).with_name("testing_worker.py").read_text(encoding="utf-8")
 # Names of files that change how or which tests run, wherever they lie.
@@ -69,8 +68,7 @@ def test_{3}():
 
 
 def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
-              plain: bool = False, timeout: float = 60.0, backend: sandbox.Backend = "auto",
-              allow_unconfined: bool = False, memory: int = 1024) -> dict[str, str]:
+              plain: bool = False, timeout: float = 60.0, memory: int = 1024) -> dict[str, str]:
     """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
 
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
@@ -80,12 +78,12 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     A test may take half of what is left of `timeout` [s]. A skipped test is FAILED, one that is marked xfail
     and does fail is PASSED. ERROR: its module cannot be imported, or its fixtures failed.
 
-    Raises SandboxError where nothing could be run, whatever the tree, and BadInput where nothing can confine
-    it. Results are cached; safe to call from several threads.
+    Raises SandboxError where nothing could be run, whatever the tree. Results are cached; safe to call from
+    several threads.
     """
-    backend = confinement(backend, allow_unconfined)
-    tree = {path: content for path, content in files.items() if not decides(path)} | test_files
-    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, backend, memory])
+    files = {path: content for path, content in files.items() if not decides(path)}
+    tree = trees.laid_over(files, test_files)
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory])
     with _lock:
         found = _cache.get(key)
         if mine := found is None:
@@ -96,7 +94,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
             _cache.move_to_end(key)
     if mine:
         try:
-            found.set_result(_run(tree, test_files, names, plain, timeout, backend, memory))
+            found.set_result(_run(tree, test_files, names, plain, timeout, memory))
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
@@ -108,18 +106,6 @@ _cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: (_cache.clear(), globals().update(_lock=threading.Lock())))
-
-
-def confinement(backend: sandbox.Backend, allow_unconfined: bool) -> str:
-    """The backend to use. BadInput where there is none and running without one was not allowed."""
-    if backend == "unconfined" and not allow_unconfined:
-        raise BadInput("backend=unconfined: expected allow_unconfined=true beside it")
-    try:
-        return sandbox.choose(backend)
-    except BadInput:
-        if not allow_unconfined:
-            raise
-        return "unconfined"
 
 
 def decides(path: str) -> bool:
@@ -140,7 +126,7 @@ def digest(*values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _run(tree, test_files, names, plain, timeout, backend, memory) -> dict[str, str]:
+def _run(tree, test_files, names, plain, timeout, memory) -> dict[str, str]:
     paths = sorted(path for path in test_files if is_test(path))
     if names is not None:
         asked = {name.partition("::")[0] for name in names}
@@ -158,7 +144,7 @@ def _run(tree, test_files, names, plain, timeout, backend, memory) -> dict[str, 
                names=None if names is None else [*names, *must])
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
-    done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), backend=backend, timeout=timeout + 10,
+    done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), timeout=timeout + 10,
                        cpu=int(timeout) + 10, memory=memory, output=2**20, disk=2 * size + 128)
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
