@@ -1044,6 +1044,7 @@ def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
     assert outcome(env, task, "open('conftest.py', 'w').write('x = 1'); finish()").info["modified"] == 0
 
 
+@pytest.mark.slow
 def test_a_test_that_should_fail_has_to(tmp_path):
     expected = ROW["expected_output_json"] | {"tests/test_price.py::test_total_of_none": "FAILED"}
     env = make(cache_dir=write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected)}))

@@ -714,6 +714,7 @@ def archive(**fields):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [
     archive(name="../x"), archive(size=2**40), archive(size=20_000),
     "no base64", "abcd" * 500, "//79" * 500])
@@ -722,6 +723,7 @@ def test_archives_that_cannot_be_unpacked_are_refused(executor, packed):
     assert answer.status_code == 400 and "patch_tar_b64" in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_an_archive_is_unpacked_in_the_sandbox_alone(executor, tmp_path):
     """Links lead to what the sandbox shows, and headers however long are not this process's to read."""
     url = f"{executor[0].url}/test"
@@ -760,6 +762,7 @@ def test_requests_that_are_none_are_refused(executor):
                     ).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headers, status", [
     ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Host": "evil.example"}, 403),
     ({"Host": "127.0.0.1.evil.example:8002"}, 403), ({"Content-Type": "text/plain"}, 415),
@@ -779,6 +782,7 @@ def received(url, data):
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
+@pytest.mark.slow
 def test_slow_clients_hold_up_nobody(executor, monkeypatch):
     """300 headers and 4 bodies that never end: no thread for them, and a request between is answered."""
     server, client = executor
