@@ -361,7 +361,7 @@ MUTANTS = {
             '"partial" if self.config.reward_mode == "partial"', '"partial" if True'),
         "one turn more": ("self.turns >= self.config.max_turns", "self.turns > self.config.max_turns"),
         "one question more": (
-            "self.asked <= self.config.max_queries", "self.asked <= self.config.max_queries + 1"),
+            "self.asked + len(prompts) > self.config.max_queries", "self.asked > self.config.max_queries"),
         "splits overlap": ("held_out == (split ==", "held_out in (True, split =="),
     },
     "envs/code/swe.py": {
@@ -378,7 +378,7 @@ MUTANTS = {
     "envs/code/testing.py": {
         "canaries may live": ("any(results.get(name) != outcome for name, outcome in must.items())", "False"),
         "a test may say it twice": ("len(results) != len(reports) or", ""),
-        "the tree decides over tests": ("if not decides(path)} | test_files", "} | test_files"),
+        "the tree decides over tests": ("if not decides(path)}", "}"),
         "an end before the end": (' or ["", "END"] not in reports', ""),
     },
     "envs/pixels/goals.py": {

@@ -754,17 +754,6 @@ def test_the_trainer_trusts_no_worker(shop, monkeypatch, script):
 
 
 @pytest.mark.slow
-def test_halves_of_surrogate_pairs_do_not_get_out(shop):
-    env, task = shop()
-    with Play(env, task) as play:
-        assert play("print('a\\ud800b')").isprintable()
-        step = play.step("llm_query('a\\ud800b')")
-        step.children[0][0].messages[1]["content"].encode()
-        play.episode.resume(["x"])
-        play.step("finish('\\ud800')")
-
-
-@pytest.mark.slow
 def test_close_from_another_thread_ends_a_block(shop):
     env, task = shop()
     marker, found = uuid.uuid4().hex, []
