@@ -376,6 +376,13 @@ def test_actions_come_as_often_as_the_policy_says():
     assert pairs.min() > 0.9 * n / 36  # the next draw is another one
 
 
+def test_each_iteration_draws_actions_of_its_own(tmp_path):
+    """By a policy that stays near to uniform, whatever it sees."""
+    watch = Watch(tmp_path / "run", iterations=2, learning_rate=0.0, num_steps=50)
+    first, second = (batch["actions"] for batch in watch.batches)
+    assert 0.3 < (first == second).double().mean() < 0.7
+
+
 def test_greedy_is_the_likeliest_action():
     logits = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(a2c.choose_actions(logits, greedy=True), logits.argmax(-1))

@@ -146,16 +146,21 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished):
             pytest.approx(summary["reward_sum"] / num_episodes), max(rewards), min(rewards)]
         ends = {k.rpartition("/")[2]: v for k, v in record.items() if k.startswith("rollout/termination/")}
         assert ends["done"] == sum(e["termination"] == "done" for e in played) / num_episodes
-        assert sum(v for k, v in record.items() if k.startswith("time/")) <= (
-            record["wall_time_s"] - before["wall_time_s"])
+        seconds = record["wall_time_s"] - before["wall_time_s"]
+        assert sum(v for k, v in record.items() if k.startswith("time/")) <= seconds
+        assert record["sps"] * seconds == pytest.approx(tokens)
         before = record
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("script", ALL)
-def test_tensorboard_gets_the_numbers_of_the_log(script, finished):
+def test_tensorboard_gets_the_numbers_of_the_log(script, resumed, finished, tmp_path):
+    """... and what a resume makes again takes the place of what it was before."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = finished(script, **RICH[script])
+    folder = whole = finished(script, **RICH[script])
+    if resumed:
+        folder = go_on(script, killed_after(whole, tmp_path / "run", 3), whole, **RICH[script])
     board = EventAccumulator(str(folder)).Reload()
     names = {key for record in records(folder) for key in record} - {
         "run_id", "trace_id", "iteration", "env_steps", "opt_steps"}
