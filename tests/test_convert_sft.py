@@ -105,11 +105,11 @@ SHAPES = {  # the row, its prompt, its response
         say("tool", "a.py"), say("assistant", "Now.", tool_calls=[{"name": "end", "arguments": {}}])),
         '[user]\n Fix it.\n\n\n[assistant]\n[tool_use bash] {"command": "ls"}\n\n[tool]\na.py',
         "Now.\n[tool_use end] {}"),
-    "patch": (chat(USER, say("assistant", [SHELL]), patch="diff --git a b"),
-              '[user]\n Fix it.\n\n\n[assistant]\n[tool_use bash] {"command": "ls"}', "diff --git a b"),
-    "patch-not-needed": (chat(USER, ANSWER, patch="diff"), " Fix it.\n", "Done."),
+    "patch": (chat(say("system", "Be brief."), USER, say("assistant", [SHELL]), say("tool", "a.py"), ANSWER,
+                   patch="diff --git a b"), "[system]\nBe brief.\n\n[user]\n Fix it.\n", "diff --git a b"),
+    "blank-patch": (chat(USER, ANSWER, patch=" \n"), " Fix it.\n", "Done."),
     "json": (chat(USER, ANSWER) | {"messages": json.dumps([USER, ANSWER])}, " Fix it.\n", "Done."),
-    "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", " \n"),
+    "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", ""),
     "nothing": (chat(), "", ""),
     "answer-first": (chat(ANSWER, USER), "", "Done."),
     "two-users": (chat(USER, say("user", "b"), ANSWER), "[user]\n Fix it.\n\n\n[user]\nb", "Done."),
@@ -126,6 +126,43 @@ def test_shapes_of_rows(case):
     example, _ = to_example(row)
     assert example == dict(prompt=prompt, response=response, instance_id="i", run_name="r")
     assert json.dumps(row) == before
+
+
+@pytest.mark.parametrize("flags, response, dropped", [
+    ((), "diff --git a b", {"empty_response": 1}), (("--response", "model_patch"), "diff --git a b",
+                                                    {"empty_response": 2}),
+    (("--response", "last-assistant"), "Done.", {"empty_response": 1})])
+def test_the_response_is_the_patch_where_there_is_one_or_what_is_asked_for(
+        tmp_path, capsys, flags, response, dropped):
+    rows = [chat(USER, say("assistant", "I look."), ANSWER, patch="diff --git a b"), chat(USER, ANSWER),
+            chat(USER)]
+    (tmp_path / "rows.jsonl").write_text("".join(
+        json.dumps(row | {"instance_id": str(number)}) + "\n" for number, row in enumerate(rows)))
+    assert convert(tmp_path, capsys, *flags)["dropped"] == dropped
+    found = {row["instance_id"]: row for side in ("train", "val") for row in read(tmp_path / "out", side)}
+    assert found["0"]["response"] == response and ("1" in found) is (dropped["empty_response"] == 1)
+    assert ("I look." in found["0"]["prompt"]) is (response == "Done.")
+
+
+def test_what_is_too_long_is_cut_where_that_is_asked_for_and_counted(tmp_path, capsys):
+    rows = [chat(say("user", "p" * 5 + "end"), say("assistant", "begin" + "r" * 5)), chat(USER, ANSWER)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = "--max-chars-prompt", 9, "--max-chars-response", 5
+    report = convert(tmp_path, capsys, *limits, "--on-long", "cut", "--val-ratio", 0)
+    assert report["cut"] == dict(prompt=0, response=1) and not report["dropped"]
+    assert [(row["prompt"], row["response"]) for row in read(tmp_path / "out")] == [
+        ("pppppend", "begin"), (" Fix it.\n", "Done.")]
+    limits = "--max-chars-prompt", 3, "--max-chars-response", 99
+    report = convert(tmp_path, capsys, *limits, "--on-long", "cut", "--val-ratio", 0, "--overwrite")
+    assert report["cut"] == dict(prompt=2, response=0)
+    assert [row["prompt"] for row in read(tmp_path / "out")] == ["end", "t.\n"]
+
+
+def test_the_files_are_called_like_the_data_by_default(tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat(USER, ANSWER)) + "\n")
+    out = tmp_path / "out"
+    assert convert_sft.main(["--data", str(tmp_path / "chats.jsonl"), "--output-dir", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["chats_train.parquet", "chats_val.parquet"]
 
 
 def test_kinds_of_blocks_are_counted_up_to_the_response():

@@ -1,12 +1,13 @@
 """Chat rows to prompts and responses: {name}_train.parquet and {name}_val.parquet for sft.py.
 
-    python tools/convert_sft.py --data chats.parquet more.jsonl --name chats --output-dir data
+    python tools/convert_sft.py --data chats.parquet more.jsonl --output-dir data
     python sft.py --train-files data/chats_train.parquet
 
 Rows have instance_id and messages (a list, or its JSON), and may have model_patch and run_name. Each gives at
-most one: the response is the last assistant message with text, the prompt all before it; without such a
-message the response is the model_patch. A prompt that is one user message is its text to the letter; else
-its turns are rendered as "[role]", a line break and their text, with a blank line between them.
+most one: the response is its model_patch, and the prompt what comes before the first assistant message; or,
+where there is no patch, the last assistant message with text, and the prompt all before it. --response says
+which of the two alone. A prompt that is one user message is its text to the letter; else its turns are
+rendered as "[role]", a line break and their text, with a blank line between them.
 
 Prints a line of JSON: what was read, written, dropped and left out. What cannot be converted is one line of
 JSON on standard error and exit status 1, and no file is written. docs/convert_sft.md has the details.
@@ -47,8 +48,11 @@ class BadRow(ValueError):
 # A row to a prompt and a response
 
 
-def to_example(row: dict) -> tuple[dict[str, str | None], Counter]:
-    """-> the columns of SCHEMA; how often each kind of block was met, and "" for turns after the response"""
+def to_example(row: dict, response: str = "auto") -> tuple[dict[str, str | None], Counter]:
+    """-> the columns of SCHEMA; how often each kind of block was met, and "" for turns after the response
+
+    response: model_patch, last-assistant, or auto, the first of these that there is.
+    """
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with columns, got {reprlib.repr(row)}")
     for name in ("instance_id", "messages"):
@@ -63,11 +67,15 @@ def to_example(row: dict) -> tuple[dict[str, str | None], Counter]:
     if not isinstance(messages, list):
         raise BadRow(f"column messages: expected a list of messages, got {reprlib.repr(messages)}")
     turns = [render_turn(message, number) for number, message in enumerate(messages, 1)]
-    last = max((i for i, turn in enumerate(turns) if turn[0] == "assistant" and turn[2]), default=None)
-    response = (row.get("model_patch") or "") if last is None else turns[last][1]
-    example = dict(prompt=render_prompt(turns[:last]), response=response, instance_id=row["instance_id"],
+    patch = row.get("model_patch") or ""
+    if response == "model_patch" or response == "auto" and patch.strip():
+        before = next((i for i, turn in enumerate(turns) if turn[0] == "assistant"), len(turns))
+        text, used = patch, turns[:before]
+    else:
+        before = max((i for i, turn in enumerate(turns) if turn[0] == "assistant" and turn[2]), default=None)
+        text, used = ("", turns) if before is None else (turns[before][1], turns[:before + 1])
+    example = dict(prompt=render_prompt(turns[:before]), response=text, instance_id=row["instance_id"],
                    run_name=row.get("run_name"))
-    used = turns if last is None else turns[:last + 1]
     met = sum((turn[3] for turn in used), Counter({"": len(turns) - len(used)}))
     # Half of a UTF-16 pair, which JSON can spell, has no UTF-8.
     return {name: value and SURROGATE.sub("\ufffd", value) for name, value in example.items()}, met
@@ -127,13 +135,16 @@ def render_call(name, value) -> str:
     return f"[tool_use {name}] {text}"
 
 
-def reason_to_drop(example: dict, args: argparse.Namespace) -> str:
-    """Empty for a row that stays."""
+def reason_to_drop(example: dict, met: Counter, args: argparse.Namespace) -> str:
+    """Empty for a row that stays. With --on-long cut a prompt keeps its end and a response its beginning."""
     for name, limit in (("response", args.max_chars_response), ("prompt", args.max_chars_prompt)):
+        if 0 < limit < len(example[name]):
+            if args.on_long == "drop":
+                return f"{name}_too_long"
+            example[name] = example[name][:limit] if name == "response" else example[name][-limit:]
+            met[f"cut {name}"] += 1
         if not example[name].strip():
             return f"empty_{name}"
-        if 0 < limit < len(example[name]):
-            return f"{name}_too_long"
     return ""
 
 
@@ -250,8 +261,8 @@ def convert(sources: list, args: argparse.Namespace) -> Iterator:
                         raise row
                     if row is None:
                         continue
-                    found = to_example(row)
-                    found = reason_to_drop(found[0], args) or found
+                    found = to_example(row, args.response)
+                    found = reason_to_drop(*found, args) or found
                 except BadRow as error:
                     found = BadRow(f"{where}, row {number}, {error}")
                 except RecursionError:
@@ -317,6 +328,7 @@ def check(args: argparse.Namespace) -> list[Path]:
     for name in ("max_samples", "max_chars_prompt", "max_chars_response"):
         if getattr(args, name) < 0:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 or more")
+    args.name = Path(args.data[0]).stem if args.name is None else args.name
     if not args.name or Path(args.name).name != args.name:
         raise BadInput(f"--name {args.name}: expected the start of a file name")
     folder = next(path for path in (args.output_dir, *args.output_dir.absolute().parents) if path.exists())
@@ -367,7 +379,9 @@ def run(args: argparse.Namespace) -> dict:
 
     write(placed(), paths)
     later = met.pop("", 0)
+    cut = {name: met.pop(f"cut {name}", 0) for name in ("prompt", "response")}
     return {"files": [str(path) for path in paths], "train": written[0], "val": written[1]} | counts | {
+        "cut": cut,
         "rendered": {kind: met[kind] for kind in ("tool_use", "tool_result")}, "left_out": {
             "turns_after_response": later, "blocks": {
                 kind: count for kind, count in met.most_common(20)
@@ -380,9 +394,11 @@ def main(argv: list[str] | None = None) -> int:
                         help=".parquet and .jsonl files, folders made by save_to_disk, hub ids")
     parser.add_argument("--split", default="train",
                         help="of a hub data set, or of a folder that has several (default: train)")
-    parser.add_argument("--name", required=True, help="how the two files' names start")
+    parser.add_argument("--name", help="how the two files' names start (default: as the first --data)")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="their folder")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--response", choices=["auto", "model_patch", "last-assistant"], default="auto",
+                        help="what is learned; auto: the model_patch, or else the message (default)")
     parser.add_argument("--val-ratio", type=float, default=0.1,
                         help="share of the rows to hold out, whole instances only (default: 0.1)")
     parser.add_argument("--seed", type=int, default=42,
@@ -390,9 +406,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-samples", type=int, default=0,
                         help="most rows to write, drawn at random; 0: all (default)")
     parser.add_argument("--max-chars-prompt", type=int, default=0,
-                        help="a row with a longer prompt is dropped [characters]; 0: no limit (default)")
+                        help="longest prompt [characters]; 0: no limit (default)")
     parser.add_argument("--max-chars-response", type=int, default=0,
-                        help="a row with a longer response is dropped [characters]; 0: no limit (default)")
+                        help="longest response [characters]; 0: no limit (default)")
+    parser.add_argument("--on-long", choices=["drop", "cut"], default="drop",
+                        help="rows over a limit: leave them out (default), or cut the prompt's beginning and "
+                             "the response's end")
     parser.add_argument("--on-bad-row", choices=["error", "skip"], default="error",
                         help="what to do with a malformed row: stop, or count it and go on (default: error)")
     args = parser.parse_args(argv)
