@@ -7,6 +7,7 @@ import copy
 import csv
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -529,6 +530,16 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
         done = run_tool("validate_train_log", *words)
         assert (done.returncode, done.stderr) == (code, "")
         assert json.loads(done.stdout)["ok"] is (code == 0)
+
+
+def test_who_reads_the_verdict_may_stop_before_its_end():
+    """As `| head -2` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "tools/validate_train_log.py", DATA / "grpo.jsonl"], cwd=ROOT,
+                          stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # The plotter.
