@@ -945,3 +945,30 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
     page.go()
     page.js("document.getElementById('list').scrollTop = 1e9")
     page.wait("document.querySelector('.row:last-child').getAttribute('aria-posinset') === '5000'")
+
+
+@pytest.mark.slow
+def test_the_page_answers_while_it_shows_an_episode_of_100_000_tokens(tmp_path, open_page):
+    rng = random.Random(5)
+    text = "\n".join(" ".join(rng.choices(("one", "two", "x", "deep"), k=12)) for _ in range(4_700))
+    made = with_turns(episode("long", replies=(text,)), rng)
+    count = len(made["segments"][0]["response_ids"])
+    run = write_tokenizer(tmp_path / "run")
+    write(run, "train_step_000010", made)
+    page = open_page(run)
+    page.click(".row")
+    page.js("""
+        window.longest = 0;
+        let last = performance.now();
+        const beat = () => {
+            longest = Math.max(longest, performance.now() - last);
+            last = performance.now();
+            setTimeout(beat);
+        };
+        setTimeout(beat);""")
+    page.press("t")
+    page.wait(f"document.querySelectorAll('pre .tok').length === {count}")
+    pause = page.js("return longest")
+    print(f"{count} tokens: no pause over {pause:.0f} ms")
+    assert count > 100_000 and pause < 2_000
+    assert "".join(page.each("pre .tok", "textContent")).startswith(text[:5].replace(" ", "·"))
