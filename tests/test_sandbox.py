@@ -690,7 +690,8 @@ def serving(server):
 @pytest.mark.slow
 def test_an_executor_runs_commands_over_a_snapshot(executor):
     server, client = executor
-    assert client.healthy() and requests.get(f"{server.url}/ping").json() == {"status": "ok"}
+    client.check()
+    assert requests.get(f"{server.url}/ping").json() == {"status": "ok"}
     done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
     assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
     done = client.test("shop_1", {"a.txt": "newer"}, "cat a.txt; echo x > a.txt; sleep 100", 0.5)
@@ -924,7 +925,8 @@ def test_nobody_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         client = HttpExecutor(f"http://127.0.0.1:{free.getsockname()[1]}", retries=0)
-        assert not client.healthy()
+        with pytest.raises(BadInput, match=f"executor_url={client.url}: no answer from /health"):
+            client.check()
         with pytest.raises(SandboxError, match=f"{client.url}/test ConnectionError, after 1 tries"):
             client.test("image", {}, "true")
     with pytest.raises(BadInput, match="executor_url=localhost:1: expected the form http://host:port"):

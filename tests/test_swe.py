@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import requests
 
 import envs
 from envs import BadInput
@@ -704,6 +705,22 @@ def test_an_executor_gives_the_same_verdicts(images):
     assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
 
 
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """An environment whose executor is not asked for its health; tests give it another one."""
+    monkeypatch.setattr(swe.HttpExecutor, "check", lambda self: None)
+    return envs.make("swe", executor_url="http://here:1")
+
+
+def test_an_executor_that_is_not_well_is_told_before_a_run_begins(monkeypatch):
+    with pytest.raises(BadInput, match="executor_url=http://127.0.0.1:1: no answer from /health .*running"):
+        envs.make("swe", executor_url="http://127.0.0.1:1")
+    answer = types.SimpleNamespace(ok=False, status_code=503, text="no room,\ntoday")
+    monkeypatch.setattr(requests, "get", lambda url, timeout: answer)
+    with pytest.raises(BadInput, match="executor_url=http://a:1: /health answered 503: 'no room, today'"):
+        envs.make("swe", executor_url="http://a:1")
+
+
 class Answers:
     url = "http://here"
 
@@ -721,8 +738,8 @@ class Answers:
     (lambda nonce: f"\n{nonce}\n", 0), (lambda nonce: f"\n{nonce}\n<a/>\n{nonce}\n{nonce}\n", 0),
     (lambda nonce: "", 1), (lambda nonce: f"{nonce} refused\n", 0),
 ], ids=range(6))
-def test_answers_of_an_executor_that_are_no_results(answer, error):
-    env = envs.make("swe", executor_url="http://here:1")
+def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error):
+    env = elsewhere
     env.executor = Answers(answer)
     info = score(env, FIRST, env.solution(env.task_of(FIRST))).info
     assert info["error"] == error and info["correct"] == info["fail_to_pass"] == 0
@@ -754,9 +771,9 @@ HIDDEN = {  # what some programs read, in forms that others do not
 
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("name", HIDDEN)
-def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(name, after, tmp_path):
+def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere, name, after, tmp_path):
     """Whichever program applies it, no file that decides changes, and no link is made or changed."""
-    env = envs.make("swe", executor_url="http://here:1")
+    env = elsewhere
     env.executor = Answers(lambda nonce: f"{nonce} refused\n")
     fine = "--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n"
     info = score(env, FIRST, fenced(fine + HIDDEN[name] if after else HIDDEN[name] + fine)).info

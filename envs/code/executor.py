@@ -27,11 +27,16 @@ class HttpExecutor:
             raise BadInput(f"executor_url={url}: expected the form http://host:port")
         self.requests, self.url, self.retries = requests, url.rstrip("/"), retries
 
-    def healthy(self) -> bool:
+    def check(self) -> None:
+        """BadInput unless the service says that it is well."""
         try:
-            return self.requests.get(f"{self.url}/health", timeout=10).ok
-        except self.requests.RequestException:
-            return False
+            answer = self.requests.get(f"{self.url}/health", timeout=10)
+        except self.requests.RequestException as error:
+            raise BadInput(f"executor_url={self.url}: no answer from /health ({type(error).__name__}); is "
+                           "the service running?") from error
+        if not answer.ok:
+            raise BadInput(f"executor_url={self.url}: /health answered {answer.status_code}: "
+                           f"{' '.join(answer.text[:200].split())!r}, expected 200")
 
     def test(self, docker_image: str, files: dict, test_cmd: str, timeout: float = 300.0) -> Result:
         """Raises SandboxError when the service gives no answer, or none of the right form."""

@@ -179,6 +179,8 @@ class Repl(Env):
         super().__init__(config)
         sandbox.check()
         self.executor = HttpExecutor(config.executor_url) if config.executor_url else None
+        if self.executor:
+            self.executor.check()
         if config.scenarios == "tiny" and not config.cache_dir:
             self._ids = None
             return

@@ -156,6 +156,7 @@ class Swe(Env):
         self.executor = None
         if config.executor_url:
             self.executor = HttpExecutor(config.executor_url)
+            self.executor.check()
         elif not config.export_only:
             sandbox.check()
             if not shutil.which("git"):
