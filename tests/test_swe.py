@@ -386,6 +386,13 @@ def test_pytest_with_configuration_and_broken_modules(run_tests):
     assert run_tests("", tests, names=names) == {names[0]: "ERROR", names[1]: "PASSED"}
 
 
+@pytest.mark.slow
+def test_many_tests_are_all_reported(run_tests):
+    tests = "".join(f"def test_{number:060}(): pass\n" for number in range(14_000))
+    found = run_tests("", tests, plain=True)
+    assert len(found) == 14_000 and set(found.values()) == {"PASSED"}
+
+
 def test_results_are_cached_and_waited_for(monkeypatch):
     calls, go = [], threading.Event()
 

@@ -111,7 +111,7 @@ class ExecutorServer:
         files = trees.read(self.folder(request["docker_image"])) | {archive: packed}
         done = sandbox.run(["sh", "-c", UNPACK, "sh", archive, command], files, timeout=float(timeout),
                            cpu=math.ceil(timeout) + 1, memory=4096, processes=256, disk=1024,
-                           output=1_000_000)
+                           output=8 * 2**20)
         if done.output == f"{archive}\n":
             raise BadInput("field patch_tar_b64: expected a tar with files within the folder")
         return dict(test_output=done.output, exit_code=124 if done.timed_out else done.exit_code,

@@ -145,7 +145,7 @@ def _run(tree, test_files, names, plain, timeout, memory) -> dict[str, str]:
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
     done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), timeout=timeout + 10,
-                       cpu=int(timeout) + 10, memory=memory, output=2**20, disk=2 * size + 128)
+                       cpu=int(timeout) + 10, memory=memory, output=8 * 2**20, disk=2 * size + 128)
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
