@@ -1,6 +1,7 @@
 """Fixtures that several files of tests share. Nothing heavy is imported before a test asks for it."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,11 @@ def no_sandbox_in_fast_tests(request, monkeypatch):
 def countdown_tiny():
     """(model, tokenizer) of the shipped checkpoint. Shared: copy the model before changing it."""
     import torch
-
-    import grpo_llm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    args = grpo_llm.Args()
-    return grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args)
+    folder = Path(__file__).resolve().parent.parent / "models" / "countdown-tiny"
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """ARC-AGI-3: games, replies, screens, client, transports, tools; HTTP against our own server on loopback."""
 
-import concurrent.futures
-import dataclasses
 import functools
 import http.server
 import json
@@ -120,14 +118,6 @@ def test_solutions_score_full_marks_and_corrupted_ones_do_not(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_1000_tasks_score_full_marks_in_the_environment(name):
-    env = offline(game_ids=name, **SHORT)
-    for index in range(334):  # 1,002 in all
-        assert sum(step.reward for step in run(env, env.task("train", index))) == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name, most", [("maze", 0.3), ("lights", 0.05), ("collect", 0.2)])
 def test_play_at_random_scores_little(name, most, capsys):
     assert run_arc_eval.main(["--random", "--tasks", "40", "--game-id", name]) == 0
@@ -185,36 +175,7 @@ def test_reset_begins_the_level_and_twice_the_game():
     assert game.reset() is True and game.completed == 0 and game.frame() == first
 
 
-def test_a_level_without_actions_left_is_over():
-    game = games.new_game("maze-3")
-    blocked = next(action for action in games.MOVES
-                   if games.new_game("maze-3").act(action)[0][:56] == game.frame()[:56])
-    for _ in range(game.budget(game.level)):
-        assert game.state == "NOT_FINISHED"
-        game.act(blocked)
-    assert game.state == "GAME_OVER"
-    game.reset()
-    assert game.state == "NOT_FINISHED"
-
-
 # ---- Tasks
-
-
-def test_tasks_are_the_same_in_another_process():
-    code = ("import dataclasses, hashlib, json, envs; digest = hashlib.sha256()\n"
-            "for options in ({}, dict(style='short', downsample=8)):\n"
-            "    env = envs.make('arcagi3', **options)\n"
-            "    for split in env.splits:\n"
-            "        for index in (0, 1, 2, 77, 200):\n"
-            "            task = dataclasses.asdict(env.task(split, index))\n"
-            "            digest.update(json.dumps(task).encode())\n"
-            "print(digest.hexdigest())")
-    texts = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                            env={"PYTHONHASHSEED": seed}, check=True).stdout for seed in "12"]
-    assert texts[0] == texts[1] and len(texts[0]) == 65
-    env = offline()
-    task = env.task("train", 5)
-    assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
 
 
 def test_no_test_game_looks_like_a_train_game_from_afar():
@@ -225,16 +186,6 @@ def test_no_test_game_looks_like_a_train_game_from_afar():
         screens = {split: {str(view.shrink(frame)) for of, frame in frames if of == split}
                    for split in ("train", "test")}
         assert not screens["train"] & screens["test"] and len(screens["test"]) > 20
-
-
-def test_no_test_game_begins_like_a_train_game():
-    env = offline(**SHORT)
-    screens = {split: {env.task(split, index).messages[0]["content"] for index in range(count)}
-               for split, count in (("train", 300), ("test", 60))}
-    assert not screens["train"] & screens["test"] and len(screens["test"]) > 55
-    sources = {env.task("train", index).source for index in range(9)}
-    assert sources == {f"arcagi3/{name}" for name in KINDS}
-    assert offline(game_ids="maze", **SHORT).task("train", 0).messages[0]["content"] in screens["train"]
 
 
 def test_games_of_a_list_are_split_by_their_ids_without_network():
@@ -287,13 +238,6 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
 def test_options_that_cannot_be_are_named(options, says):
     with pytest.raises(BadInput, match=says):
         offline(**options)
-
-
-def test_splits_are_named():
-    for env in (offline(), offline(game_ids="maze-1,maze-2"), make(session=SESSION, game_ids="demo-0001")):
-        for ask in (env.num_tasks, lambda split, env=env: env.task(split, 0)):
-            with pytest.raises(BadInput, match="expected one of train, test, got 'val'"):
-                ask("val")
 
 
 # ---- Screens
@@ -372,18 +316,9 @@ def test_the_short_style_is_within_its_vocabulary():
     assert opening == [{"role": "user", "content": "start"}]
 
 
-def test_short_clicks_count_what_is_shown():
-    env = offline(game_ids="lights-17", test_ids="none", **SHORT)
-    task = env.task("train", 0)
-    assert env.replies(task)[0].split()[0] == "ACTION6" and int(env.replies(task)[0].split()[1]) < 8
-    step = env.start(task, 1).step("ACTION6 8 1")
-    assert step.info["invalid"] == 1
-    assert run(env, task)[-1].info["correct"] == 1
-
-
 @pytest.mark.parametrize("scale", [1, 3, 8])
 def test_a_short_click_is_in_the_middle_of_its_block(scale):
-    config, asked = arcagi3.Config(offline=True, style="short", downsample=scale, game_ids="lights-17"), []
+    config, asked = arcagi3.Config(style="short", downsample=scale, game_ids="lights-17"), []
     local = arcagi3.LocalTransport(games.Arcade(num_levels=config.levels))
 
     def transport(*request):
@@ -452,67 +387,6 @@ def test_replies_that_name_an_action(reply, expected):
 ])
 def test_replies_that_name_none(reply, says):
     assert says in parse_reply(reply)
-
-
-HOSTILE = [
-    "{" * 1_000_000, '{"action":' * 100_000, "[" * 1_000_000, '{"a":{"action":"ACTION1"' * 40_000,
-    "}" * 1_000_000, '{"' * 500_000, '"' * 1_000_000, "\\" * 1_000_000, "</think>" * 100_000,
-           "ACTION1 " * 100_000,
-    "ACTION6" + " \t" * 400_000, "ACTION6 x=" + "1" * 900_000, "`*" * 500_000, "\n" * 1_000_000,
-           "\0" * 1_000_000,
-    "ACTION6 x=1 y=1" + "`" * 900_000 + "x", '{"action": "ACTION6", "x": ' + "[" * 500_000,
-           "\ud800" * 300_000,
-    '{"action": "ACTION1", "reasoning": "' + "{" * 7_900 + '"}', "{}" * 400_000, '{"action": {}}' * 70_000,
-    '{"action": "ACTION6", "x": 1, "y": 1, "reasoning": ' + "[" * 3_900 + "]" * 3_900 + "}",
-    "\x85\u2028" * 300_000, "ACTION1,," * 100_000,
-]
-
-
-@pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_a_megabyte_of_anything_is_answered_quickly(number):
-    env = offline(game_ids="lights-1", test_ids="none")
-    episode = env.start(env.task("train", 0), 1)
-    began = time.process_time()
-    step = episode.step(HOSTILE[number])
-    assert time.process_time() - began < 0.5
-    assert step.reward == 0 and len(step.messages[0]["content"]) < 10_000
-
-
-def hostile(rng):
-    parts = ["{", "}", '"', "action", ":", "ACTION6", "ACTION1", "ACTION8", "x", "y", "=", " ", "\n", "1",
-             "64", "-",
-             ".", ",", "[", "]", "true", "null", "NaN", "1e9", "</think>", "<think>", "\\", "\ud800", "\0",
-             "RESET",
-             '{"action": "ACTION6", ', '"x": ', '"y": 5}', "é", "\u2028", '{"action": "ACTION2"}', "`"]
-    return "".join(rng.choice(parts) for _ in range(rng.randrange(30)))
-
-
-def answers_hostile_replies(count, seed):
-    rng, found = random.Random(seed), {"action": 0, "none": 0}
-    env = offline(max_actions=100_000, **SHORT)
-    episode = env.start(env.task("train", 1), 1)
-    for number in range(count):
-        reply = hostile(rng)
-        action = parse_reply(reply)
-        assert isinstance(action, (Action, str)) and action
-        found["none" if isinstance(action, str) else "action"] += 1
-        if isinstance(action, Action) and action.name == "ACTION6":
-            assert type(action.x) is type(action.y) is int and 0 <= action.x <= 63 and 0 <= action.y <= 63
-        if number % 20 == 0:
-            step = episode.step(reply)
-            if step.terminated or step.truncated:
-                episode = env.start(env.task("train", number), 1)
-    assert min(found.values()) > count // 50
-    return found
-
-
-def test_5000_hostile_replies():
-    answers_hostile_replies(5_000, 1)
-
-
-@pytest.mark.slow
-def test_100000_hostile_replies():
-    answers_hostile_replies(100_000, 2)
 
 
 @pytest.mark.parametrize("options",
@@ -584,23 +458,6 @@ FRAME = {"game_id": "g", "guid": "u", "frame": [[[0, 15], [1, 2]]], "state": "NO
 
 def without(*names):
     return {name: value for name, value in FRAME.items() if name not in names}
-
-
-@pytest.mark.parametrize("change", [
-    {}, {"frame": [[[0] * 64] * 64] * 3}, {"state": "NOT_PLAYED"}, {"available_actions": []},
-    {"available_actions": None}, {"available_actions": ["RESET", "ACTION6", "ACTION1"]}, {"full_reset": None},
-    {"action_input": None}, {"levels_completed": 254}, {"frame": [[[1]], [[0, 1]]]}, {"extra": 1},
-])
-def test_frames_of_the_schema(change):
-    frame = arcagi3.read_frame(FRAME | change)
-    assert frame.actions in ((1, 6), ()) and frame.state in ("NOT_FINISHED", "NOT_STARTED")
-
-
-def test_older_names():
-    old = without("levels_completed", "win_levels") | {"score": 2, "win_score": 3, "state": "NOT_PLAYED"}
-    frame = arcagi3.read_frame(old)
-    assert (frame.score, frame.win_score, frame.state) == (2, 3, "NOT_STARTED")
-    assert arcagi3.read_frame(without("win_levels", "available_actions")).win_score == 0
 
 
 @pytest.mark.parametrize("reply", [
@@ -756,13 +613,6 @@ def test_500_is_tried_again(serve):
     assert set(waits) and all(0.25 <= wait <= 0.5 for wait in waits)
 
 
-def test_backoff_doubles(serve):
-    server, waits = serve(fail_every=1), []
-    with pytest.raises(TransportError, match="HTTP 500"):
-        connect(server, retries=4, deadline=100, sleep=waits.append)("POST", "/api/cmd/ACTION1", {})
-    assert all(0.25 * 2**k <= wait <= 0.5 * 2**k for k, wait in enumerate(waits)) and len(waits) == 4
-
-
 def test_a_dropped_action_is_not_sent_twice_and_the_next_frame_tells(serve):
     """Each 4th command is carried out and not answered: as a solver that trusts the screen would, go on."""
     server = serve(drop_every=4)
@@ -783,13 +633,6 @@ def test_a_dropped_action_is_not_sent_twice_and_the_next_frame_tells(serve):
     assert play["state"] == "WIN"
 
 
-def test_a_level_won_by_a_lost_answer_is_counted_with_the_next(serve):
-    server = serve(drop_every=5)  # RESET and four moves: the one that ends the first level is lost
-    env, task = over_http(server, "maze-2")
-    rewards = [step.reward for step in run(env, task, ["RESET", *env.replies(task)[:5]])]
-    assert rewards == [0, 0, 0, 0, 0, 1]
-
-
 def test_a_new_play_is_asked_for_again_where_the_connection_was_lost(serve):
     server = serve(drop_every=2)
     client = arcagi3.Client(connect(server))
@@ -799,20 +642,6 @@ def test_a_new_play_is_asked_for_again_where_the_connection_was_lost(serve):
     with pytest.raises(TransportError) as failure:  # and the fourth is of a play: not sent again
         client.reset("maze-1", card, frame.guid)
     assert failure.value.unknown and sum(path.endswith("RESET") for _, path in server.requests) == 4
-
-
-def test_scorecards_by_game(serve):
-    client = arcagi3.Client(connect(serve()))
-    card = client.open_scorecard(tags=("a",), source_url="http://s", opaque={"k": 1})
-    for game_id in ("maze-1", "lights-1", "maze-1"):
-        client.reset(game_id, card)
-    whole, maze = client.scorecard(card), client.scorecard(card, "maze-1")
-    assert whole["played"] == 3 and whole["opaque"] == {"k": 1}
-    assert set(whole["cards"]) == {"maze-1", "lights-1"} and set(maze["cards"]) == {"maze-1"}
-    assert maze["played"] == maze["cards"]["maze-1"]["total_plays"] == 2
-    assert client.close_scorecard(card)["played"] == 3
-    with pytest.raises(TransportError, match="SCORECARD_NOT_FOUND"):
-        client.reset("maze-1", card)
 
 
 def test_without_a_first_screen_any_reply_opens_the_game():
@@ -866,48 +695,6 @@ def test_no_server_at_all(serve):
         env = make(root_url=url, game_ids="maze-1", test_ids="none", retries=0, max_errors=2)
         steps = run(env, env.task("train", 0), ["RESET"] * 5)
         assert len(steps) == 2 and steps[-1].info["error"] == 1
-
-
-def test_a_game_that_is_over_answers_400(serve):
-    server = serve()
-    client = arcagi3.Client(connect(server))
-    card = client.open_scorecard()
-    frame = client.reset("lights-4", card)
-    while frame.state == "NOT_FINISHED":
-        frame = client.act("lights-4", frame.guid, "ACTION6", 0, 0)
-    assert frame.state == "GAME_OVER"
-    before = len(server.requests)
-    with pytest.raises(TransportError, match="HTTP 400 'GAME_NOT_STARTED_ERROR'") as failure:
-        client.act("lights-4", frame.guid, "ACTION6", 0, 0)
-    assert failure.value.status == 400 and len(server.requests) == before + 1  # not tried again
-    assert client.reset("lights-4", card, frame.guid).state == "NOT_FINISHED"
-
-
-@pytest.mark.parametrize("method, path, payload, status", [
-    ("POST", "/api/cmd/ACTION6", {"x": 64, "y": 0}, 400), ("POST", "/api/cmd/ACTION6", {"x": 1}, 400),
-    ("POST", "/api/cmd/ACTION6", {"x": True, "y": 0}, 400),
-    ("POST", "/api/cmd/ACTION6", {"x": "1", "y": 0},
-                                                            400),
-    ("POST", "/api/cmd/ACTION1", {}, 400),
-    ("POST", "/api/cmd/ACTION6",
-                                                            {"guid": "none", "x": 1, "y": 1}, 400),
-    ("POST", "/api/cmd/ACTION6", {"game_id": "ls20-1", "x": 1, "y": 1}, 400),
-    ("POST", "/api/cmd/ACTION8", {}, 404),
-    ("POST", "/api/cmd/RESET", {"guid": None, "card_id": "none"}, 404), ("GET", "/api/cmd/RESET", None, 404),
-    ("GET", "/api/scorecard/none", None, 404), ("POST", "/api/scorecard/close", {"card_id": []}, 404),
-    ("POST", "/api/cmd/RESET", [], 400), ("GET", "/", None, 404),
-    ("POST", "/api/cmd/RESET", {"game_id": "maze-01"},
-                                                            400),
-])
-def test_what_the_server_refuses(method, path, payload, status, serve):
-    server = serve()
-    client = arcagi3.Client(connect(server))
-    frame = client.reset("lights-4", client.open_scorecard())
-    if isinstance(payload, dict):
-        payload = {"game_id": "lights-4", "guid": frame.guid} | payload
-    with pytest.raises(TransportError) as failure:
-        connect(server)(method, path, payload)
-    assert failure.value.status == status
 
 
 class Strange(http.server.BaseHTTPRequestHandler):
@@ -989,36 +776,6 @@ def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
     assert failure.value.unknown and len(strange.seen) == 1
 
 
-def test_slow_answers_are_given_up(serve):
-    server = serve(delay=5)
-    began = time.monotonic()
-    with pytest.raises(TransportError, match="ReadTimeout|ConnectionError") as failure:
-        connect(server, timeout=0.05, retries=2)("GET", "/api/games")
-    assert failure.value.unknown and time.monotonic() - began < 3
-    env, task = over_http(server, "maze-1", transport=lambda: connect(server, timeout=0.05, retries=0),
-                          max_errors=2)
-    steps = run(env, task, ["RESET"] * 9)
-    assert len(steps) == 2 and steps[-1].info["error"] == 1
-
-
-@pytest.mark.slow
-def test_64_episodes_at_a_time(serve):
-    server = serve(require_cookie=True)
-    ids = [f"maze-{seed}" for seed in range(64)]
-    env = make(root_url=server.url, game_ids=",".join(ids), test_ids="none")
-    tasks = [env.task("train", index) for index in range(64)]
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        plays = pool.map(lambda task: run(env, task, ["", *env.replies(task)[:4]]), tasks)
-        ends = [steps[-1] for steps in plays]
-    assert all(step.info["score"] == 1 for step in ends) and len({step.info["guid"] for step in ends}) == 64
-    assert [step.info["game_id"] for step in ends] == ids
-    local = offline(game_ids="lights", **SHORT)
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        ends = list(pool.map(lambda k: run(local, local.task("train", k))[-1], range(64)))
-    assert len(ends) == 64
-    assert all(step.info["correct"] == 1 for step in ends)
-
-
 def test_closing_is_best_effort(serve):
     server = serve()
     env, task = over_http(server, "maze-1")
@@ -1090,37 +847,6 @@ def test_a_recording_of_failures_replays_to_the_same_rewards(name, faults, retri
         result = evaluate(capsys, "--mock-session", path, "--out", tmp_path, "--env-kwargs", "max_errors=50",
                           option)
         assert (result["reward"], result["errors"]) == (sum(step.reward for step in steps), failed)
-
-
-def test_the_static_transport_refuses_what_was_not_recorded():
-    static = arcagi3.StaticTransport(arcagi3.load_session(SESSION))
-    client = arcagi3.Client(static)
-    assert client.games()[0]["game_id"] == "demo-0001"
-    card = client.open_scorecard()
-    frame = client.reset("demo-0001", card)
-    for action, place in (("ACTION1", ()), ("ACTION6", (7, 3))):
-        with pytest.raises(ClientError, match="not what the recording holds"):
-            client.act("demo-0001", frame.guid, action, *place)
-    assert client.act("demo-0001", frame.guid, "ACTION4", reasoning="a remark").score == 1
-    for place in ((3, 7), (7, 4)):
-        with pytest.raises(ClientError, match="not what the recording holds"):
-            client.act("demo-0001", frame.guid, "ACTION6", *place)
-    for extra in ({"x": 7, "y": 3, "z": 1}, {"x": 7}, {"x": 7.0, "y": 3}):
-        with pytest.raises(ClientError, match="not what the recording holds"):
-            static("POST", "/api/cmd/ACTION6", extra)
-    client.reset("demo-0001", card)  # rewinds
-    assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
-    assert client.act("demo-0001", frame.guid, "ACTION6", 7, 3).state == "WIN"
-    with pytest.raises(ClientError, match="not what the recording holds"):
-        client.act("demo-0001", frame.guid, "ACTION4")
-    client.reset("demo-0001", card, frame.guid)
-    assert client.act("demo-0001", frame.guid, "ACTION4").score == 1
-    assert client.scorecard(card)["won"] == client.close_scorecard(card)["won"] == 1
-    for method, path in (("GET", "/api/cmd/RESET"), ("POST", "/api/cmd/ACTION9"),
-                         ("GET", "/api/scorecard/other"),
-                         ("POST", "/api/games"), ("GET", "/"), ("POST", "/api/cmd/RESET/"), ("GET", "")):
-        with pytest.raises(TransportError):
-            static(method, path, {})
 
 
 def test_deviating_from_a_recording_ends_the_episode():
@@ -1205,11 +931,6 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
     check_outputs(tmp_path / "mock", mock, (250, 220))
 
 
-def test_run_arc_eval_stops_at_max_actions(capsys):
-    result = evaluate(capsys, "--game-id", "maze-17", "--scripted", "--max-actions", "5")
-    assert result["ok"] and result["state"] == "NOT_FINISHED" and result["actions_taken"] == 5
-
-
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze"], "expected one game"),
     (["--scripted", "--game-id", "ls20-1"], "maze-17"),
@@ -1242,10 +963,6 @@ def test_run_arc_eval_plays_nothing_that_was_not_asked_for(flags, says, capsys, 
     monkeypatch.chdir(tmp_path)
     result = evaluate(capsys, *flags)
     assert not result["ok"] and says in result["reason"] and not list(tmp_path.iterdir()), result
-
-
-def test_run_arc_eval_knows_the_recorded_game(capsys):
-    assert evaluate(capsys, "--mock-session", SESSION, "--game-id", "demo-0001")["state"] == "WIN"
 
 
 @pytest.mark.parametrize("flags", [
@@ -1343,16 +1060,3 @@ def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, cap
                       "--temperature", 1, "--max-context-tokens", 200, "--env-kwargs", "style=short",
                       "downsample=8")
     assert result["ok"] and result["actions_taken"] + result["invalid"] == 3
-
-
-@pytest.mark.slow
-def test_grpo_trains_on_screens_in_bytes(small_model, tmp_path):
-    import grpo_llm
-    from tests.run_folders import records, train
-
-    model = small_model(None)
-    folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", iterations=2,
-                   max_response_tokens=8,
-                   env_kwargs=("game_ids=maze", "downsample=8", "max_actions=2"),
-                   eval_tasks=2)
-    assert records(folder)[-1]["iteration"] == 2

@@ -2,17 +2,12 @@
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 import time
-import types
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -89,33 +84,6 @@ def test_solutions_score_full_marks(count, options):
         assert holds(style, reply, nums, target), reply
 
 
-@pytest.mark.slow
-def test_six_numbers_are_solved_in_bounded_time():
-    for options in ({"style": "r1", "max_target": 999, "max_number": 100}, {"style": "compact"}):
-        env = envs.make("countdown", min_operands=6, max_operands=6, operators="+-*/", **options)
-        for k in range(40):
-            task = env.task("train", k)
-            began = time.process_time()
-            reply = env.solution(task)
-            assert time.process_time() - began < 3
-            assert env.start(task, 0).step(reply).reward == 1
-
-
-def test_default_task_is_the_documented_one():
-    task = envs.make("countdown").task("train", 17)
-    assert task.id == "countdown-train-17" and task.source == "countdown"
-    nums, target = task.data["nums"], task.data["target"]
-    assert task.messages == [{"role": "user", "content": f"{nums[0]} {nums[1]} {nums[2]} -> {target}"}]
-    assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
-
-
-def test_sources_by_operand_count():
-    env = envs.make("countdown", max_operands=4, difficulty=True)
-    tasks = [env.task("train", k) for k in range(50)]
-    found = {(task.source, len(task.data["nums"])) for task in tasks}
-    assert found == {("countdown/3", 3), ("countdown/4", 4)}
-
-
 def test_prompts_hold_the_problem_and_lead_into_the_solution():
     for style, roles in (("r1", ["system", "user"]), ("plain", ["user"])):
         env = envs.make("countdown", style=style, operators="+-*")
@@ -130,34 +98,10 @@ def test_prompts_hold_the_problem_and_lead_into_the_solution():
         assert re.search(r"<think>\n[^<]+\n</think>\n<answer>[^<]+</answer>$", whole)
 
 
-def test_prompts_of_the_other_styles_do_not_score():
-    """A prompt shows the tags and an example; a model that repeats it gets nothing for the numbers given."""
-    for style in ("r1", "plain"):
-        env = envs.make("countdown", style=style)
-        task = env.task("train", 0)
-        assert env.start(task, 0).step(task.messages[-1]["content"]).info["correct"] == 0
-
-
 # ---- Splits and determinism
 
 def problem(task):
     return (*sorted(task.data["nums"]), task.data["target"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {}, {"min_operands": 2, "max_operands": 2, "max_number": 8, "max_target": 16}, {**CHAT,
-    "max_operands": 4}],
-    ids=str)
-def test_no_problem_is_in_both_splits(options):
-    train, test = set(), set()
-    for seed in (0, 1):  # nor through another seed
-        env = envs.make("countdown", seed=seed, **options)
-        train |= {problem(env.task("train", k)) for k in range(3000)}
-        here = [problem(env.task("test", k)) for k in range(env.num_tasks("test"))]
-        assert len(set(here)) == len(here)
-        test |= set(here)
-    assert train and test and not train & test
 
 
 def test_a_tenth_of_the_problems_is_held_out_whatever_the_order():
@@ -181,48 +125,6 @@ def test_the_test_split_is_as_large_as_there_are_problems():
         small.task("train", -1)
     with pytest.raises(envs.BadInput, match="'val'"):
         small.task("val", 0)
-
-
-PRINT_DIGEST = """
-import hashlib, envs
-rows = []
-chat = {"style": "r1", "operators": "+-*/", "max_operands": 4}
-for options in ({}, {"skill": "mixed"}, {"trace": "search"}, chat):
-    env = envs.make("countdown", seed=5, **options)
-    for split in ("test", "train"):
-        tasks = [env.task(split, k) for k in range(40)]
-        rows += [(task, env.solution(task)) for task in tasks]
-print(hashlib.sha256(repr(rows).encode()).hexdigest())
-"""
-
-
-def test_tasks_and_solutions_are_the_same_in_every_process():
-    digests = set()
-    for hash_seed in ("1", "2"):
-        found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], cwd=ROOT, capture_output=True, text=True,
-                               env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True)
-        digests.add(found.stdout.strip())
-    assert len(digests) == 1 and len(digests.pop()) == 64
-
-
-def test_tasks_do_not_depend_on_the_order_of_calls():
-    one, two = envs.make("countdown", skill="mixed"), envs.make("countdown", skill="mixed")
-    indices = list(range(200))
-    forward = {k: (one.task("train", k), one.solution(one.task("train", k))) for k in indices}
-    random.Random(1).shuffle(indices)
-    two.task("test", 3)
-    assert {k: (two.task("train", k), two.solution(two.task("train", k))) for k in indices} == forward
-    other = envs.make("countdown", seed=1)
-    assert sum(problem(other.task("train", k)) == problem(forward[k][0]) for k in indices) < 10
-
-
-def test_tasks_are_pinned():
-    """A published run names its tasks by index: a change here changes what old results were measured on."""
-    env = envs.make("countdown")
-    tasks = [env.task(split, k) for split in env.splits for k in range(100)]
-    rows = [(task.data, env.solution(task)) for task in tasks]
-    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    assert digest[:16] == "ae644db00c1efe46"
 
 
 # ---- The verifier
@@ -368,17 +270,6 @@ def test_hostile_replies_score_nothing_at_once(style):
             assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
 
 
-def test_long_numbers_and_long_sums_are_bounded():
-    """Readable, wrong, and as heavy as the length limit admits."""
-    env = envs.make("countdown", **CHAT)
-    ones = "/".join(["7"] * 90)
-    tower = f"({'9' * 200} / {'7' * 200}) * ({'3' * 200} / {'8' * 201}) + 1"
-    for text in (ones, tower, f"{'9' * 498} * {'9' * 498}"):
-        began = time.thread_time()
-        assert score(env, f"<answer>{text}</answer>", [7, 3], 10) == (0, 1, 0.1)
-        assert time.thread_time() - began < 0.05
-
-
 ALPHABET = ["<answer>", "</answer>", "<think>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "\0",
 ".", "_",
             "0", "1", "3", "7", "10", "007", "**", "//", "x", "é", "７", "\ud800", "\u2028", "e5", "'", "\\",
@@ -512,19 +403,6 @@ def test_solver_in_whole_numbers(nums, operators, limit):
             assert sum(len(str(step[3])) for step in steps) == reachable[target]
 
 
-@pytest.mark.slow
-def test_solver_searches_six_numbers_as_it_searches_five():
-    """Six numbers take two levels of backward search; a neutral sixth number must not hide a solution."""
-    rng = random.Random(2)
-    for rules in (countdown.Rules("+-*/", math.inf, False), countdown.Rules("+-*/", 99, True)):
-        for _ in range(4):
-            nums = [rng.randint(1, 12) for _ in range(5)]
-            target = countdown.random_game(nums, rules._replace(whole=True, limit=99), rng.random)[-1][3]
-            assert countdown.solve(nums, target, rules)
-            steps = countdown.steps_of(countdown.solve([*nums, 1], target, rules))
-            assert steps[-1][3] == target and all(step[3] <= rules.limit for step in steps)
-
-
 def test_solver_keeps_the_limit_where_it_searches_backwards():
     nums, without = [6, 6, 1, 1, 1, 4], countdown.Rules("*/", 35, True)
     assert countdown.solve(nums, 9, without) is None  # 6 * 6 / 4 is the only way
@@ -562,26 +440,6 @@ def test_mixed_skill_is_novices_and_random_solutions():
     assert rate(novice_share=0) == 1
     assert abs(rate() - (0.3 + 0.7 * novice)) < 0.05
     assert rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
-
-
-def test_random_solutions_are_not_canonical_and_novices_play_legally():
-    env = envs.make("countdown", skill="mixed", novice_share=0)
-    data = {"nums": [2, 5, 9], "target": 16}
-    replies = {env.solution(envs.Task(f"t{k}", "s", [], data)) for k in range(200)}
-    firsts = {tuple(sorted(reply.split(" = ")[0].split()[::2])) for reply in replies}
-    assert len(replies) >= 12 and len(firsts) == 3  # each pair starts some solution
-    novice = envs.make("countdown", skill="mixed", novice_share=1)
-    results = collections.Counter()
-    for k in range(300):
-        reply = novice.solution(envs.Task(f"t{k}", "s", [], data))
-        result = int(reply.split()[-1])
-        assert holds("compact", reply, [2, 5, 9], result)
-        results[result] += 1
-    assert set(results) == set(games([2, 5, 9], "+-", 99))
-    stuck = envs.make("countdown", skill="mixed", novice_share=1, operators="*/")
-    for k in range(200):  # 11 * 9 = 99 leaves no legal step; then the row is a solution
-        reply = stuck.solution(envs.Task(f"t{k}", "s", [], {"nums": [11, 9, 2], "target": 9}))
-        assert reply is None or holds("compact", reply, [11, 9, 2], int(reply.split()[-1]))
 
 
 # ---- Search traces
@@ -634,29 +492,6 @@ def test_compact_traces_are_searches_in_the_vocabulary(options):
     assert longest >= 12 or env.config.max_trace_steps == 0
 
 
-def test_trace_of_the_documentation():
-    assert insert_signs("14 - 6 8 18 + 8 26 x 18 - 8 10 x x 18 + 14 32 32 + 6 38 | 18 + 14 32 32 + 6 38") == (
-        "14 - 6 = 8; 18 + 8 = 26 x 18 - 8 = 10 x x 18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32; 32 + 6 = 38")
-
-
-def test_chat_traces_say_what_was_tried():
-    env = envs.make("countdown", style="r1", trace="search")
-    tried = given_up = 0
-    for k in range(100):
-        task = env.task("train", k)
-        reply = env.solution(task)
-        lines = reply.split("<think>\n")[1].split("\n</think>")[0].split("\n")
-        steps = [line for line in lines if "=" in line]
-        assert steps[-1].endswith(f"= {task.data['target']}, the target")
-        for line in steps[:-1]:
-            left, result, ending = re.fullmatch(r"(.+) = (\d+), (leaves .*|not \d+)", line).groups()
-            assert value_of(left) == int(result)
-            assert ending in (f"not {task.data['target']}", ending) and result != ending
-        tried += len(steps)
-        given_up += sum(line == "Dead end, back." for line in lines)
-    assert tried > 400 and given_up > 50
-
-
 def test_vocabulary_covers_prompts_and_replies():
     assert countdown.VOCABULARY == envs.make("countdown").vocabulary
     assert len(set(countdown.VOCABULARY)) == len(countdown.VOCABULARY) == 100 + 8
@@ -698,18 +533,6 @@ def test_data_files_split_by_position(tmp_path):
         assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
 
 
-def test_small_data_files_give_half_to_test_and_no_problem_twice(tmp_path):
-    rows = [{"nums": [a, 5], "target": a + 5} for a in range(1, 8)]
-    rows[6] = {"nums": [5, 2], "target": 7}  # in the first half already, in another order
-    env = envs.make("countdown", data=write_jsonl(tmp_path / "few.jsonl", rows), **CHAT)
-    assert env.num_tasks("test") == 3 and env.num_tasks("train") == 3
-    assert [env.task("train", k).data["nums"][0] for k in range(3)] == [4, 5, 6]
-    for split in env.splits:
-        for k in range(3):
-            task = env.task(split, k)
-            assert env.start(task, 0).step(env.solution(task)).reward == 1
-
-
 @pytest.mark.parametrize("operators, solvable", [("+-*/", 10), ("+*", 7), ("+-", 3)])
 def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(
         tmp_path, operators, solvable):
@@ -729,22 +552,6 @@ def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_a
     else:
         with pytest.raises(envs.BadInput, match=f"{says}.*half"):
             make()
-
-
-def test_hub_data_set(monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        if name == "some/missing":
-            raise ConnectionError("no network\nsecond line")
-        return types.SimpleNamespace(to_list=lambda: ROWS)
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    env = envs.make("countdown", data="some/numbers")
-    assert asked == [("some/numbers", "train")] and env.num_tasks("test") == 1024
-    with pytest.raises(envs.BadInput, match="some/missing: cannot be read .ConnectionError: no network.$"):
-        envs.make("countdown", data="some/missing")
 
 
 @pytest.mark.parametrize("row, field, expected", [
@@ -772,13 +579,6 @@ def test_malformed_rows_are_named(tmp_path, row, field, expected):
     assert f"{path}: row 6: " in message and field in message and expected in message and "\n" not in message
 
 
-def test_rows_beyond_the_vocabulary_are_named(tmp_path):
-    path = write_jsonl(tmp_path / "big.jsonl", [*ROWS[:3], {"nums": [50, 60], "target": 110}])
-    with pytest.raises(envs.BadInput, match="row 4: field target: expected an integer from 0 to 99, got 110"):
-        envs.make("countdown", data=path)
-    assert envs.make("countdown", data=path, style="r1").num_tasks("train") == 2
-
-
 @pytest.mark.parametrize("content, expected", [
     (b'{"nums": [3, 4], "target": 7}\n{"nums": [3,\n', "row 2: expected a JSON object"),
     (b'{"nums": [3, 4], "target": 7}\n\n' + b"[" * 100_000, "row 3: expected a JSON object"),
@@ -794,19 +594,6 @@ def test_unusable_files_are_one_line(tmp_path, content, expected):
         envs.make("countdown", data=str(path))
     assert str(path) in str(error.value) and expected in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("name, expected", [
-    ("missing.jsonl", "no such file"), ("missing.parquet", "no such file"),
-    ("missing.csv", "expected a .jsonl"),
-    ("folder.jsonl", "cannot be read"), ("folder", "expected a .jsonl"), ("text.parquet", "cannot be read")])
-def test_missing_files(tmp_path, name, expected):
-    (tmp_path / "folder.jsonl").mkdir()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "text.parquet").write_text("nums, target")
-    with pytest.raises(envs.BadInput) as error:
-        envs.make("countdown", data=str(tmp_path / name))
-    assert name in str(error.value) and expected in str(error.value) and "\n" not in str(error.value)
 
 
 # ---- Options
@@ -835,13 +622,6 @@ def test_bad_options_are_named(options, expected):
     assert "\n" not in str(error.value)
 
 
-def test_options_given_as_text():
-    env = envs.make("countdown", **envs.parse_options(["max_operands=4", "operators=+-*/", "difficulty=true",
-                                                       "novice_share=0.5", "style=r1", "seed=3"]))
-    assert env.config == countdown.Config(max_operands=4, operators="+-*/", difficulty=True, novice_share=0.5,
-                                          style="r1", seed=3)
-
-
 def test_a_split_without_problems_says_so():
     """Sums of ones are one problem for each count of operands; which split it belongs to is fixed."""
     options = {"max_number": 1, "operators": "+"}
@@ -867,14 +647,3 @@ def test_the_replies_on_the_page_are_right():
     assert len(pairs) == 2
     for nums, target, reply in pairs:
         assert score(envs.make("countdown"), reply, map(int, nums.split()), int(target)) == (1, 1, 1.0)
-
-
-@pytest.mark.slow
-def test_speed_of_the_default_task():
-    """Supervised data is drawn on the fly: 150,000 tasks with their solutions should take seconds."""
-    for options in ({}, {"skill": "mixed"}):
-        env = envs.make("countdown", **options)
-        began = time.process_time()
-        for k in range(20_000):
-            env.solution(env.task("train", k))
-        assert time.process_time() - began < 20_000 * 200e-6  # a fifth of that on a desktop core

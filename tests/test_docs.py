@@ -124,8 +124,9 @@ FOREIGN = set("""
 
 @functools.cache
 def all_flags() -> set[str]:
-    programs = [*SCRIPTS, "tests/mutants.py", *(
-        str(path.relative_to(ROOT)) for folder in ("tools", "benchmarks") for path in (ROOT / folder).glob("*.py"))]
+    paths = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    paths += [ROOT / "tests" / "mutants.py"]
+    programs = [*SCRIPTS, *(str(path.relative_to(ROOT)) for path in paths)]
     return {flag.replace("_", "-") for program in programs for flag in known_flags(program)}
 
 
@@ -252,16 +253,6 @@ def test_tables_are_made_from_the_source(repository, monkeypatch):
     assert rendered(text, "s.md", repository) == text
 
 
-def test_options_are_the_fields_of_any_class(repository):
-    page = "<!-- options: s.py:World -->\n<!-- end -->\n"
-    with pytest.raises(DocsError, match="s.py: no class World"):
-        rendered(page, "s.md", repository)
-    (repository / "s.py").write_text('class World:\n    map_seed: int = 1\n    """which map"""\n')
-    assert rendered(page, "s.md", repository) == (
-        "<!-- options: s.py:World -->\n| option | type | default | meaning |\n| --- | --- | --- | --- |\n"
-        "| `map_seed` | `int` | `1` | which map |\n<!-- end -->\n")
-
-
 def test_the_lengths_of_the_scripts_are_told_to_the_nearest_hundred(repository):
     for number, script in enumerate(SCRIPTS):
         (repository / script).write_text("x\n" * (700 * number + 1))
@@ -361,11 +352,3 @@ def main(args):
     return args.c
 ''')
     assert names_read(tree) == {"b", "c"}
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("cd /{}/main", True), ('open("/{}/x")', True), ("runs/{}/x", False), ("https://example.org/{}/", False),
-])
-@pytest.mark.parametrize("folder", ["work", "root", "home/ann"])
-def test_paths_of_one_machine_are_told_from_others(text, folder, expected):
-    assert bool(MACHINE_PATH.search(text.format(folder).encode())) is expected

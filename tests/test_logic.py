@@ -2,15 +2,10 @@
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -234,8 +229,6 @@ def true_labels(prompt):
 
 # ---- Tasks and solutions
 
-COUNTS = (180, 60, 180, 8, 180, 180, 180, 20, 180)
-
 
 def check_tasks(number, count, **options):
     for split in ("train", "test"):
@@ -250,16 +243,6 @@ def check_tasks(number, count, **options):
             assert task.source == f"logic/{NAMES[number]}"
             assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
             yield task
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_solutions_score_full_marks_and_echoes_none(number):
-    """Over a thousand tasks with the default options, half of them held out; then the smallest of tasks."""
-    list(check_tasks(number, COUNTS[number]))
-    list(check_tasks(number, 60 if number != 3 else 2, **SMALL))
-    for pairs in (1, 2) if number in (0, 4, 5) else ():  # so few that their list looks like a sequence
-        options = {"dyck_pairs": pairs, "dyck_max_length": 4, "dyck2_max_pairs": pairs, "dyck2_max_length": 4}
-        list(check_tasks(number, 60, **SMALL | options | {"dyck_min_length": 2}))
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -282,12 +265,6 @@ def test_many_answers_are_right_by_other_means(number):
         assert is_right(task), task.id
         if number == 3 and len(set("".join(task.data["words"]))) < 8:
             assert len(assignments(task.data["words"], task.data["operators"])) == 1
-
-
-@pytest.mark.slow
-def test_eight_letters_have_one_reading():
-    for task in tasks(3, 3, cryptarithm_min_letters=8)[1]:
-        assert len(assignments(task.data["words"], task.data["operators"])) == 1
 
 
 @pytest.mark.slow
@@ -378,16 +355,6 @@ def test_task_ids_are_type_and_seed():
     assert env.task("train", 4).data["given"] != env.task("train", 5).data["given"]  # types 4 and 5
 
 
-def test_split_and_index_are_checked():
-    env = envs.make("logic", types="0", train_tasks=5, test_tasks=2)
-    assert env.num_tasks("train") == 5 and env.num_tasks("test") == 2
-    for split, index in (("train", 5), ("test", 2), ("train", -1)):
-        with pytest.raises(IndexError):
-            env.task(split, index)
-    with pytest.raises(envs.BadInput, match="'val'"):
-        env.task("val", 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number, count", [(0, 700), (1, 150), (2, 300), (3, 10), (4, 700), (6, 700), (7, 10),
                                            (8, 700)])
@@ -402,29 +369,6 @@ def test_no_prompt_is_in_both_splits(number, count):
     both = envs.make("logic", types="dyck_language2", **WORDS | SMALL)  # 4 and 5 share their problems
     prompts = [{both.task(split, k).messages[0]["content"] for k in range(300)} for split in both.splits]
     assert not prompts[0] & prompts[1]
-
-
-PRINT_DIGESTS = """
-import hashlib, envs
-for options in (dict(style="chat"), dict(style="words", operation_max_value=999)):
-    env = envs.make("logic", cryptarithm_max_letters=5, **options)
-    rows = [env.task(split, k) for split in ("test", "train") for k in range(36)]
-    print(hashlib.sha256(repr([(task, env.solution(task)) for task in rows]).encode()).hexdigest())
-"""
-
-
-@pytest.mark.slow
-def test_tasks_are_the_same_in_every_process_and_order():
-    """A published run names its tasks by number: a change here changes what old results are of."""
-    found = subprocess.run([sys.executable, "-c", PRINT_DIGESTS], cwd=ROOT, capture_output=True, text=True,
-                           env={**os.environ, "PYTHONHASHSEED": "2"}, check=True).stdout.split()
-    for options, digest in (({}, found[0]), (WORDS, found[1])):
-        env = envs.make("logic", cryptarithm_max_letters=5, **options)
-        places = [(split, k) for split in ("test", "train") for k in range(36)]
-        made = {place: env.task(*place) for place in random.Random(1).sample(places, 72)}
-        rows = [(made[place], env.solution(made[place])) for place in places]
-        assert hashlib.sha256(repr(rows).encode()).hexdigest() == digest
-    assert [digest[:16] for digest in found] == ["6de1b6ca2036b2be", "48392d60f0cfb7da"]
 
 
 @pytest.mark.parametrize("options", [{}, WORDS], ids=["chat", "words"])
@@ -454,42 +398,6 @@ def test_bad_options_are_named(options, expected):
     with pytest.raises(envs.BadInput, match=expected) as error:
         envs.make("logic", **options)
     assert "\n" not in str(error.value)
-
-
-def test_a_split_without_problems_says_so(monkeypatch):
-    monkeypatch.setattr(logic, "CHECK_DRAWS", 100)
-    logic.check_type.cache_clear()
-    for split, always in (("test", False), ("train", True)):
-        monkeypatch.setattr(logic, "is_test", lambda *_, always=always: always)
-        with pytest.raises(envs.BadInput, match=f"options of dyck_language: expected a {split} problem"):
-            envs.make("logic", types="0")
-    monkeypatch.setattr(logic, "check_type", lambda *_: None)
-    env = envs.make("logic", types="0")
-    monkeypatch.undo()
-    monkeypatch.setattr(logic, "is_test", lambda *_: True)
-    monkeypatch.setattr(logic, "CHECK_DRAWS", 100)
-    with pytest.raises(envs.BadInput, match="options of boolean"):  # a type that `make` was not asked for
-        env.by_id(600_000_000)
-    logic.check_type.cache_clear()
-
-
-def test_options_that_leave_hardly_any_problem_are_refused(monkeypatch):
-    """One problem in 10,000 draws, in 90,000 of the test split: some tasks would find none amid training."""
-    # One in 7,500 is fine, and no task gives up after a few times that.
-    env, found = tasks(5, 3, "test", **SMALL)
-    assert all(score(env, task, env.solution(task)) for task in found)
-    monkeypatch.setattr(logic, "CHECK_DRAWS", 4_000)  # to be quick
-    options = dict(types="2", operation_min_operands=6, operation_max_number=99, operation_max_value=9)
-    with pytest.raises(envs.BadInput, match="options of operation: .* too few"):
-        envs.make("logic", **options)
-
-
-def test_types_are_names_or_numbers():
-    env = envs.make("logic", types="7, dyck_language2 ,dyck_language")
-    assert env.config.numbers == [7, 4, 5, 0]
-    assert [env.task("train", k).id for k in range(5)] == ["700000000", "400000000", "500000000", "0",
-                                                           "700000001"]
-    assert envs.make("logic", types="5").config.numbers == [5]
 
 
 # ---- Traps
@@ -609,14 +517,6 @@ def test_none_means_none_by_brute_force(operators):
             assert (find_expression(numbers, target, operators, rng) is None) == (target not in values)
 
 
-@pytest.mark.parametrize("numbers, operators", [
-    ([1, 1, 1, 1, 1, 9], "+-*/"), ([1, 2, 9, 9, 9, 9], "+-*"), ([5, 5, 5, 10, 10, 10], "+-*")])
-def test_none_means_none_of_six_numbers_too(numbers, operators):
-    values, rng = all_values(list(map(Fraction, numbers)), operators, {}), random.Random(0)
-    none = {n for n in (24, 36, 48, 60, 72, 100) if find_expression(numbers, n, operators, rng) is None}
-    assert none == {24, 36, 48, 60, 72, 100} - values and 1 < len(none) < 6
-
-
 def test_trap_dyck_is_the_whole_sequence_and_no_more():
     env = envs.make("logic", types="0")
     data = {"type": 0, "pairs": ["()", "[]"], "given": "([", "missing": "])", "answer": "([])"}
@@ -729,62 +629,3 @@ def test_corrupted_solutions_fail(number):
             # Never right by chance: sequences, sets, values, grids and readings are the only ones, and a
             # number of the game that is exchanged is not among the given.
             assert score(env, task, corrupted(env, task, rng)) == 0
-
-
-HOSTILE = ["", "\0", "\ud800", "(" * 10**6, "()" * 10**5, "\\boxed{" * 10**5, "{" * 10**6, "```" * 10**5,
-           "```\n" + "(" * 10**5 + "\n```", "```\n9**9**9\n```", "```\n" + "9" * 10**6 + "\n```",
-           "\\boxed{" + "9" * 10**6 + "}", "\\boxed{9**9**9}", "\\boxed{1e999999999}", "\\boxed{1/0}",
-           "\\boxed{" + "1," * 499 + "1}", "\\boxed{" + "-" * 900 + "1}", "1" * 81, "١" * 81,
-           "123456789\n" * 10**5, "\n" * 10**6, "<think>" * 10**5, "</think>" * 10**5, "\\boxed{\0}",
-           "```\n" + "-" * 900 + "1\n```", "```\n" + "1/" * 400 + "1```", "```\n" + "(" * 59 + "1```",
-           "\\boxed{" + "A=" * 400 + "}", "A 1 " * 10**5, "\\boxed{\ud800, 1}", "[" * 10**5 + "x" + "]" * 9]
-
-
-def mutated(text, rng):
-    for _ in range(rng.randint(1, 4)):
-        a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-        letter = rng.choice("(){}[]<>\\`|-+*/=,.09aA\n \0٣\ud800")
-        piece = rng.choice((letter, "", text[a:b] * 2, text[a:b][::-1], "\\boxed{", "```", "</think>",
-                            "<think>"))
-        text = text[:a] + piece + text[b:] if rng.random() < 0.7 else text[:a] + piece + text[a:]
-    return text
-
-
-def attack(count):
-    rng = random.Random(count)
-    made = {style: envs.make("logic", **options) for style, options in (("chat", {}), ("words", WORDS))}
-    for style, env in made.items():
-        found = [env.task("train", k) for k in range(45)]
-        texts = [env.solution(task) for task in found] + [task.messages[0]["content"] for task in found]
-        for k in range(count // 2):
-            task = found[k % 45]
-            began = time.process_time()
-            score(env, task, mutated(rng.choice((env.solution(task), rng.choice(texts))), rng))
-            assert time.process_time() - began < 0.25
-        for task in found[:9]:
-            for text in HOSTILE:
-                began = time.process_time()
-                assert score(env, task, text) == 0, (style, task.id, text[:40])
-                assert time.process_time() - began < 0.25, text[:40]
-
-
-def test_hostile_replies_get_a_verdict_at_once():
-    attack(2_000)
-
-
-@pytest.mark.slow
-def test_many_hostile_replies_get_a_verdict_at_once():
-    attack(100_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number, limit", [(0, 0.05), (1, 0.05), (2, 0.05), (3, 1), (4, 0.05), (5, 0.05),
-                                           (6, 0.05), (7, 1), (8, 0.05)])
-def test_generation_is_bounded(number, limit):
-    """The 99th percentile, in processor time [s]."""
-    env, spent = envs.make("logic", types=str(number)), []
-    for k in range(150 if limit == 1 else 600):
-        began = time.process_time()
-        env.task("train" if k % 2 else "test", k // 2)
-        spent.append(time.process_time() - began)
-    assert sorted(spent)[int(0.99 * len(spent))] < limit

@@ -211,56 +211,6 @@ def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):
     assert (tmp_path / "other" / "generation_config.json").read_text() == odd
 
 
-def test_types(tmp_path, capsys):
-    """A bfloat16 base gives a bfloat16 model; --dtype changes that, and the config's dtype with it."""
-    write_base(tmp_path / "base", dtype=torch.bfloat16, tie_word_embeddings=True)
-    norm = "model.norm.weight"  # one tensor in float32 stays so
-    stored = load_file(tmp_path / "base" / "model.safetensors")
-    stored[norm] = stored[norm].float()
-    save_file(stored, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    write_adapter(tmp_path / "adapter", tmp_path / "base")
-    change_json(tmp_path / "base" / "config.json", dtype="bfloat16")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    expected = logits(tmp_path / "base", tmp_path / "adapter")
-
-    reports = {dtype: merge(tmp_path, capsys, "--dtype", dtype, out=f"as-{dtype}")
-               for dtype in ("base", "bfloat16", "float32")}
-    kept, half, full = (load_file(tmp_path / f"as-{name}" / "model.safetensors") for name in reports)
-    for name in ("base", "bfloat16"):
-        assert json.loads((tmp_path / f"as-{name}" / "config.json").read_text()) == config
-    assert json.loads((tmp_path / "as-float32" / "config.json").read_text()) == config | {"dtype": "float32"}
-    for name, tensor in full.items():
-        assert tensor.dtype == torch.float32 and half[name].dtype == torch.bfloat16
-        assert kept[name].dtype == (torch.float32 if name == norm else torch.bfloat16)
-        assert torch.equal(half[name], tensor.bfloat16())  # rounded once, from the float32 sum
-    torch.testing.assert_close(logits(tmp_path / "as-float32"), expected, rtol=1e-5, atol=1e-5)
-    rounding = float((logits(tmp_path / "as-bfloat16") - expected).abs().max())
-    assert reports["float32"]["rounding"] == 0 and reports["float32"]["dtype"] == "float32"
-    assert reports["base"]["dtype"] == reports["bfloat16"]["dtype"] == "bfloat16"
-    assert 1e-3 < rounding < 1 and rounding / 3 < reports["bfloat16"]["rounding"] < rounding * 3
-
-
-def test_an_adapter_that_does_nothing_merges_and_says_so(tmp_path, capsys):
-    write_base(tmp_path / "base")
-    write_adapter(tmp_path / "adapter", tmp_path / "base", size=0.0)
-    report = merge(tmp_path, capsys)
-    assert report["adapter_effect"] == report["largest_difference"] == 0
-    for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items():
-        assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")[name], tensor)
-
-
-def test_another_base_and_an_empty_folder_are_taken(tmp_path, capsys):
-    write_base(tmp_path / "base", seed=1)
-    write_adapter(tmp_path / "adapter", tmp_path / "base")
-    write_base(tmp_path / "other", seed=2)
-    (tmp_path / "merged").mkdir()
-    (tmp_path / ".merged.writing").mkdir()  # left by a process that was killed
-    (tmp_path / ".merged.writing" / "junk").touch()
-    report = merge(tmp_path, capsys, "--base-model", tmp_path / "other")
-    assert_merged(tmp_path, report, base="other")
-    assert not (tmp_path / "merged" / "junk").exists()
-
-
 def test_a_hub_id_is_looked_up_in_the_cache_at_the_adapters_revision(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     cached = tmp_path / "cache" / "models--some--model"

@@ -13,14 +13,13 @@ import os
 import random
 import re
 import threading
-import tracemalloc
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import sft
@@ -269,16 +268,6 @@ def test_a_bad_row_ends_the_run_with_its_file_and_line(case, tmp_path):
     assert len(line) < 500 + len(name)
 
 
-def test_a_bad_row_of_the_held_out_file_is_named_as_one_and_counted(tmp_path, capsys):
-    files = [write_jsonl(tmp_path / "train.jsonl", pairs(4)),
-             write_jsonl(tmp_path / "val.jsonl", [*pairs(2, "v"), {"prompt": "a"}, BLANK[0]])]
-    line = refused(capsys, tmp_path / "run", "--train-files", files[0], "--val-files", files[1])
-    assert re.match(rf"error: --val-files {re.escape(files[1])}, row 3, column response: missing", line), line
-    counts, _ = train(tmp_path / "skip", train_files=files[:1], val_files=files[1:], on_bad_row="skip")
-    assert counts == (4, 2, 0, 1, 1)
-    assert [len(ids) for ids, _ in taken(tmp_path / "skip", "val")] == [12, 12]
-
-
 BROKEN = {  # a file, its rows, what the message says behind its name
     "no.jsonl": (None, ": expected an existing"),
     "no.parquet": (None, ": expected an existing"),
@@ -305,17 +294,6 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_p
     assert re.match(f"error: (--train-files )?{re.escape(str(path))}{message}", line), line
 
 
-@pytest.mark.parametrize(("flag", "key"), [
-    ("--prompt-key", "ask"), ("--response-key", "say"), ("--messages-key", "chat")])
-def test_a_file_without_the_column_is_refused_by_its_name(flag, key, tmp_path, capsys):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs(40)), tmp_path / "rows.parquet")
-    for name in (write_jsonl(tmp_path / "rows.jsonl", pairs(40)), str(tmp_path / "rows.parquet")):
-        line = refused(capsys, tmp_path / "run", "--train-files", name, flag, key)
-        assert re.match(rf"error: --train-files {re.escape(name)}, row 1, column {key}: missing", line), line
-        line = refused(capsys, tmp_path / "run", "--train-files", name, flag, key, "--on-bad-row", "skip")
-        assert name in line and "at least 2 rows" in line and "40" in line
-
-
 def plain_rows(numbers, name=""):
     """The ids and masks of pairs()."""
     tokenizer, rows = sft.new_tokenizer(None), []
@@ -326,15 +304,6 @@ def plain_rows(numbers, name=""):
     return rows
 
 
-@pytest.mark.parametrize("rows", [[], BLANK[:2]], ids=["empty", "blank"])
-def test_a_held_out_file_without_rows_means_no_held_out_loss(rows, tmp_path):
-    files = [write_jsonl(tmp_path / "train.jsonl", pairs(3)), write_jsonl(tmp_path / "val.jsonl", rows)]
-    counts, _ = train(tmp_path / "run", train_files=files[:1], val_files=files[1:])
-    assert counts == (3, 0, 0, len(rows), 0)
-    assert not any("val/loss" in line for line in records(tmp_path / "run"))
-    assert records(tmp_path / "run")[-1]["train/loss"] > 0
-
-
 def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
     name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(10), {"prompt": 1}])
     for ratio, held_out in ((0.0, 0), (0.01, 1), (0.3, 3), (1.0, 9)):
@@ -342,16 +311,6 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
         counts, rows = train(folder, train_files=(name,), val_ratio=ratio, on_bad_row="skip")
         assert counts == (10 - held_out, held_out, 0, len(BLANK), 1) and rows == plain_rows(range(10))
         assert ("val/loss" in records(folder)[0]) == (held_out > 0)
-
-
-def test_too_few_rows_are_one_line_with_the_counts(tmp_path, capsys):
-    name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(1), {"prompt": 1}])
-    line = refused(capsys, tmp_path / "run", "--train-files", name, "--on-bad-row", "skip")
-    assert re.search(rf"{re.escape(name)}: expected at least 2 rows.* 1 .*{len(BLANK)}.*1", line), line
-    counts, _ = train(tmp_path / "one", train_files=(name,), on_bad_row="skip", val_ratio=0.0)
-    assert counts == (1, 0, 0, len(BLANK), 1)
-    name = write_jsonl(tmp_path / "blank.jsonl", BLANK)
-    assert "at least 1 row" in refused(capsys, tmp_path / "run", "--train-files", name, "--val-ratio", "0")
 
 
 # Truncation
@@ -396,18 +355,6 @@ def test_a_row_that_is_all_response_gives_up_its_first_token(tmp_path):
 # Parquet
 
 
-def test_parquet_rows_of_every_form_are_learned_dropped_or_left_out(tmp_path):
-    """Nulls, dictionaries and texts, across row groups."""
-    answers = [f"r{i}" for i in range(50)]
-    answers[3], answers[20], answers[44] = None, "", " "
-    prompts = pyarrow.array([f"p{i}" for i in range(50)]).dictionary_encode()
-    name = str(tmp_path / "rows.parquet")
-    table = pyarrow.table({"other": list(range(50)), "prompt": prompts, "response": answers})
-    pyarrow.parquet.write_table(table, name, row_group_size=20)
-    counts, rows = train(tmp_path / "run", train_files=(name,), val_ratio=0.0)
-    assert rows == plain_rows(i for i in range(50) if i not in (3, 20, 44)) and counts == (47, 0, 0, 3, 0)
-
-
 @pytest.mark.parametrize("column", [
     pyarrow.array([1, 2]), pyarrow.array([0.5, math.nan]), pyarrow.array([True, False]),
     pyarrow.array([b"a", b"b"]), pyarrow.array([{"a": 1}, {"a": 2}]), pyarrow.array([[["a"]], [["b"]]]),
@@ -422,56 +369,9 @@ def test_a_parquet_column_of_another_type_is_refused_row_by_row(column, tmp_path
     assert rows == plain_rows(range(3)) and counts == (3, 0, 0, 0, 2)
 
 
-@pytest.mark.parametrize("column", [
-    pyarrow.array(["a", "b"] * 20).cast(pyarrow.binary()),
-    pyarrow.array([2**62] * 40, pyarrow.timestamp("us"))], ids=["not-utf8", "beyond-python"])
-def test_a_parquet_file_with_what_python_cannot_read_is_refused_in_one_line(column, tmp_path):
-    if column.type == pyarrow.binary():
-        offsets, data = column.buffers()[1:]
-        broken = pyarrow.py_buffer(data.to_pybytes()[:-1] + b"\xff")
-        column = pyarrow.Array.from_buffers(pyarrow.string(), 40, [None, offsets, broken])
-    name = str(tmp_path / "rows.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 40, "response": column}), name)
-    line = complaint(tmp_path / "run", train_files=(name,), on_bad_row="skip")
-    assert re.match(rf"--train-files {re.escape(name)}: cannot be read after row \d+ ", line), line
-
-
-def paged(path, **options):
-    """60 rows in 3 row groups of 5 pages a column. -> the rows, the file's bytes, where its pages end."""
-    rows = [{"prompt": f"prompt {i} " + "x" * i, "response": f"answer {i} é"} for i in range(60)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20, data_page_size=64,
-                                write_batch_size=4, use_dictionary=False, **options)
-    file = pyarrow.parquet.ParquetFile(path).metadata
-    columns = [file.row_group(group).column(column) for group in range(3) for column in range(2)]
-    ends = [column.data_page_offset + column.total_compressed_size for column in columns]
-    return rows, path.read_bytes(), [column.data_page_offset for column in columns], max(ends)
-
-
 def read(path):
     """The rows of a file, as sft.py reads them."""
     return [row for _, row in sft.read_rows(args_of(train_files=(str(path),)), "train")]
-
-
-def test_a_parquet_file_with_a_flipped_bit_is_refused_or_read_as_it_was(tmp_path):
-    """Pages with checksums: no flipped bit puts a wrong answer to a prompt, wherever it is."""
-    path, rng, refusals = tmp_path / "rows.parquet", random.Random(0), 0
-    rows, data, starts, end = paged(path, compression="zstd", write_page_checksum=True)
-    assert read(path) == rows
-    headers = [start + i for start in starts[:3] for i in range(0, 40, 2)]
-    for position in (*headers, *(rng.randrange(4, end) for _ in range(60))):
-        damaged = bytearray(data)
-        damaged[position] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            assert read(path) == rows, f"byte {position}"
-        except BadInput as error:
-            refusals += 1
-            assert str(path) in str(error) and "\n" not in str(error)
-    assert refusals > 40
-    for size in (0, 3, 8, 100, len(data) - 1):
-        path.write_bytes(data[:size])
-        with pytest.raises(BadInput, match="rows.parquet"):
-            read(path)
 
 
 # Conversations: templates in the manner of the well-known ones, each with what it writes, piece by piece
@@ -495,11 +395,6 @@ CHATML = (  # Qwen2.5
     "{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
     "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
-LLAMA = (  # Llama 3
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
 ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}")
@@ -541,13 +436,6 @@ def chatml_pieces(messages):
         yield "\n", 0
 
 
-def llama_pieces(messages):
-    yield "<bos>", 0
-    for message in messages:
-        yield f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", 0
-        yield (message["content"] or "").strip() + "<|eot_id|>", learned(message)
-
-
 def gemma_pieces(messages):
     yield "<bos>", 0
     for message in messages:
@@ -565,7 +453,6 @@ def tagged_pieces(messages):
 
 TEMPLATES = {  # template, its pieces, eos, ids that end a turn, whether turns must alternate
     "chatml": (CHATML, chatml_pieces, "<|im_end|>", ["<|im_end|>", "<eos>"], False),
-    "llama": (LLAMA, llama_pieces, "<|eot_id|>", ["<|eot_id|>"], False),
     "gemma": (GEMMA, gemma_pieces, "<eos>", ["<eos>", "<end_of_turn>"], True),
     "tagged": (TAGGED, tagged_pieces, "<|im_end|>", ["<|im_end|>"], False),
 }
@@ -636,14 +523,6 @@ def written(ids, mask, tokenizer):
     return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
-def test_a_turn_that_only_calls_a_tool_is_learned():
-    """Its content is null; what the template writes of it is no less a reply."""
-    tokenizer = byte_tokenizer(CHATML, "<|im_end|>")
-    messages = [user("1 + 1?"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "2"},
-                assistant("2")]
-    assert row_of(messages, tokenizer) == expected_row(list(chatml_pieces(messages)), tokenizer)
-
-
 @pytest.mark.parametrize("name", ["chatml", "tagged"])
 def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(name, tmp_path):
     """From JSONL, from parquet, and from a column of text that is JSON."""
@@ -670,19 +549,6 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
         expected.append((ids, expected_row(parts, tokenizer)[1]))
     assert rows == expected * 3
     assert counts == (12, 0, 0, 6, 3 + 2 + len(worse))
-
-
-def test_what_a_message_of_a_parquet_file_lacks_is_nothing_to_the_template(tmp_path):
-    """Parquet gives every message the fields that any has."""
-    (tmp_path / "chat.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% if 'name' in m %}({{ m.name }}){% endif %}<eos>"
-        "{% endfor %}")
-    chat = [user("a"), assistant("b", name="me"), user("c"), assistant("d")]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"chat": chat}]), tmp_path / "chat.parquet")
-    _, rows = train(tmp_path / "run", train_files=(str(tmp_path / "chat.parquet"),), messages_key="chat",
-                    chat_template=str(tmp_path / "chat.jinja"), val_ratio=0.0)
-    assert rows[0][0] == bytes_to_ids("a<eos>b(me)<eos>c<eos>d<eos>", sft.new_tokenizer(None))
-    assert rows[0][1] == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1]
 
 
 def test_a_template_that_says_no_makes_a_bad_row_and_names_why(tmp_path, capsys):
@@ -766,15 +632,6 @@ def test_a_template_that_drops_thoughts_is_refused_where_it_does_and_nowhere_els
         assert written(ids, mask, tokenizer) == "".join(reply + "<|im_end|>" for reply in replies)
 
 
-def test_generation_tags_say_what_is_learned_where_the_template_changes_earlier_turns():
-    turn = "{{- text + '<|im_end|>' }}"
-    template = QWEN3.replace(turn, "{%- if m.role == 'assistant' %}{% generation %}" + turn +
-                             "{% endgeneration %}{%- else %}" + turn + "{%- endif %}")
-    tokenizer = byte_tokenizer(template, "<|im_end|>")
-    ids, mask = row_of(THOUGHTS, tokenizer)
-    assert written(ids, mask, tokenizer) == "one<|im_end|><think>\nhm\n</think>\n\ntwo<|im_end|>"
-
-
 @pytest.mark.parametrize(("tagged", "messages", "learned"), [
     # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
     ("{% generation %}{{ m.content }}<eos>{% endgeneration %}",
@@ -795,28 +652,6 @@ def test_generation_tags_are_kept_to_the_letter(tagged, messages, learned, trims
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     ids, mask = row_of(messages, tokenizer, ["<eos>"])
     assert written(ids, mask, tokenizer).rstrip(" ") == learned
-
-
-def test_the_space_before_an_answer_is_the_prompts_where_offsets_have_none():
-    """"Assistant: " is what the reply follows; its space has an empty span at the answer's beginning."""
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
-                               "{% if add_generation_prompt %}assistant: {% endif %}")
-    messages = [user(" a "), assistant(" b "), user("c"), assistant("d e")]
-    for trims in (False, True):
-        if trims:
-            tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-        ids, mask = row_of(messages, tokenizer, ["<eos>"])
-        assert written(ids, mask, tokenizer) == " b <eos>d e<eos>"
-
-
-def test_an_end_of_turn_that_swallows_spaces_is_learned_with_nothing_after_it():
-    """As Phi-3's tokens do."""
-    template = ("{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-                "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}")
-    words = ("<|user|>", "<|assistant|>", "<|end|>")
-    tokenizer = byte_tokenizer(template, "<|end|>", [AddedToken(w, rstrip=True, special=True) for w in words])
-    ids, mask = row_of([user(" a"), assistant("b \n"), user("c"), assistant("d")], tokenizer, ["<|end|>"])
-    assert written(ids, mask, tokenizer) == "b \n<|end|>d<|end|>"
 
 
 @pytest.mark.parametrize("template", [
@@ -856,8 +691,7 @@ def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
     template, pieces, eos, _, _ = TEMPLATES[name]
     rng, rows = random.Random(name), []
     reply = {"chatml": "<|im_start|>assistant\n", "tagged": "<|im_start|>assistant\n",
-             "gemma": "<start_of_turn>model\n",
-             "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n"}[name]
+             "gemma": "<start_of_turn>model\n",}[name]
     for _ in range(25):
         prompt = [user(rng.choice(CONTENTS) or ""), assistant("yes"), user("yes")][:rng.choice([1, 1, 3])]
         rows.append((prompt, "".join(text for text, _ in pieces(prompt)) + reply, rng.choice(CONTENTS)))
@@ -875,41 +709,6 @@ def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
 
 
 # Reading as one goes
-
-
-def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
-    """Peaks of Python and of Arrow, for rows that would fill a tenth of a gigabyte."""
-    monkeypatch.setattr(sft, "encode_row", lambda *_: ([7] * 30_000, [0] + [1] * 29_999))
-    arrow = pyarrow.total_allocated_bytes()
-    peaks = []
-
-    def rows(number):
-        for i in range(number):
-            peaks[-1] = max(peaks[-1], pyarrow.total_allocated_bytes() - arrow)
-            yield f"row {i}", None
-
-    for number in (20, 200):
-        peaks.append(0)
-        tracemalloc.start()
-        sft.encode_rows(rows(number), tmp_path / f"{number}.arrow", None, args_of(max_length=30_000), [])
-        peaks[-1] += tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert len(datasets.Dataset.from_file(str(tmp_path / f"{number}.arrow"))) == number
-    assert peaks[1] < peaks[0] * 1.5 + 2**24, peaks
-
-
-def test_a_parquet_file_of_one_row_group_is_not_read_whole(tmp_path):
-    text = "".join(random.Random(0).choices("0123456789abcdef", k=2_000))
-    answers = [text[i % 1000:] + str(i) for i in range(5_000)]
-    table = pyarrow.table({"prompt": ["p"] * 5_000, "response": answers})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", compression="none", use_dictionary=False)
-    size = (tmp_path / "rows.parquet").stat().st_size
-    del table
-    before, peak, number = pyarrow.total_allocated_bytes(), 0, 0
-    for _ in sft.read_rows(args_of(train_files=(str(tmp_path / "rows.parquet"),)), "train"):
-        number += 1
-        peak = max(peak, pyarrow.total_allocated_bytes() - before)
-    assert number == 5_000 and size > 6e6 and peak < size / 2, (peak, size)
 
 
 def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
@@ -1089,5 +888,3 @@ def test_flags_that_contradict_each_other_are_one_line(flags, message, tmp_path,
     error = " ".join(capsys.readouterr().err.split())
     assert code not in (0, None) and re.search(message, error) and "Traceback" not in error, error
     assert not list(tmp_path.glob("run/events*")) and not (tmp_path / "model").exists()
-
-

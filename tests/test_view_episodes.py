@@ -209,24 +209,6 @@ def test_a_decoder_that_writes_between_tokens_leaves_them_their_own_texts():
         "6", " +", " 4", " 10", " 10", " *", " 2", " 20", " <eos>"]
 
 
-@pytest.mark.parametrize("tokenizer, character", [(byte_level(), "\U0001f600"), (byte_level(), "\u00e9")])
-def test_a_character_of_several_tokens_stands_at_the_last(tokenizer, character):
-    ids = tokenizer.encode(f"one {character} two").ids
-    texts = view_episodes.Pieces(tokenizer).texts(ids)
-    assert "".join(texts) == f"one {character} two"
-    at = texts.index(character)
-    size = len(character.encode())
-    assert texts[at - size + 1:at] == [""] * (size - 1)
-    assert view_episodes.Pieces(tokenizer).texts(ids[:at + 2 - size])[-1] == "\ufffd"  # cut off within it
-
-
-def test_bytes_of_a_fallback_are_joined():
-    names = ["a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "\u2581the"]
-    ids = [metaspace().token_to_id(name) for name in names]
-    assert view_episodes.Pieces(metaspace()).texts(ids) == ["a", "", "", "", "\U0001f600", " the"]
-    assert view_episodes.Pieces(metaspace()).texts([2, 2]) == ["the", " the"]  # as the reply is decoded
-
-
 def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path, capsys):
     def texts(run):
         page, _, complaints = page_of(capsys, run)
@@ -260,16 +242,6 @@ def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys, line, l
     assert len(complaints) == 1 and f"{file}, line 8:" in complaints[0] and len(complaints[0]) < 600
     assert (report["episodes"], report["damaged"]) == (14 + (not last), 1)
     assert unpacked(page, "index")["damaged"] == ["run/val_step_000010.jsonl:8"]
-
-
-def test_what_is_no_file_is_damaged_too(a_run, capsys):
-    folder = a_run / "episodes"
-    (folder / "val_step_000020.jsonl").mkdir()
-    (folder / "val_step_000030.jsonl").symlink_to(folder / "nowhere")
-    os.mkfifo(folder / "val_step_000040.jsonl")  # to open it would wait for ever
-    (folder / ".val_step_000050.jsonl.writing").write_text("being written")
-    _, report, complaints = page_of(capsys, a_run)
-    assert (report["episodes"], report["damaged"], len(complaints)) == (14, 3, 3)
 
 
 def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
@@ -342,17 +314,6 @@ def test_a_run_is_found_from_within_and_from_above(a_run, tmp_path, capsys, insi
     _, report, _ = page_of(capsys, a_run / inside)
     assert report["episodes"] == (6 if "val" in inside else 14)
     assert Path(report["out"]) == a_run / "episodes.html"
-
-
-def test_runs_of_one_name_are_told_apart(a_run, tmp_path, capsys):
-    for name in ("a/run", "b/run"):
-        shutil.copytree(a_run, tmp_path / name)
-    page, report, _ = page_of(capsys, tmp_path / "a", tmp_path / "b" / "run", tmp_path / "a" / "run")
-    assert (report["runs"], report["episodes"]) == (2, 28)
-    assert unpacked(page, "index")["runs"] == ["a/run", "b/run"]
-    page, report, _ = page_of(capsys, *(a_run / "episodes" / f"val_step_{step:06d}.jsonl"
-                                                 for step in (0, 10)))
-    assert (report["runs"], report["episodes"]) == (1, 12)
 
 
 def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, capsys):
@@ -805,83 +766,6 @@ def test_hostile_texts_are_shown_as_they_are_and_run_nothing(tmp_path, open_page
     assert page.js("return window.hacked") is None
     assert page.find("img, a:not(#permalink), iframe, body b:not(header b, #sums b)") == []
     assert elements < 40
-
-
-@pytest.mark.slow
-def test_the_policy_stops_what_the_page_never_does(a_run, driver, capsys):
-    page = Page(driver, Path(page_of(capsys, a_run)[1]["out"]))
-    assert driver.get_log("browser") == []
-    refused = "try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; }"
-    assert page.js(refused) == "TypeError"
-    page.js("""const policy = trustedTypes.createPolicy("test", {createScript: text => text});
-               const script = document.createElement("script");
-               script.text = policy.createScript("window.hacked = 1");
-               document.body.append(script);
-               try { document.body.setAttribute("onclick", "window.hacked = 1"); } catch {}
-               document.body.click();
-               const says = name => [() => window[name] = "loaded", () => window[name] = "stopped"];
-               const image = new Image();
-               [image.onload, image.onerror] = says("image");
-               image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=";
-               fetch("data:text/plain,x").then(...says("fetched"));""")
-    page.wait("window.image && window.fetched")
-    assert page.js("return [window.hacked ?? 0, window.image, window.fetched]") == [0, "stopped", "stopped"]
-    assert driver.get_log("browser") != []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [400, 760, 1600])
-def test_it_fits_any_width(a_run, open_page, driver, width):
-    from selenium.webdriver.common.keys import Keys
-
-    write(a_run, "val_step_000010", episode("a_very_long_name" * 12, replies=("x" * 500, "y\n" * 50)))
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                           dict(width=width, height=800, deviceScaleFactor=1, mobile=False))
-    try:
-        page = open_page(a_run)
-        narrow = width <= 760
-        overflow = ("return [...document.querySelectorAll('html, #detail, #top, #list')]"
-                    ".some(e => e.scrollWidth > e.clientWidth)")
-        assert page.js(overflow) is False
-        page.js("open(all.find(ep => ep.task.startsWith('a_very')), true)")
-        page.settle()
-        assert page.js(overflow) is False
-        assert page.find("#list")[0].is_displayed() is not narrow
-        page.js("open(all.find(ep => ep.task === 'test-0'), true)")
-        page.settle()
-        page.js("set({with: all.findLast(ep => ep.task === 'test-0').key}); drawDetail(true)")
-        page.settle()
-        assert page.js(overflow) is False and len(page.find("#outcomes")) == 1
-        page.press(Keys.ESCAPE, Keys.ESCAPE)
-        assert page.find("#list")[0].is_displayed()
-    finally:
-        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.slow
-def test_text_has_contrast_in_light_and_dark(a_run, open_page, driver):
-    rng = random.Random(1)
-    write(a_run, "val_step_000010", with_turns(episode("long", 0, 0.5, ("ab c\n" * 30,) * 3), rng))
-    for scheme in ("light", "dark"):
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
-            "features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        page = open_page(a_run, e="run/val_step_000010/8", tokens="1")
-        worst = page.js("""
-            const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(x => x / 255)
-                .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-                return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-            const back = e => { for (; e; e = e.parentElement) {
-                const colour = getComputedStyle(e).backgroundColor;
-                if (colour !== "rgba(0, 0, 0, 0)") return colour; } };
-            const all = [...document.querySelectorAll("body *:not(script, option, noscript, :disabled)")]
-                .filter(e => e.checkVisibility() &&
-                    [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-            return [all.length, ...all.map(e => {
-                const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((a, b) => b - a);
-                return [(a + 0.05) / (b + 0.05), e.className];
-            }).sort(([a], [b]) => a - b)[0]];""")
-        assert worst[0] > 100 and worst[1] >= 4.5, (scheme, worst)
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 @pytest.mark.slow
