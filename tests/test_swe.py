@@ -469,6 +469,13 @@ def test_the_files_of_a_diff(patch, expected):
     assert changed_paths(patch) == expected
 
 
+def test_a_diff_is_written_anew_as_git_writes_one():
+    expected = (f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n"
+                "--- a/x\n+++ b/x\n@@ -1,1 +1,1 @@\n-a\n+b\n")
+    for patch in (DIFF, DIFF.replace("\n", "\r\n"), f"Index: y\n{DIFF}-- \n2.39\n"):
+        assert check_patch(patch, DIFF.replace("x", "t")) == expected
+
+
 PIECES = [*REFUSED.values(), *(row["patch"] for row in ROWS.values()), "```", "```diff\n", "\n", "--- a/x\n",
           "+++ b/x\n", "@@ -1,3 +1,3 @@\n", "@@ -0,0 +999999999,999999999 @@\n", "\0", "\ud800", "\u2028",
           "</think>", "<think>", "diff --git a/x b/x\n", "rename to \n", "rename\n", "new file mode 1\n",

@@ -359,6 +359,8 @@ def parse_patch(patch: str) -> list[Change]:
         elif line.startswith("--- ") and number < len(lines) and lines[number].startswith("+++ "):
             names = [header_path(text) for text in (line, lines[number])]
             found, number = read_hunks(lines, number + 1)
+            if line.endswith("\r"):  # Windows' line ends are the reply's, not the file's
+                found = [text.removesuffix("\r") for text in found]
             changes.append(change_of(header, names, found, header.keys() & {"rename", "copy"}))
             header.clear()
     finish()
