@@ -38,6 +38,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dotenv import load_dotenv
+
+load_dotenv(".env")  # before the libraries below read the environment
+
 import numpy as np
 import psutil
 import torch
@@ -114,8 +118,8 @@ class Args:
 
     def __post_init__(self):
         for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
-                           ("iterations", "log_every"), ("log_every", "update_every")):
-            if getattr(self, name) % getattr(self, unit):  # no window and no gradient is left half full
+                           ("iterations", "update_every"), ("log_every", "update_every")):
+            if getattr(self, name) % getattr(self, unit):  # no gradient is left half full
                 raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a multiple of "
                                f"--{unit.replace('_', '-')} {getattr(self, unit)}")
         if self.normalize_advantages and self.num_envs * self.num_steps < 2:
@@ -124,9 +128,13 @@ class Args:
             raise BadInput(f"--num-envs {self.num_envs}, --eval-envs {self.eval_envs}: expected one or more "
                            f"for each of {WORLD_SIZE} processes")
 
+    @property
+    def may_change(self) -> set[str]:
+        """Flags that a continued run may change; every other one decides what is learned."""
+        length = set() if self.anneal else {"iterations"}
+        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
 
-# Flags that a continued run may change; every other one decides what is learned.
-MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+
 TIMES = ("eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
 
 
@@ -448,8 +456,9 @@ def describe_run(args, algo, env, source, **more):
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
     return dict(
-        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env).stem}__s{args.seed}", schema_version=1, algo=algo,
-        env=env, seed=args.seed, args=flags, argv=sys.argv, config_hash=sha256(json.dumps(flags) + source),
+        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
+        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
+        config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
         versions={name: sys.modules[name].__version__ for name in modules}
@@ -509,14 +518,18 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-            flags, run_id = dict(old["args"]), str(old["run_id"])
+            flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
-        for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and flags.get(name) != value:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{flags.get(name)}; use that, or another --run-dir")
-        for what in ("model", "goal", "source"):
+        if algo != self.meta["algo"]:
+            raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
+        changed = [f"--{name.replace('_', '-')} {value} (it was {flags.get(name)})"
+                   for name, value in self.meta["args"].items()
+                   if name not in self.args.may_change and flags.get(name) != value]
+        if changed:
+            raise BadInput(f"{', '.join(changed)}: the run in {self.dir} was started otherwise; expected its "
+                           "flags, or another --run-dir")
+        for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
         self.meta["run_id"] = run_id
@@ -527,18 +540,18 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb
-            except ImportError as error:
-                raise BadInput(f"--track: {error}; pip install wandb") from error
-            wandb.init(project="plainrl", name=self.meta["run_id"], config=self.meta["args"], dir=self.dir,
-                       sync_tensorboard=True)
+                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+            except Exception as error:  # not installed, no key, no network
+                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
             lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
                                    and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
-                        checkpoint=Path(self.checkpoint).name, git_sha=self.meta["git_sha"],
+                        checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
             lines.append(json.dumps({"resume": mark}).encode() + b"\n")
         replace_file(path, b"".join(lines))
@@ -701,11 +714,11 @@ def main(args):
             batch = {name: tensor.detach() for name, tensor in batch.items()}  # let go of the graph
             window.append(rollout_means(batch, env.num_actions))
             progress.update()
-            if iteration % args.log_every:
+            last = iteration == args.iterations
+            if iteration % args.log_every and not last:
                 continue
 
             # 4. Log, evaluate, checkpoint.
-            last = iteration == args.iterations
             metrics, window = window_metrics(window, batch, args, env), []
             if last or args.eval_every and iteration % args.eval_every == 0:
                 with run.timed("eval"):

@@ -50,6 +50,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dotenv import load_dotenv
+
+load_dotenv(".env")  # before the libraries below read the environment
+
 import numpy as np
 import peft
 import psutil
@@ -59,7 +63,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
-from dotenv import load_dotenv
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
@@ -91,7 +94,8 @@ class Args:
 
     # Model
     model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
-    chat_template: Literal["model", "plain"] = "model"  # the tokenizer's, or the bare text of the messages
+    # the tokenizer's; plain: the bare text of the messages; or a file with a Jinja template
+    chat_template: str = "model"
     # arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora_rank: Whole = 0  # rank of the LoRA adapters; 0 trains all weights
@@ -124,7 +128,7 @@ class Args:
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
     iterations: Whole = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
     epochs: Count = 1  # passes of the policy over an iteration's responses
-    minibatches: Count = 4  # the policy's optimiser steps per epoch
+    minibatches: Count = 4  # the policy's optimiser steps per epoch, of one episode or more
     # KL(old policy || policy) that ends an iteration's policy updates; 0: none does [nats/token]
     target_kl: NotNegative = 0.0
     learning_rate: Positive = 5e-4  # peak learning rate of the policy's AdamW
@@ -168,10 +172,6 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases
 
     def __post_init__(self):
-        for name in ("minibatches", "critic_minibatches"):
-            if getattr(self, name) > self.prompts_per_iteration * self.group_size:
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at most the "
-                               f"{self.prompts_per_iteration * self.group_size} episodes of an iteration")
         if self.kl_target and not self.kl_coef:
             raise BadInput(f"--kl-target {self.kl_target}: needs a --kl-coef to start from")
         if self.max_context_tokens <= self.max_response_tokens:
@@ -188,6 +188,13 @@ class Args:
         return 1 + (self.critic_warmup if self.critic == "own" else 0)
 
     @property
+    def may_change(self) -> set[str]:
+        """Flags that a continued run may change; every other one decides what is learned."""
+        length = {"iterations"} if self.final_learning_rate == 1 else set()
+        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
+                         "print_samples", "track", "max_concurrent", "vllm_url", "vllm_kwargs"}
+
+    @property
     def lora(self) -> bool:
         """Whether an adapter is trained and the model beneath it stays as it is."""
         return bool(self.lora_rank or self.lora_adapter_path)
@@ -202,9 +209,6 @@ KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most 
 TIS_CAP = 2.0  # of the importance weight between sampler and trainer
 MAX_GRAD_NORM = 1.0  # of policy and critic each
 
-# Flags that a continued run may change; every other one decides what is learned.
-MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-              "print_samples", "track", "max_concurrent", "vllm_url", "vllm_kwargs"}
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
 
 
@@ -271,7 +275,7 @@ def clipped_value_loss(values, old_values, returns, clip):
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
     error, near_error = (values - returns).square(), (near - returns).square()
-    return torch.maximum(error, near_error), near_error > error
+    return torch.maximum(error, near_error), (near_error > error) & ((values - old_values).abs() > clip)
 
 
 def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
@@ -465,9 +469,13 @@ def trained_weights(model):
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
     beside = Path(__file__).parent / name  # the defaults work from anywhere
-    path = beside if beside.is_dir() and not Path(name).is_dir() else name
+    path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        if not Path(path).is_dir() and (name.count("/") != 1 or name.startswith("models/")):
+        if (path / "adapter_config.json").is_file():
+            raise ValueError("an adapter; expected its base, and this folder as --lora-adapter-path")
+        if (path / "checkpoints").is_dir():
+            raise ValueError(f"a run's folder; expected one of {path}/checkpoints/step_*")
+        if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
             raise ValueError("expected a folder with config.json and weights, or a hub id")
         return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -475,13 +483,19 @@ def from_pretrained(kind, name, **options):
 
 
 def load_tokenizer(args):
-    """The model's tokenizer, with a padding token."""
+    """The model's tokenizer, with a padding token and the chat template that is asked for."""
     tokenizer = from_pretrained(AutoTokenizer, args.model)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if args.chat_template not in ("model", "plain"):
+        try:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a "
+                           f"Jinja template ({error})") from error
     if args.chat_template == "model" and tokenizer.chat_template is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
@@ -508,7 +522,7 @@ def weights_sha256(model, adapter=""):
     return digest.hexdigest()
 
 
-def add_lora(model, args, checkpoint="", exclude=("lm_head", "embed_tokens")):
+def add_lora(model, args, checkpoint=""):
     """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
 
     Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
@@ -523,9 +537,8 @@ def add_lora(model, args, checkpoint="", exclude=("lm_head", "embed_tokens")):
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
             return model
-        # An adapted vocabulary would change the size of a merged model.
         return peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha, exclude_modules=list(exclude) or None,
+            r=args.lora_rank, lora_alpha=args.lora_alpha,
             target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
@@ -1101,6 +1114,25 @@ def encode_prompt(text, tokenizer, args):
     return tokenizer(text, add_special_tokens=args.chat_template == "plain").input_ids
 
 
+def check_prompts(env, tokenizer, args):
+    """Refuse a model that cannot read the tasks of the first iteration."""
+    count = env.num_tasks("train")
+    tasks = [env.task("train", task_index(i, args.seed, count)) for i in range(args.prompts_per_iteration)]
+    prompts = [encode_prompt(render(task.messages, tokenizer, args), tokenizer, args) for task in tasks]
+    ids = [token for prompt in prompts for token in prompt]
+    unknown = ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
+    if unknown > 0.1:
+        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
+                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
+    long = sum(len(prompt) + args.max_response_tokens > args.max_context_tokens for prompt in prompts)
+    if long == len(prompts):
+        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the prompts have up to "
+                       f"{max(map(len, prompts))} tokens, and a reply up to {args.max_response_tokens}")
+    if long:
+        print_rank_0(f"{long} of the first {len(prompts)} prompts leave no room for a reply within "
+                     f"--max-context-tokens {args.max_context_tokens}: their episodes end at once")
+
+
 def extension(text, seen, reply, tokenizer):
     """What `text` adds to what the model has seen and to its reply, which ended with eos; None where the
     template has rewritten some of that.
@@ -1154,7 +1186,7 @@ class Player:
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
-        queue = iter(rollouts)
+        queue = iter(tqdm(rollouts, unit="episode", leave=False, delay=5, disable=bool(RANK) or None))
 
         async def worker():
             for r in queue:
@@ -1571,8 +1603,9 @@ def describe_run(args, algo, env, source, **more):
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
     return dict(
-        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env).stem}__s{args.seed}", schema_version=1, algo=algo,
-        env=env, seed=args.seed, args=flags, argv=sys.argv, config_hash=sha256(json.dumps(flags) + source),
+        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
+        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
+        config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
         versions={name: sys.modules[name].__version__ for name in modules}
@@ -1632,14 +1665,18 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-            flags, run_id = dict(old["args"]), str(old["run_id"])
+            flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
-        for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and flags.get(name) != value:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{flags.get(name)}; use that, or another --run-dir")
-        for what in ("model", "goal", "source"):
+        if algo != self.meta["algo"]:
+            raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
+        changed = [f"--{name.replace('_', '-')} {value} (it was {flags.get(name)})"
+                   for name, value in self.meta["args"].items()
+                   if name not in self.args.may_change and flags.get(name) != value]
+        if changed:
+            raise BadInput(f"{', '.join(changed)}: the run in {self.dir} was started otherwise; expected its "
+                           "flags, or another --run-dir")
+        for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
         self.meta["run_id"] = run_id
@@ -1650,18 +1687,18 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb
-            except ImportError as error:
-                raise BadInput(f"--track: {error}; pip install wandb") from error
-            wandb.init(project="plainrl", name=self.meta["run_id"], config=self.meta["args"], dir=self.dir,
-                       sync_tensorboard=True)
+                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+            except Exception as error:  # not installed, no key, no network
+                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
             lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
                                    and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
-                        checkpoint=Path(self.checkpoint).name, git_sha=self.meta["git_sha"],
+                        checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
             lines.append(json.dumps({"resume": mark}).encode() + b"\n")
         replace_file(path, b"".join(lines))
@@ -1788,14 +1825,14 @@ def write_episodes(run, kind, rollouts, args):
 
 
 def print_samples(rollouts, args, title):
-    """Prompt, reply and reward of some episodes, in colours."""
+    """Prompt, reply and reward of some episodes."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
         messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
         prompt, *replies = (str(message.get("content")) for message in messages)
-        text = (f"\033[2m{title} {r.task.id}\033[0m \033[34m{prompt}\033[0m "
-                f"\033[{32 if r.correct else 33}m{' '.join(replies)}\033[0m "
-                f"reward {r.reward:g} ({r.termination})")
-        print_rank_0(text.encode(errors="replace").decode())  # half a surrogate pair cannot be printed
+        text = (f"{title} {r.task.id} | {prompt} | {' '.join(replies)} | "
+                f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})")
+        # A model may say what moves a terminal's cursor, or half a surrogate pair.
+        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
 
 
 def spread(name, values):
@@ -1828,7 +1865,6 @@ def rollout_metrics(rollouts, seconds):
 
 def main(args):
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
-    load_dotenv(".env")
     transformers.utils.logging.disable_progress_bar()
     stop = threading.Event()
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -1836,9 +1872,11 @@ def main(args):
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
-    frozen = args.lora and args.dtype == "bfloat16"
-    base = load_weights(args.model, torch.bfloat16 if frozen else torch.float32)
-    run = Run(args, describe_run(args, "ppo", args.env, envs.source_of(score), model=args.model,
+    check_prompts(env, tokenizer, args)
+    dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
+    base = load_weights(args.model, dtype)
+    source = envs.source_of(score) + str(tokenizer.chat_template)
+    run = Run(args, describe_run(args, "ppo", args.env, source, model=args.model,
                                  model_sha256=weights_sha256(base, args.lora_adapter_path)))
     torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; but beneath two adapters lie the same frozen weights.
@@ -1848,7 +1886,10 @@ def main(args):
              else load_weights(run.checkpoint) if run.checkpoint else base)
     model = distribute(model, device)
     engine = make_engine(model, tokenizer, args, run.dir / "sync")
-    reference = distribute(load_weights(args.model), device) if args.kl_coef and not args.lora else None
+    reference = None
+    if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
+        reference = load_weights(args.model, dtype)
+        reference = distribute(add_lora(reference, args) if args.lora else reference, device)
     critic = make_critic(model, backbone, args)
     del base, backbone
     parameters, critic_weights = ([p for p in module.parameters() if p.requires_grad] if module else []
@@ -1871,10 +1912,11 @@ def main(args):
             dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
-    critic_steps = args.critic_epochs * args.critic_minibatches if args.critic == "own" else 0
+    episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
+    critic_steps = args.critic_epochs * min(args.critic_minibatches, episodes) if args.critic == "own" else 0
     print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
-                 f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
-                 f"{args.epochs * args.minibatches} optimiser step(s) of the policy and {critic_steps} of "
+                 f"{episodes} episodes an iteration; {args.epochs * min(args.minibatches, episodes)} "
+                 f"optimiser step(s) of the policy and {critic_steps} of "
                  f"the critic on them, in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} + {sum(p.numel() for p in critic_weights):,} "
                  f"trained weights on {device}; {args.first_policy_iteration - 1} iterations for the critic "
@@ -1905,7 +1947,7 @@ def main(args):
     try:
         while True:
             # 1. Hand the weights to the sampler; evaluate, log, checkpoint.
-            last = iteration == args.iterations
+            last = iteration >= args.iterations
             with run.timed("sync"):
                 engine.sync_weights(model)
             if metrics is not None:
@@ -1930,7 +1972,7 @@ def main(args):
             if last or stopped:
                 break
             seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
-            torch.manual_seed(seed + RANK * 2**40)  # vLLM's draws
+            torch.manual_seed(seed + RANK * 0x9e3779b9)  # vLLM's draws; a CPU keeps the low 32 bits
 
             # 2. Rollout: group_size responses to each prompt, from the current policy.
             mine = shard(args.prompts_per_iteration)
@@ -1992,7 +2034,9 @@ def main(args):
             print_samples(rollouts, args, "train")
             write_episodes(run, "train", rollouts, args)
             shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
-                     "grad": metrics["train/grad_norm"], "explained": metrics["critic/vf_explained_var"]}
+                     **({"value loss": metrics["critic/vf_loss"]} if frozen
+                        else {"grad": metrics["train/grad_norm"]}),
+                     "explained": metrics["critic/vf_explained_var"]}
             shown = {name: f"{value:.3f}" for name, value in shown.items()}
             progress.set_postfix(shown, refresh=False)
             progress.update()

@@ -7,7 +7,7 @@ cut into passes, nor on packing. Demonstrations are an environment's reference s
 step), rows of parquet and JSONL files, or a hub data set: prompts and responses, or conversations whose
 assistant turns are learned. Rows become tokens once, in a memory-mapped file of the run's folder.
 
-    python sft.py                                  # makes models/countdown-tiny on one CPU core in 100 s
+    python sft.py                                  # makes a small model on one CPU core in 100 s
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --messages-key messages \
         --packing --gradient-checkpointing --output-dir models/mine
     python sft.py --model Qwen/Qwen2.5-7B-Instruct --dataset OWNER/NAME --lora-rank 16 --learning-rate 1e-4
@@ -40,6 +40,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dotenv import load_dotenv
+
+load_dotenv(".env")  # before the libraries below read the environment
+
 import datasets
 import numpy as np
 import peft
@@ -51,7 +55,6 @@ import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from datasets.arrow_writer import ArrowWriter
-from dotenv import load_dotenv
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
@@ -93,7 +96,8 @@ class Args:
     prompt_key: str = "prompt"  # column with the prompt (a text, or a list of chat messages)
     response_key: str = "response"  # column with the response (a text)
     messages_key: str = ""  # column with conversations, in place of the two: assistant turns are learned
-    chat_template: str = ""  # file with a Jinja chat template, in place of the tokenizer's
+    # the tokenizer's; plain: the bare text of the messages; or a file with a Jinja template
+    chat_template: str = "model"
     val_ratio: Share = 0.1  # share of the training rows held out where none are given for val/loss; 0: none
     on_bad_row: Literal["error", "skip"] = "error"  # a malformed one ends the run, by name, or is left out
     max_length: Count = 2048  # longest row; a longer game's later turns begin rows of their own [tokens]
@@ -105,12 +109,11 @@ class Args:
     lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
     lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
-    lora_exclude_modules: str = "lm_head,embed_tokens"  # never these: they change the merged model's size
-    lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the four flags above
+    lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
-    # folder of the finished model or adapter; what was there is kept as <name>.previous; empty: the run's
-    output_dir: str = "models/countdown-tiny"
+    # folder of the finished model or adapter (default: model/ in the run's); what was there: <name>.previous
+    output_dir: str = ""
 
     # Sizes
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
@@ -158,6 +161,12 @@ class Args:
             raise BadInput(f"--lora-adapter-path {self.lora_adapter_path}: has no adapter_model.safetensors")
 
     @property
+    def may_change(self) -> set[str]:
+        """Flags that a continued run may change; every other one decides what is learned."""
+        length = {"steps", "epochs"} if self.schedule == "constant" else set()
+        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+
+    @property
     def lora(self) -> bool:
         """Whether an adapter is trained and the model beneath it stays as it is."""
         return bool(self.lora_rank or self.lora_adapter_path)
@@ -180,16 +189,14 @@ class Args:
 
 # What one fine-tunes a real model with: the defaults where --model is given.
 REAL_MODEL = dict(
-    env_kwargs=(), dtype="bfloat16", output_dir="", batch_size=32, microbatch_tokens=16384, steps=0,
-    learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, checkpoint_every=50,
-    max_response_tokens=512)
+    env_kwargs=(), dtype="bfloat16", batch_size=32, microbatch_tokens=16384, steps=0,
+    learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
+    checkpoint_every=50, max_response_tokens=512)
 # The small model. vLLM on a CPU wants hidden_size / num_attention_heads to be at least 32.
 SMALL_MODEL = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2)
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd goes down
 
-# Flags that a continued run may change; every other one decides what is learned.
-MAY_CHANGE = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
 
 
@@ -365,9 +372,13 @@ def unshard(model, whole):
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
     beside = Path(__file__).parent / name  # the defaults work from anywhere
-    path = beside if beside.is_dir() and not Path(name).is_dir() else name
+    path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        if not Path(path).is_dir() and (name.count("/") != 1 or name.startswith("models/")):
+        if (path / "adapter_config.json").is_file():
+            raise ValueError("an adapter; expected its base, and this folder as --lora-adapter-path")
+        if (path / "checkpoints").is_dir():
+            raise ValueError(f"a run's folder; expected one of {path}/checkpoints/step_*")
+        if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
             raise ValueError("expected a folder with config.json and weights, or a hub id")
         return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -447,18 +458,20 @@ def make_tokenizer(args, env):
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     try:
-        if args.chat_template:
+        if args.chat_template == "plain":
+            tokenizer.chat_template = None
+        elif args.chat_template != "model":
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         prompt_tokens([dict(role="user", content="hello")], tokenizer)
     except Exception as error:  # no such file, no text, or whatever a program in it raises
-        where = f"--chat-template {args.chat_template}" if args.chat_template else f"--model {args.model}"
-        raise BadInput(f"{where}: expected a text with a chat template ({first_line(error)})") from error
+        raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
+                       f"template ({first_line(error)})") from error
     if args.messages_key and not tokenizer.chat_template:
         raise BadInput(f"--messages-key {args.messages_key}: {args.model} needs a --chat-template")
     return tokenizer
 
 
-def add_lora(model, args, checkpoint="", exclude=("lm_head", "embed_tokens")):
+def add_lora(model, args, checkpoint=""):
     """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
 
     Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
@@ -473,9 +486,8 @@ def add_lora(model, args, checkpoint="", exclude=("lm_head", "embed_tokens")):
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
             return model
-        # An adapted vocabulary would change the size of a merged model.
         return peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha, exclude_modules=list(exclude) or None,
+            r=args.lora_rank, lora_alpha=args.lora_alpha,
             target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
@@ -663,15 +675,17 @@ def data_sha256(args):
         for name in names:
             if Path(name).suffix not in (".parquet", ".jsonl") or not Path(name).is_file():
                 raise BadInput(f"{flag} {name}: expected an existing .parquet or .jsonl file")
-    template = [args.chat_template] if args.chat_template else []
+    template = [args.chat_template] if args.chat_template not in ("model", "plain") else []
     return "".join(sha256(Path(name)) for name in (*args.train_files, *args.val_files, *template))
 
 
 def parquet_rows(name, columns):
     file = pyarrow.parquet.ParquetFile(name, page_checksum_verification=True, buffer_size=2**16,
                                        pre_buffer=False)
-    known, number = [column for column in columns if column in file.schema_arrow.names], 0
-    for table in file.iter_batches(batch_size=16, columns=known):
+    number, names = 0, file.schema_arrow.names
+    if missing := set(columns).difference(names):
+        raise BadInput(f"no column {', '.join(missing)}; it has {', '.join(names)}")
+    for table in file.iter_batches(batch_size=16, columns=list(columns)):
         yield from table.to_pylist()
         number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
@@ -687,8 +701,8 @@ def read_rows(args, side):
                 split, (path, _, config) = args.splits[side == "val"], name.partition(":")
                 where = f"--dataset {name}, split {split}"
                 rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
-                if known := [column for column in rows.column_names or () if column in args.columns]:
-                    rows = rows.select_columns(known)
+                if set(args.columns) <= set(rows.column_names or ()):
+                    rows = rows.select_columns(list(args.columns))
             else:
                 rows = parquet_rows(name, args.columns) if name.endswith(".parquet") else open(name, "rb")
             for number, row in enumerate(rows, 1):
@@ -804,7 +818,8 @@ def encode_row(row, tokenizer, args, eos):
         raise BadRow(f"expected a line of JSON ({first_line(error)})") from error
     for column in args.columns:
         if not isinstance(row, dict) or column not in row:
-            raise BadRow(f"column {column}: missing in {reprlib.repr(row)}")
+            names = ", ".join(row) if isinstance(row, dict) else reprlib.repr(row)
+            raise BadRow(f"column {column}: missing; it has {names:.300}")
     try:
         if args.messages_key:
             messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
@@ -1019,9 +1034,15 @@ def evaluate(model, tokenizer, env, held_out, args):
         """Of as many responses to each task, the same draws at every evaluation.  -> (tasks, samples)"""
         asked = [prompt for prompt in prompts for _ in range(samples)]
         seeds = [seed_of(f"{args.seed} val {index} {number}") for index in mine for number in range(samples)]
-        with precision(args, model.device):
-            replies = generate(model, asked, args.max_response_tokens, temperature, tokenizer,
-                               seeds) if asked else []
+        # A cached token costs far less memory than a trained one, hence the factor.
+        longest = max(map(len, prompts), default=0) + args.max_response_tokens
+        size, replies = max(1, 16 * args.microbatch_tokens // longest), []
+        for start in tqdm(range(0, len(asked), size), "evaluation", leave=False, delay=5,
+                          disable=bool(RANK) or None):
+            part = slice(start, start + size)
+            with precision(args, model.device):
+                replies += generate(model, asked[part], args.max_response_tokens, temperature, tokenizer,
+                                    seeds[part])
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in replies]
         scores = [ids[-1] in ends and env.start(tasks[n // samples], args.seed).step(text).info["correct"]
                   for n, ((ids, _), text) in enumerate(zip(replies, texts, strict=True))]
@@ -1079,8 +1100,9 @@ def describe_run(args, algo, env, source, **more):
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
     modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
     return dict(
-        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env).stem}__s{args.seed}", schema_version=1, algo=algo,
-        env=env, seed=args.seed, args=flags, argv=sys.argv, config_hash=sha256(json.dumps(flags) + source),
+        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
+        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
+        config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
         versions={name: sys.modules[name].__version__ for name in modules}
@@ -1140,14 +1162,18 @@ class Run:
         try:
             with (self.dir / "train_log.jsonl").open() as log:
                 old = json.loads(log.readline())["meta"]
-            flags, run_id = dict(old["args"]), str(old["run_id"])
+            flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
-        for name, value in self.meta["args"].items():
-            if name not in MAY_CHANGE and flags.get(name) != value:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: the run in {self.dir} was started with "
-                               f"{flags.get(name)}; use that, or another --run-dir")
-        for what in ("model", "goal", "source"):
+        if algo != self.meta["algo"]:
+            raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
+        changed = [f"--{name.replace('_', '-')} {value} (it was {flags.get(name)})"
+                   for name, value in self.meta["args"].items()
+                   if name not in self.args.may_change and flags.get(name) != value]
+        if changed:
+            raise BadInput(f"{', '.join(changed)}: the run in {self.dir} was started otherwise; expected its "
+                           "flags, or another --run-dir")
+        for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
         self.meta["run_id"] = run_id
@@ -1158,18 +1184,18 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb
-            except ImportError as error:
-                raise BadInput(f"--track: {error}; pip install wandb") from error
-            wandb.init(project="plainrl", name=self.meta["run_id"], config=self.meta["args"], dir=self.dir,
-                       sync_tensorboard=True)
+                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+            except Exception as error:  # not installed, no key, no network
+                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
         if self.state:
             data, end = path.read_bytes(), self.state["log_bytes"]
             lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
                                    and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
-                        checkpoint=Path(self.checkpoint).name, git_sha=self.meta["git_sha"],
+                        checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
             lines.append(json.dumps({"resume": mark}).encode() + b"\n")
         replace_file(path, b"".join(lines))
@@ -1281,11 +1307,8 @@ at commit {commit}. At its end (val: held out):
 """
 
 
-def export(write, num_weights, run, args):
+def export(write, folder, num_weights, run, args):
     """Write the finished model or adapter with its card; what was there becomes <name>.previous."""
-    folder = Path(args.output_dir or run.dir / "model")
-    if args.output_dir == Args.output_dir:
-        folder = Path(__file__).parent / folder
     temporary = folder.with_name(f".{folder.name}.writing")
     previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -1313,7 +1336,6 @@ def export(write, num_weights, run, args):
 
 def main(args):
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
-    load_dotenv(".env")
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     stop = threading.Event()
@@ -1327,20 +1349,25 @@ def main(args):
     frozen = args.lora and args.dtype == "bfloat16"
     base = (load_weights(args.model, torch.bfloat16 if frozen else torch.float32) if args.model
             else new_model(args, tokenizer))
-    run = Run(args, describe_run(args, "sft", args.env, data_hash, model=args.model,
+    task = None if args.from_rows else args.env
+    run = Run(args, describe_run(args, "sft", task, data_hash, model=args.model,
                                  model_sha256=weights_sha256(base, args.lora_adapter_path)))
     example, num_rows, held_out, counts = (
         examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run) if args.from_rows
         else examples_of_env(env, args, tokenizer))
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    exclude = [name for name in args.lora_exclude_modules.split(",") if name]
-    model = (add_lora(base, args, run.checkpoint, exclude) if args.lora
+    model = (add_lora(base, args, run.checkpoint) if args.lora
              else load_weights(run.checkpoint) if run.checkpoint else base)
     model = distribute(model, device)
     set_up_passes(model, args)
     if args.packing:
         check_packing(model, args)
+    output = Path(args.output_dir or run.dir / "model")
+    try:
+        output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # until it is written
+    except OSError as error:
+        raise BadInput(f"--output-dir {output}: cannot be written ({error})") from error
     optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate,
                                   betas=(0.9, args.beta2), fused=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -1382,7 +1409,7 @@ def main(args):
     try:
         while True:
             # 1. Evaluate, log, checkpoint.
-            last, is_best = step == num_steps, False
+            last, is_best = step >= num_steps, False
             if metrics is not None:
                 if evaluates(step):
                     with run.timed("eval"):
@@ -1453,7 +1480,7 @@ def main(args):
             print_rank_0(f"SIGTERM: stopped after step {step}, which is saved; to go on, give the same "
                          f"command with --run-dir {run.dir}")
         elif RANK == 0:
-            export(write, num_weights, run, args)
+            export(write, output, num_weights, run, args)
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json_bytes([tokenizer.decode(ids) for ids, _ in rows[:64]])})
     finally:

@@ -199,7 +199,7 @@ MUTANTS = {
         "vectors decay": ("p.ndim < 2], weight_decay=0.0", "p.ndim < 2], weight_decay=weight_decay"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
         "another chat template on resume": (
-            "template = [args.chat_template] if args.chat_template else []", "template = []"),
+            'template = [args.chat_template] if args.chat_template not in', "template = [] if args.seed in"),
         "the first record forgets": ('None, run.state["window"],', "None, [],"),
         "demonstrations of max_length": (
             "and len(longer) <= args.max_length", "and len(longer) < args.max_length"),

@@ -155,7 +155,7 @@ def in_halves(script, tmp_path, **flags):
     assert verdict["ok"], verdict
     assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1)
     (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (2, "step_000002")
+    assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
     assert len({line["run_id"] for line in records(halves)}) == 1
     named = [json.loads((folder / "checkpoints" / "state.json").read_text()) for folder in (whole, halves)]
     assert named[0] == named[1] and named[0]["last"] == LAST

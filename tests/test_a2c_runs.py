@@ -91,7 +91,7 @@ def test_the_log_is_sound_and_a_killed_run_goes_on_bit_for_bit(case, tmp_path):
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["records"], verdict["resumes"], verdict["errors"]) == (4, 1, 1), verdict
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (half, f"step_{half:06d}")
+    assert (mark["iteration"], mark["checkpoint"]) == (half, f"checkpoints/step_{half:06d}")
     first, last = (end_of(folder, f"step_{number:06d}") for number in (half, 2 * half))
     for part in ("agent", "env"):  # there was something to continue
         with pytest.raises(AssertionError):
@@ -275,7 +275,7 @@ BAD = {
     "flag": (["--learning-speed", "1"], "--learning-speed"),
     "flag-choice": (["--network", "resnet"], "resnet.*--network"),
     "flag-range": (["--num-envs", "0"], "num_envs.*greater than or equal to 1"),
-    "multiple": (["--iterations", "30", "--log-every", "20"], "--iterations 30: expected a multiple"),
+    "multiple": (["--iterations", "3", "--update-every", "2"], "--iterations 3: expected a multiple"),
     "one-step": (["--num-envs", "1", "--num-steps", "1"], "--normalize-advantages"),
     "many": (["--num-envs", "20000"], "20000.*16384"),
     "run-dir": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),

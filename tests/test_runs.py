@@ -14,6 +14,7 @@ import random
 import re
 import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def start_weights():
 # The scripts
 
 
-LINES = {"grpo_llm.py": 1851, "ppo_llm.py": 2020, "sft.py": 1478, "a2c_vecenv.py": 781}  # at most
+LINES = {"grpo_llm.py": 1894, "ppo_llm.py": 2064, "sft.py": 1505, "a2c_vecenv.py": 794}  # at most
 
 
 @pytest.mark.parametrize("script", [*ALL, a2c_vecenv])
@@ -201,7 +202,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1), verdict
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (2, "step_000002")
+    assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
     assert len({line["run_id"] for line in records(folder)}) == 1
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
@@ -305,7 +306,7 @@ def test_the_seed_decides_everything_random(script, tmp_path):
 
 CHANGED = {
     grpo_llm: (dict(clip_low=0.1), "--clip-low 0.1"),
-    ppo_llm: (dict(critic="shared"), "--critic shared: .* started with own;"),
+    ppo_llm: (dict(critic="shared"), r"--critic shared .it was own."),
     sft: (dict(weight_decay=0.5), "--weight-decay 0.5"),
 }
 
@@ -319,11 +320,40 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     go_on(script, folder, whole, keep_checkpoints=5, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
     assert numbers == (script is sft and re.sub("commit [0-9a-f]+", "", card.read_text()))
-    for flags, named in ((dict(seed=2), "--seed 2.*started with 1"), (dict(learning_rate=1e-4), "--learning"),
+    for flags, named in ((dict(seed=2), r"--seed 2 \(it was 1\)"), (dict(learning_rate=1e-4), "--learning"),
                          (dict(env_kwargs=("max_number=9",)), "--env-kwargs"), CHANGED[script]):
         with pytest.raises(envs.BadInput, match=named):
             go_on(script, folder, whole, **flags)
     assert timeless(folder) == before
+
+
+def test_a_run_of_another_script_and_all_flags_that_differ_are_named(finished, tmp_path):
+    folder = copy_run(finished(grpo_llm), tmp_path / "run")
+    with pytest.raises(envs.BadInput, match="a run of another script, grpo"):
+        train(ppo_llm, folder)
+    with pytest.raises(envs.BadInput, match=r"--seed 2 .it was 1., --learning-rate 0.25 .it was "):
+        go_on(grpo_llm, folder, finished(grpo_llm), seed=2, learning_rate=0.25)
+
+
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
+def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
+    length = "steps" if script is sft else "iterations"
+    constant = dict(schedule="constant") if script is sft else dict(final_learning_rate=1.0)
+    flags = dict(eval_every=0, eval_tasks=1) | constant
+    whole = train(script, tmp_path / "whole", **flags | {length: 4})
+    folder = train(script, tmp_path / "run", **flags | {length: 2})
+    train(script, folder, **flags | {length: 4})
+    same_tree(*(load_file(run / "checkpoints/step_000004/model.safetensors") for run in (whole, folder)))
+    decays = dict(schedule="cosine") if script is sft else dict(final_learning_rate=0.1)
+    other = train(script, tmp_path / "other", **flags | decays | {length: 2})
+    with pytest.raises(envs.BadInput, match=f"--{length} 4 .it was 2."):
+        train(script, other, **flags | decays | {length: 4})
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_model_that_cannot_read_the_prompts_is_refused(script, tmp_path):
+    with pytest.raises(envs.BadInput, match="does not know .*% of the prompts.*sft.py --env logic"):
+        train(script, tmp_path / "run", env="logic", env_kwargs=("types=dyck_language",))
 
 
 @pytest.mark.parametrize("script", RL)
@@ -384,7 +414,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
     assert f"{LAST} is damaged" in said and "Traceback" not in said
     same_end(whole, folder)
-    assert [line["resume"]["checkpoint"] for line in log_lines(folder) if "resume" in line] == ["step_000003"]
+    (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
+    assert mark["checkpoint"] == "checkpoints/step_000003"
     assert validate(folder)["ok"]
 
 
@@ -483,15 +514,9 @@ RL_BAD = {
 BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in ALL
        for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()} | {
     "grpo-group": (grpo_llm, ["--group-size", "1"], r"group.size.*greater than or equal to 2"),
-    "grpo-minibatches": (grpo_llm, ["--minibatches", "99"], r"--minibatches 99.*--prompts-per-iteration"),
     "grpo-url": (grpo_llm, ["--vllm-url", "http://127.0.0.1:8000"], r"--vllm-url.*need --engine vllm"),
     "grpo-url-form": (grpo_llm, ["--engine", "vllm", "--vllm-url", "ftp://a:1"], r"vllm.url.*pattern"),
     "grpo-adapter": (grpo_llm, ["--lora-rank", "2", "--lora-adapter-path", "a"], r"--lora-rank 2: .*adapter"),
-    "ppo-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--minibatches", "4"],
-                        r"--minibatches 4: .* 3 episodes"),
-    "ppo-critic-minibatches": (ppo_llm, ["--prompts-per-iteration", "3", "--group-size", "2",
-                                         "--minibatches", "6", "--critic-minibatches", "7"],
-                               r"--critic-minibatches 7: .* 6 episodes"),
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
     "ppo-lambda": (ppo_llm, ["--gae-lambda", "2"], r"gae.lambda.*less than or equal to 1"),
     "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
@@ -637,11 +662,15 @@ def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path,
 
 
 @pytest.mark.parametrize("script", RL)
-def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path):
-    folder = train(script, tmp_path / "run", max_context_tokens=17, iterations=1)
+def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path, capsys):
+    """At the start too: an error where they are all of them, a line where they are some."""
+    numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
+    with pytest.raises(envs.BadInput, match="--max-context-tokens 17: the prompts have up to 8 tokens"):
+        train(script, tmp_path / "none", max_context_tokens=17, env_kwargs=numbers)
+    folder = train(script, tmp_path / "run", max_context_tokens=23, iterations=1, env_kwargs=numbers)
+    assert "leave no room for a reply within --max-context-tokens 23" in capsys.readouterr().out
     record = records(folder)[-1]
-    assert record["rollout/termination/context"] == 1.0
-    assert record["env_steps"] == record["opt_steps"] == 0
+    assert 0 < record["rollout/termination/context"] < 1 and record["env_steps"] > 0
     assert validate(folder)["ok"]
 
 
@@ -706,7 +735,7 @@ from envs.countdown import Countdown
 
 class Hostile(Countdown):
     def task(self, split, index):
-        names = ["../../evil", "a\\x00b|c\\n", "x" * 400, "\\u202e<b>", "\\ud800"]
+        names = ["../../evil", "a\\x00b|c\\n\\x1b[2J", "x" * 400, "\\u202e<b>", "\\ud800"]
         return dataclasses.replace(super().task(split, index), id=names[index % 5] + f" {split} {index}")
 
     def start(self, task, seed):
@@ -741,7 +770,9 @@ def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(script
             assert episode["messages"][len(episode["messages"]) - 1 - ("done" == episode["termination"])][
                 "role"] == "assistant"
     said = capsys.readouterr().out
-    assert said.count("\033[2mval ") == 4 and said.count("\033[2mtrain ") == 2
+    lines = said.splitlines()
+    assert [sum(line.startswith(kind) for line in lines) for kind in ("val ", "train ")] == [4, 2]
+    assert "\ufffd[2J" in said and "\033" not in said  # what moves a terminal's cursor does not reach it
     assert not list(tmp_path.rglob("evil*")) and validate(folder)["ok"]
 
 
@@ -758,17 +789,24 @@ def test_a_share_of_the_episodes_is_written_the_same_ones_in_each_validation(scr
 # Settings
 
 
-def test_a_dotenv_file_is_read_and_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
+def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     """From anywhere: the default model lies beside the script."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PLAINRL_TEST", "")  # restored afterwards
-    monkeypatch.delenv("PLAINRL_TEST")
-    (tmp_path / ".env").write_text("PLAINRL_TEST=seen\n")
     train(grpo_llm, "", iterations=0, experiment="mine")
-    assert os.environ["PLAINRL_TEST"] == "seen"
     (folder,) = (tmp_path / "runs" / "mine").iterdir()
     assert folder.name == records(folder)[0]["run_id"] and validate(folder)["ok"]
     assert re.fullmatch(r"\d{8}_\d{6}__grpo__countdown__s1", folder.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm", "sft", "a2c_vecenv"])
+def test_a_dotenv_file_is_read_before_anything_else_reads_the_environment(script, tmp_path):
+    (tmp_path / ".env").write_text("HF_HUB_OFFLINE=1\n")
+    code = f"import {script}, huggingface_hub; print(huggingface_hub.constants.HF_HUB_OFFLINE)"
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True,
+                                   env=environment | dict(PYTHONPATH=str(Path(sft.__file__).parent)))
+    assert said.split()[-1] == "True"
 
 
 @pytest.mark.parametrize("script", [grpo_llm, sft])
@@ -921,7 +959,7 @@ def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, 
 def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert command_line("grpo_llm.py", "--track", "--iterations", 0, "--run-dir", tmp_path / "run") == 1
-    assert capsys.readouterr().err.strip().endswith("pip install wandb")
+    assert capsys.readouterr().err.strip().endswith("(pip install wandb; wandb login)")
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ BAD = {  # a line of JSONL, what the message says
     "answer image": (pair("a", [{"type": "image_url"}]), "column response: "),
     "missing": ({"prompt": "a"}, "column response: missing"),
     "no columns": ({}, "column prompt: missing"),
-    "a list": ([1, 2], r"column prompt: missing in \[1, 2\]"),
+    "a list": ([1, 2], r"column prompt: missing; it has \[1, 2\]"),
     "a text": ("prompt response", "column prompt: missing"),
     "a null": (None, "column prompt: missing"),
     "torn": (b'{"prompt": "a", "resp', "JSON"),
@@ -274,7 +274,7 @@ BROKEN = {  # a file, its rows, what the message says behind its name
     "words.jsonl": ([*pairs(3), b"a response"], ", row 4, expected a line of JSON"),
     "torn.jsonl": ([*pairs(3), b'{"prompt": "a", "resp'], ", row 4, expected a line of JSON"),
     "column.jsonl": ([*pairs(3), {"prompt": "a"}], ", row 4, column response: missing"),
-    "column.parquet": ([{"prompt": "a"}] * 4, ", row 1, column response: missing"),
+    "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "half.parquet": (pairs(60), ": cannot be read after row 0 .*footer"),
     "empty.jsonl": ([], ": expected at least 2 rows.* got 0 "),
     "empty.parquet": ([], ": cannot be read after row 0 .* 0 bytes"),
@@ -876,7 +876,7 @@ ROWS = ["--train-files", "{d}/rows.jsonl"]
     ([*ROWS, "--max-length", "0"], r"max_length\W.* greater than or equal to 1"),
     ([*ROWS, "--truncation", "middle"], r"middle.*truncation.*error.*left.*right"),
     ([*ROWS, "--steps", "0", "--epochs", "0"], r"--steps 0"),
-    ([*ROWS, "--chat-template", "{d}/no.jinja"], r"--chat-template \S+no.jinja: expected a text"),
+    ([*ROWS, "--chat-template", "{d}/no.jinja"], r"--chat-template \S+no.jinja: expected model, plain"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_flags_that_contradict_each_other_are_one_line(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "500")  # of the box that tyro draws
