@@ -953,6 +953,14 @@ def test_run_arc_eval_plays_by_default_and_says_how_to_play_live_games(capsys):
     assert "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model" in told.err
 
 
+def test_run_arc_eval_reads_a_dotenv_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARC_ROOT_URL", "")  # restored afterwards
+    monkeypatch.delenv("ARC_ROOT_URL")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("ARC_ROOT_URL=nonsense\n")
+    assert "ARC_ROOT_URL=nonsense: expected the form" in evaluate(capsys, "--live")["reason"]
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
