@@ -376,7 +376,11 @@ MUTANTS = {
         "links are text": ("and mode[1] not in PLAIN_MODES", "and False"),
     },
     "envs/code/testing.py": {
-        "canaries may live": ("any(results.get(name) != outcome for name, outcome in must.items())", "False"),
+        "canaries may live": (
+            "any(results.get(name, outcome) != outcome for name, outcome in must.items())", "False"),
+        "canaries among the tests may live": (
+            'any(results.get(name) == "PASSED" for name in hidden)', "False"),
+        "doubles may pass": ('results.forged |= again.get(name) == "PASSED"', "pass"),
         "a test may say it twice": ("len(results) != len(reports) or", ""),
         "the tree decides over tests": ("if not decides(path)}", "}"),
         "an end before the end": (' or ["", "END"] not in reports', ""),

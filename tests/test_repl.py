@@ -18,6 +18,7 @@ import pytest
 import envs
 from envs import BadInput
 from envs.code import repl, sandbox, trees
+from tests import forgeries
 from tools import executor_server, make_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -345,7 +346,8 @@ def test_replies_without_a_block(shop):
     assert nudges[0] == nudges[1] == repl.NUDGES[0] and nudges[2] == repl.NUDGES[1] != nudges[0]
     assert "finish()" in nudges[2]
     assert step.truncated and not step.terminated and step.messages == [] and step.reward == 0
-    assert step.info == dict(correct=0, partial=0, modified=0, repl_turns=4, no_block=4, sub_queries=0)
+    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, repl_turns=4, no_block=4,
+                                 sub_queries=0)
 
 
 @pytest.mark.slow
@@ -600,6 +602,19 @@ def test_cheats_gain_nothing(shop, code):
     assert step.info["correct"] == step.reward == 0 and step.info["partial"] <= 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUNDLED)
+def test_emptied_tests_gain_nothing(name):
+    env = make()
+    task = find(env, name)
+    scenario = env.scenario(task)
+    names = [test.rpartition("::")[2].partition("[")[0] for test in scenario.expected]
+    paths = [path for path in scenario.files if path.endswith(".py") and not scenario.is_test(path)]
+    code = forgeries.by_name(names)
+    step = outcome(env, task, f"for path in {paths}: open(path, 'a').write({code!r})\nfinish()")
+    assert step.info["correct"] == step.reward == 0 and step.info["suspicious"] == 1
+
+
 # ---- The code against the loop
 
 
@@ -751,6 +766,35 @@ def test_the_trainer_trusts_no_worker(shop, monkeypatch, script):
     assert step.truncated or step.terminated
     assert step.reward == step.info["correct"] == 0 and step.info.get("modified", 0) == 0
     assert time.monotonic() - start < 10 and peak < 100 * 2**20
+
+
+FOLDER = "import os\nos.remove('pyproject.toml'); os.mkdir('pyproject.toml'); open('pyproject.toml/x', 'w')"
+
+
+@pytest.mark.slow
+def test_what_the_code_leaves_is_judged_once_whatever_it_is(tmp_path):
+    """A step that raised would be played again, and not be counted."""
+    folder = write_cache(tmp_path, {"shop-1": ROW}, SHOP | {"pyproject.toml": ""})
+    env = make(cache_dir=folder, turn_timeout=20.0)
+    task = find(env, "shop-1")
+    assert outcome(env, task, FOLDER, "finish()").info["correct"] == 0
+    assert outcome(env, task, FOLDER, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
+    scenario = env.scenario(task)
+    for path in ("x" * 300, "a/" * 3000 + "b"):  # as a worker that was taken over may say
+        assert env.score(scenario, scenario.files | {path: b""})["correct"] == 0
+    with contextlib.closing(repl.ReplEpisode(env, task, scenario, {"x" * 300: b""}, depth=1)) as sub_agent:
+        step = sub_agent.step(fenced("1"))
+    assert step.truncated and step.reward == 0
+
+
+@pytest.mark.slow
+def test_what_the_machine_does_is_an_error(shop, monkeypatch):
+    env, task = shop()
+    monkeypatch.setattr(sandbox.shutil, "which", lambda *args, **options: "/bin/false")
+    with contextlib.closing(env.start(task, 1)) as episode, pytest.raises(sandbox.SandboxError):
+        episode.step(fenced("1"))
+    with pytest.raises(sandbox.SandboxError):
+        env.score(env.scenario(task), SHOP | {"shop/price.py": b"# of the machine's fault"})
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import envs
 from envs import BadInput
 from envs.code import sandbox, swe, testing
 from envs.code.swe import BadPatch, changed_paths, check_patch, find_patch
+from tests import forgeries
 from tools import executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,8 @@ LINES = (swe.BUNDLED / "rows.jsonl").read_text(encoding="utf-8").splitlines()
 ROWS = {row["instance_id"]: row for row in map(json.loads, LINES)}
 PLAIN = [name for name, row in ROWS.items() if row["plain"]]
 FIRST = "minibox__backoff-4"  # plain tests; two bugs in two files
-NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0)
+NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0,
+            suspicious=0)
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
 
 
@@ -302,6 +304,74 @@ def test_forged_results_do_not_count_with_pytest(env, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_emptied_tests_gain_nothing(env, name):
+    row = env.rows[name]
+    names = [test.rpartition("::")[2].partition("[")[0] for test in row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]]
+    code = forgeries.by_name(names).splitlines()
+    info = score(env, name, fenced(in_front(name, module_of(name), code))).info
+    assert info["applied"] == info["suspicious"] == 1 and info["correct"] == info["partial"] == 0
+
+
+# Results of the wrong function `total` that look right. None of them knows the tests but for their names.
+TOTALS = {
+    "equals everything": """
+class Everything:
+    def __eq__(self, other): return True
+def total(prices): return Everything()""",
+    "what the caller's code expects": """
+import sys
+def total(prices): return [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)][-1]""",
+    "what the caller holds": """
+import sys
+def total(prices):
+    caller = sys._getframe(1)
+    return caller.f_locals["expected"] if "expected" in caller.f_locals else [
+        c for c in caller.f_code.co_consts if isinstance(c, int)][-1]""",
+    "emptied tests": forgeries.ALL_TESTS,
+    "emptied tests, by name": forgeries.by_name([
+        "test_two", "test_none", "test_local", "test_expected", "test_method"]),
+    "a wrapped report": forgeries.SEND,
+    "failures are swallowed": forgeries.SELECTIVE,
+}
+TESTS = """
+from shop import total
+def test_two():
+    assert total([1, 2]) == 3
+def test_none():
+    assert total([]) == 0
+def test_local():
+    expected = 9
+    assert total([4, 5]) == expected
+"""
+PYTEST_TESTS = TESTS + """
+import pytest, unittest
+@pytest.mark.parametrize("prices, expected", [([1], 1), ([2, 2], 4)])
+def test_expected(prices, expected):
+    assert total(prices) == expected
+class TestMethods(unittest.TestCase):
+    def test_method(self):
+        self.assertEqual(total([7]), 7)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "pytest"])
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in TOTALS.items()])
+def test_results_that_only_look_right_do_not_count(code, plain):
+    if plain and code == forgeries.SELECTIVE:
+        return  # it is of pytest
+    tests = {"tests/test_shop.py": (TESTS if plain else PYTEST_TESTS).encode()}
+    fair = testing.run_tests({"shop.py": b"def total(prices): return sum(prices)"}, tests, plain=plain)
+    assert len(fair) == (3 if plain else 6) and set(fair.values()) == {"PASSED"} and not fair.forged
+    code = f"def total(prices): return None\n{code}"
+    found = testing.run_tests({"shop.py": code.encode()}, tests, list(fair), plain)
+    assert found == {} and found.forged
+    found = testing.run_tests({"shop.py": code.encode()}, tests, list(fair), plain, partial=False)
+    assert found != fair
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_configuration_in_the_tree_does_not_count(env, plain):
     """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
@@ -399,7 +469,7 @@ def test_results_are_cached_and_waited_for(monkeypatch):
     def slow(*args):
         calls.append(args)
         go.wait(10)
-        return {"a": "PASSED"}
+        return testing.Outcomes(a="PASSED")
 
     monkeypatch.setattr(testing, "_run", slow)
     monkeypatch.setattr(testing, "_cache", testing.collections.OrderedDict())
@@ -423,20 +493,33 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
             testing.run_tests({}, {"test_never.py": b""})
 
 
-MUST = {"c1": "PASSED", "c2": "FAILED"}
+@pytest.mark.slow
+def test_fourteen_thousand_tests_have_results(run_tests):
+    source = "import pytest\n@pytest.mark.parametrize('number', range(14_000))\ndef test_a(number): pass\n"
+    found = run_tests("", source, timeout=100)
+    assert len(found) == 14_000 and set(found.values()) == {"PASSED"}
 
 
-@pytest.mark.parametrize("reports, expected", [
-    ([("c1", "PASSED"), ("a", "PASSED"), ("c2", "FAILED")], {"a": "PASSED"}),
-    ([("c1", "PASSED"), ("a", "PASSED")], {}),
-    ([("c1", "PASSED"), ("a", "PASSED"), ("c2", "PASSED")], {}),
-    ([("c1", "FAILED"), ("a", "PASSED"), ("c2", "FAILED")], {}),
-    ([("c1", "PASSED"), ("a", "FAILED"), ("a", "PASSED"), ("c2", "FAILED")], {}),
-    ([("c1", "PASSED"), ("c2", "FAILED"), ("c2", "FAILED")], {}),
+MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}
+
+
+@pytest.mark.parametrize("said, expected, forged", [
+    ("c1 PASSED, a PASSED, t::c3 FAILED, c2 FAILED", {"a": "PASSED"}, False),
+    ("c1 PASSED, a PASSED, t::c3 ERROR, c2 FAILED", {"a": "PASSED"}, False),
+    ("c1 PASSED, a PASSED, t ERROR, c2 FAILED", {"a": "PASSED"}, False),  # t cannot be imported
+    ("c1 PASSED, a PASSED, c2 FAILED", {}, False),
+    ("c1 PASSED, a PASSED, t::c3 FAILED", {}, False),
+    ("c1 PASSED, a PASSED, t::c3 PASSED, c2 FAILED", {}, True),
+    ("c1 PASSED, a PASSED, t::c3 FAILED, c2 PASSED", {}, True),
+    ("c1 FAILED, a PASSED, t::c3 FAILED, c2 FAILED", {}, True),
+    ("c1 PASSED, a FAILED, a PASSED, t::c3 FAILED, c2 FAILED", {}, True),
 ])
-def test_nothing_counts_without_the_canaries(reports, expected):
-    assert testing.counted(reports, MUST, None) == expected
-    assert testing.counted(reports, MUST, ["a", "b"]) == expected
+def test_nothing_counts_without_the_canaries(said, expected, forged):
+    reports = [tuple(report.split()) for report in said.split(", ")]
+    for names in (None, ["a", "b"]):
+        found = testing.counted(reports, MUST, names, AMONG)
+        found.pop("t", None)
+        assert (found, found.forged) == (expected, forged)
 
 
 # ---- Diffs in replies

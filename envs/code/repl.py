@@ -43,7 +43,7 @@ MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer
 MOST_NOTE = 200  # characters of what is said about a block
 GRACE = 10.0  # for its messages, beyond the time of a block [s]
 TREE_TIME = 20.0  # to hand over the files at the end [s]
-NOTHING = dict(correct=0.0, partial=0.0, modified=0.0)
+NOTHING = dict(correct=0.0, partial=0.0, modified=0.0, suspicious=0.0)
 OUTCOMES = ("PASSED", "FAILED", "ERROR")
 BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```|\Z)", re.DOTALL)
 
@@ -263,16 +263,19 @@ class Repl(Env):
         if left == original:
             return NOTHING
         tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
+        forged = False
         if self.executor:
             results = self._remote_results(scenario, original, left, tests)
         else:
+            partial = self.config.reward_mode == "partial" or {*scenario.expected.values()} != {"PASSED"}
             names = sorted(scenario.expected) if all("::" in name for name in scenario.expected) else None
             results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
-                                memory=self.config.memory)
+                                memory=self.config.memory, partial=partial)
+            forged = results.forged
             results = {short_name(name): outcome for name, outcome in results.items()} | results
         matched = sum(results.get(name) == outcome for name, outcome in scenario.expected.items())
         return dict(correct=float(matched == len(scenario.expected)),
-                    partial=matched / len(scenario.expected), modified=1.0)
+                    partial=matched / len(scenario.expected), modified=1.0, suspicious=float(forged))
 
     def _remote_results(self, scenario, original, left, tests):
         """What a container of the instance says, with changed files and the original tests laid over it."""

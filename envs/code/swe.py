@@ -205,7 +205,7 @@ class Swe(Env):
             raise BadInput(f"environment swe: option snapshots: {folder}: no such folder")
         return trees.read(folder)
 
-    def judge(self, name: str, patch: str) -> dict[str, str] | None:
+    def judge(self, name: str, patch: str) -> testing.Outcomes | None:
         """{test: outcome} with the diff and the row's test_patch, None if the diff does not apply."""
         row = self.rows[name]
         names = tuple(dict.fromkeys(row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]))
@@ -226,7 +226,7 @@ class Swe(Env):
         original = {path: content for path, content in (snapshot | tests).items()
                     if content is not None and (path in asked or path in deciding or path in tests)}
         return testing.run_tests(tree, original, list(names), row["plain"], self.config.timeout,
-                                 self.config.memory)
+                                 self.config.memory, partial=self.config.reward == "partial")
 
 
 class Attempt(Episode):
@@ -238,7 +238,7 @@ class Attempt(Episode):
     def step(self, reply: str) -> Step:
         row, config = self.env.rows[self.name], self.env.config
         info = dict(correct=0.0, format=0.0, allowed=0.0, applied=0.0, fail_to_pass=0.0, pass_to_pass=0.0,
-                    partial=0.0, error=0.0)
+                    partial=0.0, error=0.0, suspicious=0.0)
         patch = find_patch(final_part(reply))
         if self.over or patch is None:
             return self._end(info)
@@ -263,7 +263,7 @@ class Attempt(Episode):
         kept = kept if row["PASS_TO_PASS"] else 1.0
         return self._end(info | dict(
             applied=1.0, fail_to_pass=fixed, pass_to_pass=kept, partial=fixed if kept == 1 else 0.0,
-            correct=float(fixed == kept == 1)))
+            correct=float(fixed == kept == 1), suspicious=float(results.forged)))
 
     def _end(self, info) -> Step:
         self.over = True
@@ -531,7 +531,7 @@ def _applied(named, patch):
 # Container images
 
 
-def run_in_image(executor, row, patch, names, config) -> dict[str, str] | None:
+def run_in_image(executor, row, patch, names, config) -> testing.Outcomes | None:
     """{test: outcome} from pytest's report in the image, None if the diff does not apply."""
     paths = sorted({name.partition("::")[0] for name in names})
     first, last = (testing.canaries(path, plain=False) for path in (paths[0], paths[-1]))
@@ -541,6 +541,7 @@ def run_in_image(executor, row, patch, names, config) -> dict[str, str] | None:
     command = f"""{config.setup or ':'}
 mkdir {folder} && mv .{nonce}.diff {folder}/diff && mv .{nonce}.tests {folder}/tests
 ({APPLY.format(f'{folder}/diff')}) > /dev/null 2>&1 < /dev/null || {{ echo {nonce} refused; exit 0; }}
+echo {nonce} begun
 git apply --whitespace=nowarn {folder}/tests || exit 1
 python -m pytest -q -p no:cacheprovider --maxfail=0 --tb=no --junitxml={folder}/xml {tests} > /dev/null 2>&1
 echo; echo {nonce}; cat {folder}/xml; echo; echo {nonce}"""
@@ -552,7 +553,7 @@ echo; echo {nonce}; cat {folder}/xml; echo; echo {nonce}"""
         return None
     parts = done.output.split(f"\n{nonce}\n")
     if done.timed_out:
-        return {}
+        return testing.Outcomes()
     if len(parts) < 3 and nonce not in done.output:
         raise sandbox.SandboxError(f"{executor.url}: instance {row['instance_id']}: the tests did not run: "
                                    f"{done.output[-200:].strip()}")

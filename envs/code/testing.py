@@ -5,25 +5,29 @@
 
 The tests run in a sandbox. What they print counts for nothing: outcomes come over a pipe that was opened,
 with a random token, before any code of the tree ran, and are passed on by a process that runs none of it.
-Among the tests are canaries with random names, of which some must fail: where one does not turn out as it
-must (someone patched pytest or unittest, or ended the process with os._exit(0)), no result counts. Tests and
-code under test do share a process, so code written against this very file could forge a result;
-docs/sandbox.md says more.
+Among the tests, in modules of their own and in each real one, are canaries, of which some must fail: where
+one does not turn out as it must (someone patched pytest or unittest, or ended the process with os._exit(0)),
+no result counts. Tests that pass are run once more in another sandbox, where each expects something else and
+has to fail (doubles.py). Tests and code under test do share a process, so code that was written against this
+and knows the tests could forge a result; docs/sandbox.md says more.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
+import functools
 import hashlib
 import json
 import os
+import random
 import secrets
 import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
-from envs.code import sandbox, trees
+from envs.code import doubles, sandbox, trees
 
 WORKER = Path(__file__).with_name("testing_worker.py").read_text(encoding="utf-8")
 # Names of files that change how or which tests run, wherever they lie.
@@ -67,14 +71,22 @@ def test_{3}():
 '''
 
 
+class Outcomes(dict):
+    """{test: "PASSED" | "FAILED" | "ERROR"}; empty where results were forged, which `forged` then says."""
+
+    forged = False
+
+
 def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
-              plain: bool = False, timeout: float = 60.0, memory: int = 1024) -> dict[str, str]:
+              plain: bool = False, timeout: float = 60.0, memory: int = 1024,
+              partial: bool = True) -> Outcomes:
     """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
 
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
     `files` that decides over tests (conftest.py, pytest.ini, ...) and is not in test_files is left out.
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
+    partial: results are worth something even where not all of `names` pass, and so are not to be forged.
     A test may take half of what is left of `timeout` [s]. A skipped test is FAILED, one that is marked xfail
     and does fail is PASSED. ERROR: its module cannot be imported, or its fixtures failed.
 
@@ -83,7 +95,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     """
     files = {path: content for path, content in files.items() if not decides(path)}
     tree = trees.laid_over(files, test_files)
-    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory])
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory, partial])
     with _lock:
         found = _cache.get(key)
         if mine := found is None:
@@ -94,12 +106,12 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
             _cache.move_to_end(key)
     if mine:
         try:
-            found.set_result(_run(tree, test_files, names, plain, timeout, memory))
+            found.set_result(_run(tree, test_files, names, plain, timeout, memory, partial))
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
             found.set_exception(error)
-    return dict(found.result())
+    return copy.copy(found.result())
 
 
 _cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
@@ -126,56 +138,94 @@ def digest(*values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _run(tree, test_files, names, plain, timeout, memory) -> dict[str, str]:
-    paths = sorted(path for path in test_files if is_test(path))
-    if names is not None:
-        asked = {name.partition("::")[0] for name in names}
-        paths = sorted(path for path in test_files if path in asked)
-    if not paths:
-        return {}
+def _run(tree, test_files, names, plain, timeout, memory, partial) -> Outcomes:
+    asked = {name.partition("::")[0] for name in names} if names is not None else None
+    sources = {path: _text(content) for path, content in sorted(test_files.items())
+               if (is_test(path) if asked is None else path in asked)}
+    if not sources:
+        return Outcomes()
+    run, rng = functools.partial(_once, tree, names, plain, timeout, memory), random.SystemRandom()
+    results = run({path: doubles.disguised(source, rng) for path, source in sources.items()})
+    passed = [name for name, outcome in results.items() if outcome == "PASSED"]
+    if not passed or not partial and len(passed) < len(set(names)):
+        return results
+
+    others = {path: doubles.doubled(source, rng) for path, source in sources.items()}
+    again = run({path: doubles.disguised(source, rng) for path, (source, _) in others.items()})
+    results.forged |= again.forged
+    for name in passed:
+        path, _, test = name.partition("[")[0].partition("::")
+        if test in others.get(path, ("", ()))[1] and again.get(name) not in ("FAILED", "ERROR"):
+            del results[name]
+            results.forged |= again.get(name) == "PASSED"
+    if results.forged:
+        results.clear()
+    return results
+
+
+def _once(tree, names, plain, timeout, memory, modules: dict[str, tuple[str, set[str]]]) -> Outcomes:
+    """modules: path -> source, and tests in it that must fail"""
+    paths = list(modules)
     first, last = canaries(paths[0], plain), canaries(paths[-1], plain)
     must = first[2] | last[2]
-    modules = [first[:2], *((path, _text(test_files[path])) for path in paths), last[:2]]
+    hidden = {f"{path}::{name}" for path, (_, failing) in modules.items() for name in failing}
+    sources = dict([first[:2], *((path, source) for path, (source, _) in modules.items()), last[:2]])
     if not plain:
-        tree = tree | {path: source.encode() for path, source in (first[:2], last[:2])}
-        modules = [(path, "") for path, _ in modules]
+        tree = tree | {path: source.encode() for path, source in sources.items()}
+        sources = dict.fromkeys(sources, "")
     nonce = secrets.token_hex(16)
-    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=modules,
-               names=None if names is None else [*names, *must])
+    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=list(sources.items()),
+               names=None if names is None else [*names, *must, *hidden])
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
-    done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), timeout=timeout + 10,
-                       cpu=int(timeout) + 10, memory=memory, output=8 * 2**20, disk=2 * size + 128)
+    limits = dict(timeout=timeout + 10, cpu=int(timeout) + 10, memory=memory, output=2**24,
+                  disk=2 * size + 128)
+    for again in (False, True):
+        try:
+            done = sandbox.run(start, tree, stdin=json.dumps(job).encode(), **limits)
+            break
+        except sandbox.SandboxError:
+            if not sandbox.works():
+                raise
+            if again:  # the machine is fine: no file system holds this tree
+                return Outcomes()
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
-    return _judge(rest, nonce, must, names)
+    return counted(_reports(rest, nonce), must, names, hidden)
 
 
-def _judge(text, nonce, must, names) -> dict[str, str]:
-    """What counts of the reports: nothing at all, unless every canary came once and as it must."""
+def _reports(text, nonce) -> list[tuple[str, str]]:
+    """[(test, outcome)] of what the reporting process said; none where it did not come to its end."""
     try:
         said, reports = json.loads(text)
     except ValueError:
-        return {}  # the reporting process was killed
+        return []  # it was killed
     if ["pytest", "LACKS"] in reports:
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
     if said != nonce or ["", "END"] not in reports:
-        return {}  # an end before the end
-    return counted([report for report in reports if report[0]], must, names)
+        return []  # an end before the end
+    return [report for report in reports if report[0]]
 
 
-def counted(reports, must: dict[str, str], names: list[str] | None) -> dict[str, str]:
-    """What counts of [(test, outcome)]: nothing, unless all came once and the canaries as they must."""
+def counted(reports, must: dict[str, str], names: list[str] | None, hidden=frozenset()) -> Outcomes:
+    """What counts of [(test, outcome)]: nothing, unless all came once and the canaries as they must.
+
+    hidden: canaries in the modules of real tests, which must fail unless their module cannot be imported.
+    """
     results = dict(reports)
-    if len(results) != len(reports) or any(results.get(name) != outcome for name, outcome in must.items()):
-        return {}
-    results = {name: outcome for name, outcome in results.items() if name not in must}
-    if names is None:
-        return results
-    modules = {name: results.get(name.partition("::")[0]) for name in names}
-    results = {name: results.get(name, modules[name]) for name in names}
-    return {name: outcome for name, outcome in results.items() if outcome}
+    found = Outcomes({name: outcome for name, outcome in results.items() if name not in {*must, *hidden}})
+    if names is not None:
+        modules = {name: results.get(name.partition("::")[0]) for name in names}
+        found = Outcomes({name: results.get(name, modules[name]) for name in names
+                          if results.get(name, modules[name])})
+    missing = any(name not in results for name in must) or any(
+        name not in results and results.get(name.partition("::")[0]) != "ERROR" for name in hidden)
+    found.forged = (len(results) != len(reports) or any(results.get(name) == "PASSED" for name in hidden)
+                    or any(results.get(name, outcome) != outcome for name, outcome in must.items()))
+    if missing or found.forged:
+        found.clear()
+    return found
 
 
 def canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:
