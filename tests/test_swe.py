@@ -493,13 +493,6 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
             testing.run_tests({}, {"test_never.py": b""})
 
 
-@pytest.mark.slow
-def test_fourteen_thousand_tests_have_results(run_tests):
-    source = "import pytest\n@pytest.mark.parametrize('number', range(14_000))\ndef test_a(number): pass\n"
-    found = run_tests("", source, timeout=100)
-    assert len(found) == 14_000 and set(found.values()) == {"PASSED"}
-
-
 MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}
 
 
