@@ -1,4 +1,17 @@
-"""Code under test that makes tests pass without passing them: put into any package, it does the same."""
+"""Code that reaches for the process above it, and code that makes tests pass without passing them."""
+
+# In the REPL: what of its parent's files and memory it can open. -> two lists
+PIPES = """
+import ctypes, os
+C = ctypes.CDLL(None, use_errno=True)
+parent = C.syscall(434, os.getppid(), 0)  # pidfd_open
+print([n for n in range(9) if C.syscall(438, parent, n, 0) >= 0])  # pidfd_getfd
+places = [f"/proc/{os.getppid()}/{name}" for name in ("mem", "environ", "fd/0", "fd/1", "fd/3", "fd/4")]
+def opened(place):
+    try: return bool(open(place, "rb"))
+    except OSError: return False
+print([place for place in places if opened(place)])
+"""
 
 # Functions of the tests are emptied as soon as their module has been read. {which}: of a name
 PROFILE = '''

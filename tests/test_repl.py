@@ -701,23 +701,10 @@ def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
     assert time.monotonic() - start < 90 and gone(marker)
 
 
-PIPES = """
-import ctypes, os
-C = ctypes.CDLL(None, use_errno=True)
-parent = C.syscall(434, os.getppid(), 0)  # pidfd_open
-print([n for n in range(9) if C.syscall(438, parent, n, 0) >= 0])  # pidfd_getfd
-places = [f"/proc/{os.getppid()}/{name}" for name in ("mem", "environ", "fd/0", "fd/1", "fd/3", "fd/4")]
-def opened(place):
-    try: return bool(open(place, "rb"))
-    except OSError: return False
-print([place for place in places if opened(place)])
-"""
-
-
 @pytest.mark.slow
 def test_the_workers_pipes_are_out_of_reach(play):
-    assert play(PIPES) == "[]\n[]"
-    assert play("import os; os._exit(0)") and play(PIPES) == "[]\n[]"  # of the next interpreter too
+    assert play(forgeries.PIPES) == "[]\n[]"
+    assert play("import os; os._exit(0)") and play(forgeries.PIPES) == "[]\n[]"  # of the next interpreter too
     assert play("open('/proc/self/environ').read() != ''") == "True"  # its own are not
 
 

@@ -21,14 +21,17 @@ import tracemalloc
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
+import envs
 from envs import BadInput
 from envs.code import executor as executors
 from envs.code import sandbox, syscalls, trees
 from envs.code.executor import HttpExecutor
 from envs.code.sandbox import Sandbox, SandboxError
+from tests import forgeries
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -498,23 +501,58 @@ def test_many_at_once():
         assert [result.output for result in done] == [f"{n}\n{n}" for n in range(6)]
 
 
+HOSTILE = [
+    "import os, signal; os.kill(-1, signal.SIGKILL)",
+    "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: break",
+    "import subprocess; [subprocess.Popen(['setsid', 'sleep', '1000']) for _ in range(9)]",
+    "x = [bytearray(10**7) for _ in range(10**4)]",
+    "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(10**7))",
+    "for n in range(3000): open(f'f{n}', 'w').close()",
+    "while True: print('x' * 10**6)",
+    "llm_query_batched(['x'] * 8)",
+    "import ctypes\nC = ctypes.CDLL(None)\nfor n in range(1500): C.semget(0, 32000, 0o600)\n"
+    "for n in range(99): C.syscall(248, b'user', b'x%d' % n, b'y', 1, -3); C.shmget(0, 2**20, 0o600)",
+    "apply_patch('m.py', 'return', 'import os; os._exit(0)'); finish()",
+    "open('m.py', 'a').write('import os; os.system(\\\"setsid sleep 1000 &\\\")'); finish()",
+]
+
+
 @needs_sandbox
-def test_five_hundred_runs_leave_nothing():
-    marker, before = uuid.uuid4().hex, left_behind()
+def test_five_hundred_episodes_leave_nothing():
+    """Sixteen at a time, half of them hostile; some are closed while they run, as by a time limit."""
+    env = envs.make("repl", scenarios="tiny", prompt="short", turn_timeout=1.0, memory=256, processes=32)
 
     def one(number):
-        if number % 10 == 0:  # runs out of time
-            return shell(f"sleep 1000 & sleep 1000; : {marker}", timeout=0.3).timed_out
-        if number % 10 == 1:  # is killed from outside
-            with Sandbox(["sh", "-c", f"sleep 1000; : {marker}"]) as box:
-                threading.Timer(0.01 * (number % 7), box.kill).start()
-                return box.wait(60) == 137
-        done = shell(f"setsid sleep 1000 & echo {number}; : {marker}", timeout=120)
-        return done.output == f"{number}\n"
+        task = env.task("train", number)
+        fair = number % 2
+        episode = env.start(task, number)
+        closer = threading.Timer(0.3 if number % 20 == 0 else 100, episode.close)
+        closer.start()
+        try:
+            step = episode.step(env.solution(task) if fair else HOSTILE[number // 2 % len(HOSTILE)])
+            while step.children:
+                for _, child in step.children:
+                    child.close()
+                step = episode.resume([""] * len(step.children))
+            step = step if step.terminated or step.truncated else episode.end("length")
+            return step.reward == fair
+        except SandboxError:
+            return number % 20 == 0
+        finally:
+            closer.cancel()
+            closer.join()
+            if not episode.closed:
+                episode.close()
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(one, range(500)))
-    assert gone(marker) and left_behind() == before
+        assert all(pool.map(one, range(100)))
+        before, memory = left_behind(), psutil.Process().memory_info().rss
+        assert all(pool.map(one, range(100, 600)))
+        assert left_behind() == before
+        # bubblewrap's own processes, of which each has the sandbox's below it
+        assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
+        assert psutil.Process().memory_info().rss - memory < 64 * 2**20
 
 
 TRAINER = """
@@ -550,7 +588,7 @@ def test_a_trainer_that_is_killed_leaves_nothing():
 
 @needs_sandbox
 def test_as_an_ordinary_user(outside):
-    """The same attempts, a fork bomb and a killed trainer, without the rights of root."""
+    """The same attempts, a fork bomb, the REPL's pipes and a killed trainer, without the rights of root."""
     if os.getuid():
         pytest.skip("all of this file runs as an ordinary user already")
     # env: setpriv itself starts its program with some of root's rights left.
@@ -569,18 +607,27 @@ def test_as_an_ordinary_user(outside):
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
         code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from envs.code import sandbox\n"
                 "job = json.load(sys.stdin)\n"
-                "print(json.dumps([vars(sandbox.run(**options)) for options in job]))")
+                "done = [vars(sandbox.run(**options)) for options in job['runs']]\n"
+                "import contextlib, envs\n"
+                "env = envs.make('repl', scenarios='tiny', prompt='short')\n"
+                "task = env.task('train', 0)\n"
+                "with contextlib.closing(env.start(task, 1)) as episode:\n"
+                "    said = episode.step(job['pipes']).messages[-1]['content']\n"
+                "    reward = episode.step(env.solution(task)).reward\n"
+                "print(json.dumps([*done, said, reward]))")
         probe = [interpreter, "-I", "-S", "-c"]
         job = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
                dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40),
                dict(argv=["id", "-u"])]
-        done = subprocess.run([*user, interpreter, "-c", code, folder], input=json.dumps(job),
-                              text=True, capture_output=True, cwd="/")
+        given = json.dumps(dict(runs=job, pipes=forgeries.PIPES))
+        done = subprocess.run([*user, interpreter, "-c", code, folder], input=given, text=True,
+                              capture_output=True, cwd="/")
         assert done.returncode == 0, done.stderr
-        attempts, bomb, plain = json.loads(done.stdout)
+        attempts, bomb, plain, said, reward = json.loads(done.stdout)
         leaks = json.loads(attempts["output"].splitlines()[-1])
         assert {name: found for name, found in leaks.items() if found} == {}
         assert bomb["elapsed"] < 20 and plain["exit_code"] == 0
+        assert said == "[]\n[]" and reward == 1
         kill_a_trainer([*user, interpreter], 4, folder)
     finally:
         shutil.rmtree(folder)

@@ -106,8 +106,8 @@ def test_the_partial_reward(env, monkeypatch):
     partial = swe.Swe(swe.Config(reward="partial"))
     assert score(env, FIRST, half).reward == 0 and score(partial, FIRST, half).reward == 0.5
     # What breaks another test gets nothing.
-    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: dict.fromkeys(
-        self.rows[name]["FAIL_TO_PASS"] + self.rows[name]["PASS_TO_PASS"][1:], "PASSED"))
+    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: testing.Outcomes(dict.fromkeys(
+        self.rows[name]["FAIL_TO_PASS"] + self.rows[name]["PASS_TO_PASS"][1:], "PASSED")))
     info = score(partial, FIRST, half).info
     assert info["fail_to_pass"] == 1 and 0 < info["pass_to_pass"] < 1 and info["partial"] == 0
     # Where nothing passed before, nothing can be broken.
