@@ -112,7 +112,7 @@ class Args:
     keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     experiment: str = "a2c"  # runs/<experiment>/ holds the run
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases
+    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
     seed: Annotated[int, Field(ge=0, le=2**31)] = 1  # of weights, actions and environments
     self_test: bool = False  # learn a toy world, print the verdict as JSON and exit with 0 or 1
 
@@ -473,7 +473,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = state = checkpoint = None
+    log = writer = tracker = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -541,8 +541,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
-                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+                self.tracker = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                    resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]

@@ -169,7 +169,7 @@ class Args:
     keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
     log_episodes: Share = 0.001  # share of the episodes written to episodes/
     print_samples: Whole = 0  # sample episodes to print at each rollout and evaluation
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases
+    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
         if self.kl_target and not self.kl_coef:
@@ -1228,7 +1228,7 @@ class Player:
                     r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
             return termination
         except (Exception, SystemExit) as error:
-            tqdm.write(f"task {r.task.id}: the environment failed: {error!r:.300}", sys.stderr)
+            tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
             return "error"
         finally:
             if episode and not given:
@@ -1620,7 +1620,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = state = checkpoint = None
+    log = writer = tracker = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -1688,8 +1688,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
-                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+                self.tracker = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                    resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
@@ -1822,6 +1823,10 @@ def write_episodes(run, kind, rollouts, args):
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
         path.parent.mkdir(exist_ok=True)
         replace_file(path, b"".join(json_bytes(line) + b"\n" for line in lines))
+        if kind == "val" and run.tracker:
+            rows = [[r.task.id, r.last_reply, r.reward, r.correct] for r in chosen]
+            table = sys.modules["wandb"].Table(["task", "reply", "reward", "correct"], rows)
+            run.tracker.log({"val/sample_table": table})
 
 
 def print_samples(rollouts, args, title):
@@ -1870,6 +1875,7 @@ def main(args):
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
+    held_out = env.num_tasks("test")  # an environment that should have some says so here
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     check_prompts(env, tokenizer, args)
@@ -1951,7 +1957,8 @@ def main(args):
             with run.timed("sync"):
                 engine.sync_weights(model)
             if metrics is not None:
-                if last or iteration == 0 or args.eval_every and iteration % args.eval_every == 0:
+                if held_out and (last or iteration == 0
+                                 or args.eval_every and iteration % args.eval_every == 0):
                     with run.timed("eval"):
                         evaluation, samples = evaluate(engine, tokenizer, env, args, score)
                     metrics |= evaluation
@@ -1960,7 +1967,8 @@ def main(args):
                     print_rank_0(f"iteration {iteration}: " + ", ".join(
                         f"{name[4:]} {value:.3f}" for name, value in evaluation.items()
                         if "@" in name or "greedy" in name))
-                run.record(metrics)
+                if metrics:  # nothing before the first iteration, where no task is held out
+                    run.record(metrics)
                 metrics = None
             stopped = any(gather([stop.is_set()]))
             if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):

@@ -142,7 +142,7 @@ class Args:
     log_every: Count = 10  # steps between records [steps]; a record's loss is the mean since the one before
     checkpoint_every: Count = 200  # steps between checkpoints [steps]
     keep_checkpoints: Whole = 2  # newest checkpoints to keep beside the one with the lowest val/loss; 0: all
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases
+    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
         if self.train_files and self.dataset:
@@ -1117,7 +1117,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = state = checkpoint = None
+    log = writer = tracker = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -1185,8 +1185,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
-                           resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+                self.tracker = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
+                    resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]

@@ -88,7 +88,7 @@ def start_weights():
 # The scripts
 
 
-LINES = {"grpo_llm.py": 1894, "ppo_llm.py": 2064, "sft.py": 1505, "a2c_vecenv.py": 794}  # at most
+LINES = {"grpo_llm.py": 1902, "ppo_llm.py": 2072, "sft.py": 1506, "a2c_vecenv.py": 795}  # at most
 
 
 @pytest.mark.parametrize("script", [*ALL, a2c_vecenv])
@@ -786,6 +786,16 @@ def test_a_share_of_the_episodes_is_written_the_same_ones_in_each_validation(scr
     assert 0 < sum(count["logged"] for count in counts) < 0.8 * sum(count["episodes"] for count in counts)
 
 
+@pytest.mark.parametrize("script", RL)
+def test_where_no_task_is_held_out_nothing_is_evaluated_and_the_log_is_sound(script, tmp_path):
+    path = write(tmp_path, "from envs.countdown import Countdown\n\nclass AllTrain(Countdown):\n"
+                           "    def num_tasks(self, split):\n"
+                           "        return 0 if split == 'test' else super().num_tasks(split)\n")
+    folder = train(script, tmp_path / "run", env=f"{path}:AllTrain", iterations=2)
+    assert validate(folder)["ok"] and [record["iteration"] for record in records(folder)] == [1, 2]
+    assert not any(key.startswith("val/") for record in records(folder) for key in record)
+
+
 # Settings
 
 
@@ -964,16 +974,23 @@ def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_tracking_mirrors_the_log_offline(tmp_path):
+    """The numbers, the validation's samples as a table; and a continued run is the same run there."""
     pytest.importorskip("wandb")
-    run = process("grpo_llm.py", "--track", "--iterations", 2, "--prompts-per-iteration", 2,
-                  "--eval-tasks", 4, "--run-dir", tmp_path / "run",
-                  env=dict(WANDB_MODE="offline", WANDB_SILENT="true"))
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, output
-    (mirror,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
-    data = mirror.read_bytes()
-    assert all(name in data for name in (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl"))
-    assert validate(tmp_path / "run")["ok"]
+    folder = tmp_path / "run"
+    for iterations in (2, 3):
+        run = process("grpo_llm.py", "--track", "--iterations", iterations, "--prompts-per-iteration", 2,
+                      "--eval-tasks", 4, "--run-dir", folder, "--final-learning-rate", 1,
+                      env=dict(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_PROJECT="elsewhere"))
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+    first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
+    names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")
+    assert all(name in first.read_bytes() for name in names)
+    tables = [json.loads(path.read_text()) for path in first.parent.rglob("*.table.json")]
+    said = [episode["messages"][-1]["content"] for episode in episodes(folder, "val_step_000002")[0]]
+    assert [row[1] for row in tables[-1]["data"]] == said or said == [row[1] for row in tables[0]["data"]]
+    assert validate(folder)["ok"]
 
 
 KILL = {
