@@ -535,7 +535,8 @@ def test_solution_untouched_partial(shop):
     step = solved.step(env.solution(task))
     solved.close()
     assert step.terminated and step.reward == 1
-    assert step.info == dict(correct=1, partial=1, modified=1, repl_turns=1, no_block=0, sub_queries=0)
+    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=1, no_block=0,
+                             sub_queries=0)
     assert env.solution(task).startswith("```python\napply_patch(")
     for codes, partial, modified in [
             (["finish()"], 0, 0),

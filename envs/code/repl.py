@@ -485,8 +485,8 @@ class ReplEpisode(Episode):
 
     def _receive(self) -> dict:
         """The worker's next line. WorkerGone for anything but an object of JSON that is not too long."""
-        # At most six bytes for a character, and 300 for a file's name.
-        most = 6 * (self.config.max_queries * MOST_TEXT + self.config.max_output_chars) + 300 * MOST_FILES
+        # At most twelve bytes for a character, and 300 for a file's name.
+        most = 12 * (self.config.max_queries * MOST_TEXT + self.config.max_output_chars) + 300 * MOST_FILES
         while b"\n" not in self.heard:
             if len(self.heard) > most:
                 raise WorkerGone

@@ -169,7 +169,7 @@ TOOLS = (ls, read, grep, apply_patch, bash, run_tests, finish, llm_query, llm_qu
 
 
 def send(file, message):
-    file.write(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
+    file.write(json.dumps(message).encode() + b"\n")
     file.flush()
 
 

@@ -65,9 +65,8 @@ class Result:
 def run(argv, files=None, cwd=".", stdin=b"", **limits) -> Result:
     """Run a command over `files` and return what it printed. Never raises for what the command does.
 
-    files: relative path -> str or bytes, laid into the work folder; cwd: a folder within it. Limits are
-    those of `Limits`. Raises BadInput where nothing can confine the command, SandboxError where it could not
-    be started.
+    files: relative path -> str or bytes, laid into the work folder; cwd: a folder within it; limits: those of
+    `Limits`. Raises SandboxError where the command could not be started.
     """
     limits = Limits(**limits)
     start = time.monotonic()
@@ -90,16 +89,15 @@ class Sandbox(contextlib.AbstractContextManager):
         if len(packed) > self.limits.disk * MIB:
             raise SandboxError(f"the sandbox did not start: {len(packed) / MIB:.1f} MiB of files, the limit "
                                f"on its disk is {self.limits.disk} MiB")
-        # Standard error is a file, of what is laid out and then of what goes wrong, until the command takes
-        # over, which the first byte printed tells. If memory runs out, this is to end before the trainer.
+        # Standard error is a file of what is laid out, and then of what goes wrong until the command takes
+        # over, which a first byte tells. If memory runs out, this is to end before the trainer.
         start = ("(echo 1000 > /proc/$$/oom_score_adj) 2> /dev/null; "
                  f"cd {WORK} && tar -xf - --no-same-owner <&2 && cd {folder} && "
                  f"ulimit -f {self.limits.disk * 2048} && printf '\\006' && exec 2>&1 && exec \"$@\"")
         with _memory_file(packed) as script, _memory_file(syscalls.program()) as seccomp:
             try:
                 command = ["/bin/sh", "-c", start, "sh", *map(os.fspath, argv)]
-                self._launch(self._confined(command, seccomp.fileno()), script, seccomp.fileno())
-                if not self._started():
+                if not self._launch(self._confined(command, seccomp.fileno()), script, seccomp.fileno()):
                     self.close()
                     script.seek(len(packed))
                     said = script.read().decode(errors="replace").strip().splitlines()
@@ -113,13 +111,11 @@ class Sandbox(contextlib.AbstractContextManager):
                     raise BadInput(f"sandbox: a command that cannot be started ({error})") from error
                 raise
 
-    def _launch(self, command, errors, seccomp: int):
-        # A child is killed when the *thread* that started it ends, so one thread starts them all.
-        self.process = _starter().submit(
+    def _launch(self, command, errors, seccomp: int) -> bool:
+        """Start it. -> whether the files were laid out and the command took over"""
+        self.process = STARTER.submit(
             subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             bufsize=0, env=environment(), cwd="/", start_new_session=True, pass_fds=[seccomp]).result()
-
-    def _started(self) -> bool:
         with selectors.DefaultSelector() as ready:
             ready.register(self.process.stdout, selectors.EVENT_READ)
             return bool(ready.select(60)) and os.read(self.process.stdout.fileno(), 1) == b"\6"
@@ -131,12 +127,12 @@ class Sandbox(contextlib.AbstractContextManager):
             # A user for each sandbox: processes are counted by user, and no limit on them holds for root.
             number = str(_new_user())
             user = ["--reuid", number, "--regid", number, "--clear-groups"]
+        dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all",
+                   "--no-new-privs", "--"]
         # A core dump of 1 byte is none; with 0, a program that collects dumps would still get one.
         capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}",
-                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--core=1", "--", *command]
-        dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all",
-                   "--no-new-privs", "--", *capped]
-        return [*self._grouped(), *_bubblewrap(limits, seccomp), *dropped]
+                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--core=1", "--"]
+        return [*self._grouped(), *_bubblewrap(limits, seccomp), *dropped, *capped, *command]
 
     def _grouped(self) -> list[str]:
         """What starts a command in a control group of its own, which bounds all of the sandbox together."""
@@ -231,7 +227,7 @@ class Output:
 
     def __init__(self, characters: int):
         self.characters, self.keep = characters, 4 * characters + 8  # bytes: a character has at most four
-        self.head, self.tail, self.total = b"", bytearray(), 0
+        self.head, self.tail, self.total = bytearray(), bytearray(), 0
 
     @property
     def flooded(self) -> bool:
@@ -240,8 +236,8 @@ class Output:
     def add(self, data: bytes):
         self.total += len(data)
         room = self.keep - len(self.head)
-        self.head, data = self.head + data[:room], data[room:]
-        self.tail += data
+        self.head += data[:room]
+        self.tail += data[room:]
         if len(self.tail) > 2 * self.keep:  # not each time: it moves what stays
             del self.tail[:-self.keep]
 
@@ -265,7 +261,7 @@ def clip(text: str, characters: int, lost: int = 0) -> str:
 @functools.cache
 def check() -> None:
     """BadInput where there is no sandbox on this machine, with what to do about it."""
-    missing = [tool for tool in ("bwrap", "setpriv", "prlimit", "tar") if not _which(tool)]
+    missing = [tool for tool in ("bwrap", "setpriv", "prlimit", "tar") if not shutil.which(tool)]
     try:
         if missing:
             raise SandboxError(f"{', '.join(missing)} not installed")
@@ -288,10 +284,6 @@ def works() -> bool:
     return True
 
 
-def _which(tool):
-    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")
-
-
 @functools.cache
 def _readable() -> tuple[str, ...]:
     """What code in a sandbox can read of this machine: the system's programs, and this Python."""
@@ -302,8 +294,8 @@ def _readable() -> tuple[str, ...]:
 
 
 def _bubblewrap(limits, seccomp: int):
-    command = [_which("bwrap"), "--die-with-parent", "--seccomp", str(seccomp), "--unshare-pid",
-               "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--seccomp", str(seccomp),
+               "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
                "--hostname", "sandbox"]
     if os.geteuid() == 0:  # needs no user namespace; gives these up once it has become the sandbox's user
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
@@ -352,10 +344,6 @@ def _new_user() -> int:
     return 2**30 + secrets.randbelow(2**30)
 
 
-@functools.cache
-def _starter() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-
-
-
-os.register_at_fork(after_in_child=_starter.cache_clear)
+# A child is killed when the *thread* that started it ends, so one thread starts them all.
+STARTER = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+os.register_at_fork(after_in_child=lambda: STARTER.__init__(1))

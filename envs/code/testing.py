@@ -147,7 +147,7 @@ def _run(tree, test_files, names, plain, timeout, memory, partial) -> Outcomes:
     run, rng = functools.partial(_once, tree, names, plain, timeout, memory), random.SystemRandom()
     results = run({path: doubles.disguised(source, rng) for path, source in sources.items()})
     passed = [name for name, outcome in results.items() if outcome == "PASSED"]
-    if not passed or not partial and len(passed) < len(set(names)):
+    if not passed or names is not None and not partial and len(passed) < len(set(names)):
         return results
 
     others = {path: doubles.doubled(source, rng) for path, source in sources.items()}
