@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
 
 import a2c_vecenv as a2c
 from envs import BadInput
@@ -235,6 +236,24 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
     told, path = receipt_of(tmp_path / "run")
     assert told["iteration"] == 2 and told["type"] == "KeyboardInterrupt"
     check_evidence(path)
+
+
+def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
+    add_scalar = SummaryWriter.add_scalar
+
+    def signalled(writer, name, value, step):
+        if step == 2 and name == "grad_norm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        add_scalar(writer, name, value, step)
+
+    whole = train(tmp_path / "whole", checkpoint_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "add_scalar", signalled)
+        folder = train(tmp_path / "run", checkpoint_every=4)
+    said = capsys.readouterr().out
+    assert re.search(f"stopped after iteration 2, which is saved; .* --run-dir {folder}", said)
+    assert records(folder)[-1]["iteration"] == 2 and (folder / "checkpoints" / "step_000002").exists()
+    same_end(whole, train(folder, checkpoint_every=4))
 
 
 @pytest.mark.parametrize("learning_rate", [1e38, 1e39])

@@ -2,16 +2,18 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 import a2c_vecenv
 import grpo_llm
 import ppo_llm
 import sft
-from tests.run_folders import TINY, train
+from tests.run_folders import TINY, log_lines, train
 
 ROWS = "".join(json.dumps(dict(prompt=f"{n} 1 -> {n + 1}", response=f"{n} + 1 = {n + 1}")) + "\n"
                for n in range(9))
@@ -70,3 +72,25 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
     assert disk.torn == []
     assert {"step_000001", "step_000002", "state.json", "train_log.jsonl"} <= set(disk.renamed)
     assert script is not sft or {"train.arrow", "train.json"} <= set(disk.renamed)
+
+
+def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypatch, capsys):
+    """A run falls back from two of them and is stopped in between: the one that it wrote has to stay."""
+    flags = dict(iterations=3, checkpoint_every=1, eval_every=0, eval_tasks=1, eval_samples=1)
+    folder = train(grpo_llm, tmp_path / "run", keep_checkpoints=0, **flags)
+    for step in (2, 3):
+        (folder / "checkpoints" / f"step_{step:06d}" / "trainer_state.pt").write_bytes(b"torn")
+    add_scalar = SummaryWriter.add_scalar
+
+    def signalled(writer, name, value, step):
+        if step == 2 and name == "train/reward":
+            os.kill(os.getpid(), signal.SIGTERM)
+        add_scalar(writer, name, value, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "add_scalar", signalled)
+        train(grpo_llm, folder, keep_checkpoints=1, **flags)
+    train(grpo_llm, folder, keep_checkpoints=1, **flags)
+    marks = [Path(line["resume"]["checkpoint"]).name for line in log_lines(folder) if "resume" in line]
+    assert marks == ["step_000001", "step_000002"]
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000003"]

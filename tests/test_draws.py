@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 import envs
 import grpo_llm
@@ -81,3 +82,14 @@ def test_the_same_prompt_gets_other_replies_in_each_iteration(script, tmp_path):
     train_1, train_2, val_0, val_2 = said.values()
     assert all(one != other for one, other in zip(train_1, train_2, strict=True))
     assert val_0 == val_2
+
+
+@pytest.mark.parametrize("script", RL)
+def test_minibatches_are_drawn_anew_in_each_epoch_and_iteration(script, tmp_path, monkeypatch):
+    drawn, randperm = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
+    own = dict(prompts_per_iteration=6) if script is grpo_llm else dict(
+        prompts_per_iteration=16, critic="none")
+    train(script, tmp_path / "run", iterations=2, epochs=2, minibatches=2, eval_every=0, eval_tasks=1, **own)
+    assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
+    assert len(set(map(len, drawn))) == 1  # or this would say nothing

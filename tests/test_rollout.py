@@ -196,7 +196,7 @@ class Speaker(grpo_llm.Engine):
 
     def __init__(self, tokenizer, say, at_once=0):
         self.tokenizer, self.say, self.at_once = tokenizer, say, at_once
-        self.eos, self.prompts, self.most = [tokenizer.eos_token_id], [], 0
+        self.eos, self.prompts, self.temperatures, self.most = [tokenizer.eos_token_id], [], [], 0
 
     async def serve(self):
         while True:
@@ -214,6 +214,7 @@ class Speaker(grpo_llm.Engine):
 
     def answer(self, request):
         self.prompts.append(request.prompt_ids)
+        self.temperatures.append(request.temperature)
         reply = self.say(self.tokenizer.decode(request.prompt_ids))
         if isinstance(reply, Exception):
             raise reply
@@ -1003,7 +1004,7 @@ def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
     """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
     tokenizer = countdown_tiny[1]
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
-    args = trainer.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16)
+    args = trainer.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16, eval_temperature=0.5)
     tasks = [env.task("test", i) for i in range(6)]
     rng = random.Random(1)
     drawn = [[rng.random() < 0.3 for _ in range(4)] for _ in tasks]
@@ -1011,8 +1012,9 @@ def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
     plan = [task if right else None for task, row in zip(tasks, drawn, strict=True) for right in row]
     plan += [task if right else None for task, right in zip(tasks, greedy, strict=True)]
     replies = iter([env.solution(task) if task else "1 + 1 = 2" for task in plan])
-    metrics, samples = trainer.evaluate(Speaker(tokenizer, lambda text: next(replies)), tokenizer, env, args,
-                                        trainer.episode_reward)
+    engine = Speaker(tokenizer, lambda text: next(replies))
+    metrics, samples = trainer.evaluate(engine, tokenizer, env, args, trainer.episode_reward)
+    assert engine.temperatures == [0.5] * 24 + [0.0] * 6
     assert len(samples) == 24 and {task.source for task in tasks} == {"countdown/2", "countdown/3"}
     for source in {task.source for task in tasks}:
         mine = [i for i, task in enumerate(tasks) if task.source == source]

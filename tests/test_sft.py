@@ -500,7 +500,7 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     assert steps == {1: [7, 14], 2: [7, 12, 14], 0: [*range(1, 9), 10, 12, 14]}[keep]
     assert named == {"last": "step_000014", "best": "step_000007"}
     again = train(sft, tmp_path / "again", **overfitting | dict(
-        model=str(folder / "checkpoints" / "step_000007"), steps=1))
+        model=str(folder / "checkpoints" / "step_000007"), steps=1, learning_rate=0.1, warmup_steps=0))
     assert records(again)[0]["val/loss"] == pytest.approx(losses[7], rel=1e-6)
     assert checkpoints(again)[1]["best"] == "step_000001"  # the start has none, though its loss is lower
     assert validate(folder)["ok"]

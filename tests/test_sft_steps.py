@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import envs
 import sft
 from envs import BadInput
 from tests.run_folders import TINY, killed_after, records, same_end, train
@@ -110,6 +111,26 @@ def test_a_run_does_not_go_on_with_another_template_or_file(what, rows, tmp_path
         file.write("\n")
     with pytest.raises(BadInput, match="the source changed"):
         train(sft, folder, **flags)
+
+
+def test_accuracy_is_that_of_replies_that_end_and_greedy_ones_are_transformers(tmp_path):
+    """A reply of three numbers has 8 tokens and its eos."""
+    options, found = ("test_tasks=16", "min_operands=3", "max_operands=3"), {}
+    env, expected = envs.make("countdown", **envs.parse_options(options)), []
+    model, tokenizer = (kind.from_pretrained(TINY) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for index in range(16):
+        task = env.task("test", index)
+        prompt = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, return_tensors="pt")
+        ids = model.generate(prompt.input_ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[0]
+        text = tokenizer.decode(ids[prompt.input_ids.shape[1]:], skip_special_tokens=True)
+        expected.append(env.start(task, 1).step(text).info["correct"])
+    for limit in (8, 9):
+        folder = train(sft, tmp_path / f"{limit}", model=TINY, steps=1, env_kwargs=("skill=mixed", *options),
+                       eval_tasks=16, eval_samples=2, eval_every=0, max_response_tokens=limit)
+        start = records(folder)[0]
+        found[limit] = [start[f"val/countdown/{name}"] for name in ("greedy", "pass@1", "pass@2")]
+    assert found[8] == [0, 0, 0]
+    assert 0.2 < found[9][0] == sum(expected) / 16 < 1 and 0 < found[9][1] < found[9][2] <= 2 * found[9][1]
 
 
 # Demonstrations of several turns

@@ -242,13 +242,14 @@ GRPO = {
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2),
+    "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.3),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.0),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     **{f"{loss}-{aggregation}": dict(loss=loss, aggregation=aggregation, epochs=2, **more)
        for loss, more in (("clip", {}), ("cispo", {}), ("gspo", dict(clip_low=0.02, clip_high=0.02)))
        for aggregation in ("token", "sequence", "constant")},
 }
-QUICK = {"default", "cut", "cap", "turns", "lora", "loo", "cispo-sequence", "gspo-constant"}
+QUICK = {"default", "cut", "cap", "turns", "lora", "dynamic", "loo", "cispo-sequence", "gspo-constant"}
 
 
 @pytest.mark.parametrize("case", [
@@ -259,7 +260,7 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     assert validate(folder, strict=True)["ok"]
     played, _ = episodes(folder, "train_step_000002")
     groups = grpo_segments(played, flags)
-    segments = [s for group in groups for s in group]
+    segments = [s for group in groups[:flags.get("prompts_per_iteration")] for s in group]
     record, model, scale = records(folder)[-1], base_model(), flags.get("lora_alpha", 32) / 2
     before, state = checkpoint(folder, 1)
     trained, num_epochs = learnable(before), flags.get("epochs", 1)
@@ -292,12 +293,14 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     expected = mean_of({name: x for name, x in sums.items() if name != "train/policy_loss"}, segments,
                        num_epochs) | {"train/policy_loss": sums["train/policy_loss"] / num_epochs,
                                       "train/grad_norm": statistics.fmean(adam.norms),
+                                      "train/learning_rate": adam.rate,
                                       "rollout/groups_trainable": len(groups)}
     for name, value in expected.items():
         assert record[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
     assert num_epochs == 1 or record["train/clipfrac"] > 0
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
     assert case != "turns" or record["rollout/segments"] > 1
+    assert case != "dynamic" or len(groups) > 3
 
 
 PPO = {
@@ -308,7 +311,7 @@ PPO = {
     "shared": dict(critic="shared", entropy_coef=0.1),
     "shared-lora": dict(critic="shared", lora_rank=2, lora_alpha=8, learning_rate=2e-2),
     "none": dict(critic="none"),
-    "target": dict(critic="none", target_kl=1e-6),
+    "target": dict(critic="none", target_kl=0.05, microbatch_tokens=20),  # more than that of each pass
 }
 
 
@@ -370,7 +373,7 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
         return of_critic(s, response[0] @ trained["head.weight"][0] + trained["head.bias"])
 
     expected = epochs(adam, trained, 2, policy, flags.get("target_kl", math.inf))
-    expected["train/grad_norm"] = statistics.fmean(adam.norms)
+    expected["train/grad_norm"], expected["train/learning_rate"] = statistics.fmean(adam.norms), rate
     expected["train/policy_steps"] = len(adam.norms)
     adam.check(trained, end["optimizer"], 3e-3)
     near({name: after[name] - before[name] for name in before},
@@ -380,7 +383,7 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
         fit = Adam(weights, state["critic_optimizer"], flags["critic_learning_rate"] * 2 / 4,
                    flags.get("critic_beta2", 0.99), 1.0)
         expected |= epochs(fit, weights, flags["critic_epochs"], value)
-        expected["critic/grad_norm"] = statistics.fmean(fit.norms)
+        expected["critic/grad_norm"], expected["critic/learning_rate"] = statistics.fmean(fit.norms), fit.rate
         fit.check(weights, end["critic_optimizer"], 3e-3)
         moved = {clean(name): tensor.double() - critic[clean(name)] for name, tensor in end["critic"].items()}
         near(moved, {name: weights[name].detach() - critic[name] for name in weights}, 2e-2)
@@ -430,3 +433,20 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
             expected = 0.09 * mean_gradient(chosen) + 0.1 * mean_gradient(others)
             errors.append(float((found - expected).norm() / expected.norm()))
     assert len(units) % 2 and min(errors) < 1e-3 and sorted(errors)[1] > 1e-2
+
+
+def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
+    """A token that the trainer finds 4 times as likely as the sampler said is as one 8 times as likely."""
+    generate, ends, capped = ppo_llm.generate, [], []
+    for times in (1.0, 4.0, 8.0):
+        def off(*given, times=times):
+            (ids, (first, *others)), *replies = generate(*given)
+            return [(ids, [first - math.log(times), *others]), *replies]
+
+        monkeypatch.setattr(ppo_llm, "generate", off)
+        folder = train(ppo_llm, tmp_path / f"{times}", **RUN | dict(
+            iterations=1, dtype="bfloat16", critic="none", epochs=1, minibatches=1, prompts_per_iteration=16))
+        ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["model.norm.weight"]["exp_avg"])
+        capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
+    assert capped == [False, True, True]
+    assert torch.equal(ends[1], ends[2]) and not torch.equal(ends[0], ends[1])
