@@ -205,7 +205,6 @@ BROKEN = [
     ("grpo", RECORD, {"val/countdown/turns": "three"}, "val/countdown/turns"),
     ("grpo", STEP_0, {"val/countdown/pass@1": None}, "val/countdown/pass@1"),
     ("sft", RECORD, {"val/loss": "low"}, "val/loss"),
-    ("sft", RECORD, {"system/gpu_utilization": None}, "system/gpu_utilization"),
     ("ppo", RECORD, {"rollout/segments": "1"}, "rollout/segments"),
     ("grpo", RECORD, {"train/pass@1": 1.5}, "train/pass@1"),
     *(("sft", 1, {"schema_version": value}, "meta.schema_version") for value in (0, 2, "1", 1.5, True, None)),

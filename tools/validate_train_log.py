@@ -258,7 +258,7 @@ FAMILIES = {
 # Keys that have a kind when they are there, in the log of any algorithm.
 OPTIONAL = {
     "rate": "rollout/termination/.+|val/.+/(pass@[0-9]+|greedy|correct)|(val|eval)/(.+[/_])?success_rate",
-    "number": "(val|eval)/.+|system/gpu_utilization",
+    "number": "(val|eval)/.+",
 }
 PASS_AT = re.compile(r"val/(.+)/pass@([1-9][0-9]*)")
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 import envs
+from envs.pixels.goals import recorded_options
 
 
 class VecEnv:
@@ -125,5 +126,7 @@ def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
     device = torch.empty(0, device=device).device  # cuda is cuda:0 from here on
     if env_id in VEC_ENVS:
         cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
+        if options.get("goal_dir"):
+            options = recorded_options(options["goal_dir"]) | options
         return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
     return envs.load_object(GYMNASIUM, "--env-id")(env_id, num_envs, device, options)

@@ -170,6 +170,19 @@ def load_goal(folder, **expected) -> tuple[np.ndarray, dict]:
     return frames, meta
 
 
+def recorded_options(folder) -> dict:
+    """The options of the environment that a template was recorded in, but for its files: the defaults beside
+    it. Empty where the template cannot be read, which load_goal says.
+    """
+    try:
+        meta = json.loads((Path(folder) / META).read_text(encoding="utf-8"))
+        options = {name: meta[name] for name in ("tau", "k_consecutive", "stack_k")}
+        options |= meta.get("recorded", {}).get("env_kwargs", {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+    return {name: value for name, value in options.items() if name not in ("goal_dir", "rom", "state")}
+
+
 def _check_meta(meta, where: str) -> None:
     """BadInput unless meta holds every key of KEYS, with its type and a value that can be meant."""
     if not isinstance(meta, dict):

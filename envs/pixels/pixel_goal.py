@@ -114,7 +114,7 @@ class PixelGoal(VecEnv):
         self._canvas = self._new_canvas(num_envs)
         self._obs = self._canvas[0]
         self.log_meta = dict(num_actions=8, action_codec_id=CODEC, frames_per_step=FRAMES_PER_STEP, stack_k=K,
-                             goal_dir=config.goal_dir or "none", goal_sha256=self.goal_sha256)
+                             goal_dir=config.goal_dir or None, goal_sha256=self.goal_sha256)
 
     def _zeros(self, *shape, dtype=torch.int64):
         return torch.zeros(self.num_envs, *shape, dtype=dtype, device=self.device)
