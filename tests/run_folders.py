@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.validate_train_log import validate
-
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "countdown-tiny")
 SMALL = {
@@ -26,6 +24,8 @@ SMALL = {
                     eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
     "sft": dict(steps=4, batch_size=8, eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2,
                 log_every=1, warmup_steps=2),
+    "a2c_vecenv": dict(iterations=4, num_envs=6, num_steps=4, hidden_size=16, log_every=1, checkpoint_every=2,
+                       eval_every=2, eval_episodes=3, eval_envs=2),
 }
 LAST = "step_000004"
 
@@ -94,9 +94,10 @@ def train(script, folder, **flags):
     """A run in this process, from defaults to its end. -> its folder."""
     if script.__name__ == "sft":
         flags = dict(output_dir=str(folder) + "-model") | flags
-    if not {"env", "env_kwargs"} & set(flags):
+    if not {"env", "env_id", "env_kwargs"} & set(flags):
         few = ("test_tasks=32",)  # which are the first of many more, and sooner found
-        flags["env_kwargs"] = ("skill=mixed", *few) if script.__name__ == "sft" else few
+        flags["env_kwargs"] = {"sft": ("skill=mixed", *few), "a2c_vecenv": ("max_steps=9",)}.get(
+            script.__name__, few)
     script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
     return folder
 
@@ -110,59 +111,21 @@ def same_end(one, other, step=LAST):
 def same_checkpoint(one, other, step=LAST):
     """Weights, the state of the optimiser, counters; the critic and its optimiser where there is one."""
     one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
-    (weights,) = (path.name for path in one_end.glob("*model.safetensors"))
-    assert (one_end / weights).read_bytes() == (other_end / weights).read_bytes()
-    states = [torch.load(end / "trainer_state.pt") for end in (one_end, other_end)]
-    for state in states:
-        for volatile in ("elapsed", "log_bytes"):
-            state.pop(volatile)
-    same_tree(*states)
+    for weights in one_end.glob("*model.safetensors"):
+        assert weights.read_bytes() == (other_end / weights.name).read_bytes()
+    same_tree(state_of(one_end), state_of(other_end))
 
 
-class InterruptAt:
-    """Ctrl-C as the given iteration is about to be logged."""
-
-    def __init__(self, script, iteration):
-        self.script, self.iteration, self.patch = script, iteration, pytest.MonkeyPatch()
-
-    def __enter__(self):
-        record = self.script.Run.record
-
-        def interrupted(run, values):
-            if run.counters["iteration"] == self.iteration:
-                raise KeyboardInterrupt
-            record(run, values)
-
-        self.patch.setattr(self.script.Run, "record", interrupted)
-
-    def __exit__(self, *error):
-        self.patch.undo()
+def state_of(checkpoint):
+    """What the trainer keeps in it, the clock aside."""
+    state = torch.load(checkpoint / "trainer_state.pt")
+    return {name: value for name, value in state.items() if name not in ("elapsed", "log_bytes")}
 
 
-def in_halves(script, tmp_path, **flags):
-    """A run of four iterations; one that is interrupted in the third and goes on: the same, bit for bit.
-
-    -> the folder of the second one.
-    """
-    whole = train(script, tmp_path / "whole", **flags)
-    torch.manual_seed(1234)  # whatever this process did before must not matter
-    with InterruptAt(script, 3), pytest.raises(SystemExit, match="KeyboardInterrupt.*receipt"):
-        train(script, tmp_path / "halves", **flags)
-    torch.manual_seed(4321)
-    halves = train(script, tmp_path / "halves", **flags)
-    same_end(whole, halves)
-    verdict = validate(halves)
-    assert verdict["ok"], verdict
-    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1)
-    (mark,) = (line["resume"] for line in log_lines(halves) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
-    assert len({line["run_id"] for line in records(halves)}) == 1
-    named = [json.loads((folder / "checkpoints" / "state.json").read_text()) for folder in (whole, halves)]
-    assert named[0] == named[1] and named[0]["last"] == LAST
-    first, last = (load_file(next((halves / "checkpoints" / step).glob("*model.safetensors")))
-                   for step in ("step_000002", LAST))
-    assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
-    return halves
+def weights_of(checkpoint):
+    """All that it holds of models: {name: tensor}."""
+    files, state = [*checkpoint.glob("*model.safetensors")], state_of(checkpoint)
+    return (load_file(files[0]) if files else state["agent"]) | (state.get("critic") or {})
 
 
 def log_lines(folder):

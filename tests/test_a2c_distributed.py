@@ -87,7 +87,7 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, split, request):
 
     whole, end = play([7])
     parts, end_of_parts = play(split)
-    resets = sum(int(mask.sum()) for mask in whole[5::7 if env_id in a2c.VEC_ENVS else 6])
+    resets = sum(int(mask.sum()) for mask in whole[5::7 if kind not in ("CartPole", "Acrobot") else 6])
     assert resets >= 20  # the test has seen what it is about
     rounding = 1e-5 if kind == "CartPole" else 0.0  # it computes several rows in one instruction
     same(whole, parts, rounding)
@@ -210,7 +210,7 @@ def same_run(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case, processes", [*((case, 2) for case in CASES), ("pixel-goal", 3)])
+@pytest.mark.parametrize("case, processes", [("accumulated", 2), ("CartPole", 2), ("pixel-goal", 3)])
 def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, run_of):
     alone, together = run_of(case, 0), run_of(case, processes)
     same_run(alone, together)

@@ -215,13 +215,6 @@ def test_a_malformed_row_stops_it_or_is_counted(tmp_path, capsys):
         "row 3, expected a line of JSON", "row 4, column instance_id: mis", "row 5, column messages: expect"]
 
 
-
-def test_malformed_rows_alone_are_nothing_to_train_on(tmp_path, capsys):
-    write_jsonl(tmp_path / "rows.jsonl", ["{}"] * 9)
-    refused(tmp_path, capsys, "rows.jsonl: no row is left to train on", '"bad_rows": 9',
-            flags=["--on-bad-row", "skip"])
-
-
 def test_nesting_too_deep_is_a_malformed_row(tmp_path, capsys, monkeypatch):
     content = "x"
     for _ in range(5000):
@@ -401,16 +394,6 @@ def test_what_is_dropped_is_counted(tmp_path, capsys):
     assert report["dropped"] == {"empty_prompt": 1, "empty_response": 1, "max_samples": 3}
 
 
-def test_the_report_tells_what_was_rendered_and_left_out(tmp_path, capsys):
-    cases = ("tools", "image", "blocks", "later-turns")
-    write_jsonl(tmp_path / "rows.jsonl", [SHAPES[case][0] for case in cases])
-    report = convert(tmp_path, capsys)
-    assert report["rendered"] == {"tool_use": 1, "tool_result": 1}
-    assert report["left_out"] == {"turns_after_response": 3, "blocks": {"image_url": 1, "thinking": 1}}
-    assert report["files"] == [str(tmp_path / "out" / f"x_{side}.parquet") for side in ("train", "val")]
-    assert report["val"] == 0  # one instance, which stays whole
-
-
 @pytest.mark.parametrize("flags, says", [
     (["--val-ratio", "1"], "--val-ratio 1.0: expected 0 or more, and less than 1"),
     (["--val-ratio", "nan"], "--val-ratio nan"),
@@ -427,14 +410,6 @@ def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
 
 
 # Writing
-
-
-@pytest.mark.slow
-def test_long_texts_arrive_whole(tmp_path, capsys):
-    texts = [f"{number} ä\0\n" + "x" * 9_000_000 for number in range(3)]  # more than one row group
-    write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", "x"), say("assistant", text)) for text in texts])
-    assert convert(tmp_path, capsys)["train"] == 3
-    assert [row["response"] for row in read(tmp_path / "out")] == texts
 
 
 def test_files_are_replaced_only_when_asked(tmp_path, capsys):

@@ -56,13 +56,13 @@ def holds(style, reply, nums, target, limit=99):
 # ---- Tasks and solutions
 
 @pytest.mark.parametrize("count, options", [
-    (4000, {}),
-    (1500, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
+    (400, {}),
+    (300, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
     (300, {"operators": "*/"}),  # random games get stuck here
-    (1000, {"trace": "search"}),
+    (200, {"trace": "search"}),
     (300, {"max_operands": 4, "operators": "+-*", "trace": "search", "max_trace_steps": 20}),
     (500, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
-    (1500, {**CHAT, "min_operands": 2}),
+    (300, {**CHAT, "min_operands": 2}),
     pytest.param(700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99},
                  marks=pytest.mark.slow),
     (200, {**CHAT, "max_operands": 4, "trace": "search"}),
@@ -276,7 +276,7 @@ ALPHABET = ["<answer>", "</answer>", "<think>", "(", ")", "+", "-", "*", "/", "=
             "#", "{"]
 
 
-@pytest.mark.parametrize("style, count", [("compact", 50_000), ("r1", 50_000)])
+@pytest.mark.parametrize("style, count", [("compact", 10_000), ("r1", 10_000)])
 def test_random_and_mutated_replies_never_raise_and_score_right(style, count):
     env = envs.make("countdown", style=style, operators="+-*/")
     rng = random.Random(7)
@@ -430,7 +430,7 @@ def test_unsolvable_problems_have_no_solution():
 def test_mixed_skill_is_novices_and_random_solutions():
     def rate(**options):
         env = envs.make("countdown", skill="mixed", **options)
-        tasks = [env.task("train", k) for k in range(1500)]
+        tasks = [env.task("train", k) for k in range(800)]
         steps = [env.start(task, 0).step(env.solution(task)) for task in tasks]
         assert all(step.info["format"] == 1 for step in steps)
         return sum(step.reward for step in steps) / len(steps)

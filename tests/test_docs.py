@@ -67,12 +67,49 @@ def test_helpers_of_one_name_are_the_same_to_the_letter():
     assert DIFFER - set(differ) == set()  # these are the same by now
 
 
-def listed_commands():
-    for page in PAGES:
-        for command in readme_commands((ROOT / page).read_text()):
-            yield page, command
+def names_allowed(script: str) -> set[str]:
+    """What tests/README.md lists of a script, `main` and `Args`, and the functions of its section Maths."""
+    rows = re.findall(r"^\| (`.+?`) \| (`.+`) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+    listed = {name for scripts, names in rows if f"`{script}`" in scripts
+              for name in re.findall(r"`(\w+)`", names)}
+    source = (ROOT / script).read_text()
+    maths = re.search(r"\n# Maths\n(.+?)\n\n\n# [A-Z]", source, re.DOTALL)[1]
+    return {"main", "Args"} | listed | set(re.findall(r"^def (\w+)", maths, re.MULTILINE))
 
 
+def names_used(tree: ast.Module):
+    """(scripts, name) of each name of a script in a test: imported, an attribute, replaced by monkeypatch."""
+    scripts = {name.removesuffix(".py"): {name} for name in SCRIPTS}
+    known = {name.asname or name.name: scripts[name.name] for node in ast.walk(tree)
+             if isinstance(node, ast.Import) for name in node.names if name.name in scripts}
+    if known:  # one of several scripts
+        known |= {"script": set(SCRIPTS), "trainer": {"grpo_llm.py", "ppo_llm.py"}}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in scripts:
+            yield from ((scripts[node.module], name.name) for name in node.names)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in known:
+            yield known[node.value.id], node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+            of, name, *_ = *node.args, None
+            if getattr(of, "id", "") in known and isinstance(name, ast.Constant):
+                yield known[of.id], name.value
+
+
+def test_tests_use_no_other_names_of_scripts_than_tests_readme_lists():
+    allowed, wrong = {script: names_allowed(script) for script in SCRIPTS}, set()
+    for path in (ROOT / "tests").glob("*.py"):
+        used = names_used(ast.parse(path.read_text()))
+        wrong |= {(path.name, name) for scripts, name in used if not name.startswith("__")
+                  and not any(name in allowed[script] for script in scripts)}
+    assert wrong == set()
+
+
+@functools.cache
+def listed_commands() -> list[tuple[str, str]]:
+    return [(page, command) for page in PAGES for command in readme_commands((ROOT / page).read_text())]
+
+
+@functools.cache
 def known_flags(script: str) -> set[str]:
     if script in SCRIPTS:
         names = {flag.option for flag in docs_tables.flags(ROOT / script)}
@@ -95,21 +132,18 @@ def test_the_programs_of_the_docs_tell_their_flags(script):
     assert {name for name in known_flags(script) if not name.startswith("--no-")} <= shown
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_in_the_docs_exist(page):
+def test_commands_in_the_docs_exist():
     wrong = []
-    for where, command in listed_commands():
+    for page, command in listed_commands():
         script, *words = shlex.split(command)[1:]
-        if where != page:
-            continue
         if not (ROOT / script).is_file():
-            wrong.append(f"{command}: there is no {script}")
+            wrong.append(f"{page}: {command}: there is no {script}")
             continue
         flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
         known = {flag.replace("_", "-") for flag in known_flags(script)} if flags else set()
         if "--flags" in words and "--script" in words:  # what follows is for another one
             known |= known_flags(words[words.index("--script") + 1])
-        wrong += [f"{command}: {script} has no {flag}" for flag in flags if flag not in known]
+        wrong += [f"{page}: {command}: {script} has no {flag}" for flag in flags if flag not in known]
     assert wrong == []
 
 

@@ -200,6 +200,7 @@ def test_episodes_follow_each_other_and_each_begins_anew(dump, checkpoint, tmp_p
             assert np.array_equal(one[:-STRIP], other[:-STRIP])
 
 
+@pytest.mark.slow
 def test_success_and_return_are_told(dump, checkpoint, tmp_path):
     """Starts one step from the goal, which is reached by whoever tries long enough."""
     path = checkpoint(tmp_path / "a", env_kwargs=("difficulty=2", "menu_prob=0", "max_steps=9"))
@@ -212,6 +213,7 @@ def test_success_and_return_are_told(dump, checkpoint, tmp_path):
     assert [step["dist"] < 0.05 for step in steps[-4:]] == [True] * 4
 
 
+@pytest.mark.slow
 def test_the_same_seed_shows_the_same(dump, checkpoint, tmp_path):
     path = checkpoint(tmp_path / "a")
     told = []

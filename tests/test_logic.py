@@ -247,7 +247,7 @@ def check_tasks(number, count, **options):
 
 @pytest.mark.parametrize("number", range(9))
 def test_answers_are_right_by_other_means(number):
-    for task in check_tasks(number, (60, 0, 60, 0, 60, 60, 60, 4, 60)[number]):
+    for task in check_tasks(number, (40, 0, 40, 0, 40, 40, 40, 3, 40)[number]):
         assert is_right(task), task.id
     if number == 1:
         for task in check_tasks(1, 25, game_max_numbers=4):
@@ -260,7 +260,7 @@ def test_answers_are_right_by_other_means(number):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(9))
 def test_many_answers_are_right_by_other_means(number):
-    for task in check_tasks(number, (1000, 10, 1000, 40, 1000, 1000, 1000, 25, 1000)[number],
+    for task in check_tasks(number, (300, 10, 300, 12, 300, 300, 300, 25, 300)[number],
                             **{"game_max_numbers": 5}):
         assert is_right(task), task.id
         if number == 3 and len(set("".join(task.data["words"]))) < 8:
@@ -623,7 +623,7 @@ def corrupted(env, task, rng):
 @pytest.mark.parametrize("number", range(9))
 def test_corrupted_solutions_fail(number):
     rng = random.Random(3)
-    env, found = tasks(40 if number not in (3, 7) else 6, number)
+    env, found = tasks(20 if number not in (3, 7) else 3, number)
     for task in found:
         for _ in range(10):
             # Never right by chance: sequences, sets, values, grids and readings are the only ones, and a

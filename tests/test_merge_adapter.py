@@ -145,7 +145,7 @@ CASES = {  # of the base, of the adapter, modules that change
 }
 
 
-@pytest.mark.parametrize("case", slow_but([*CASES][::2], CASES))
+@pytest.mark.parametrize("case", slow_but([*CASES][::4], CASES))
 def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
     base, adapter, modules = CASES[case]
     write_base(tmp_path / "base", **base)

@@ -11,7 +11,7 @@ import grpo_llm
 import ppo_llm
 import sft
 from envs import BadInput, mixture
-from tests.run_folders import records, train
+from tests.run_folders import records, slow_but, train
 from tools.validate_train_log import validate
 
 SUMS = """
@@ -171,7 +171,7 @@ def test_what_cannot_be_mixed_is_one_line(name, options, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("script", [sft, grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), [sft, grpo_llm, ppo_llm]))
 def test_each_source_is_trained_and_evaluated_on_its_own(script, tmp_path):
     (tmp_path / "sums.py").write_text(SUMS)
     folder = train(script, tmp_path / "run", env=f"countdown=2,{tmp_path}/sums.py:Sums", eval_tasks=9,

@@ -268,7 +268,7 @@ def save(folder, frames, env, **meta):
     return str(folder)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_recorded_goals_step_like_the_slow_world(depth, tmp_path):
     config = PixelGoalConfig(stack_k=3, k_consecutive=2, max_steps=30, goal_in_obs=True, menu_prob=0.5)
     world, plain = slow_map(1, 0, True), PixelGoal(1, "cpu", config)
@@ -420,7 +420,7 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_reads_three_numbers_on_the_host():
     counts = {}
-    for num_envs in (1, 256):
+    for num_envs in (1, 64):
         env = PixelGoal(num_envs, "cpu", PixelGoalConfig())
         env.reset(0)
         with Calls() as calls:
@@ -428,7 +428,7 @@ def test_a_step_reads_three_numbers_on_the_host():
         # The two bounds of the actions, and whether any episode ended: on the CPU alone.
         assert sum("_local_scalar_dense" in name or "is_nonzero" in name for name in calls.names) == 3
         counts[num_envs] = len(calls.names)
-    assert counts[1] == counts[256]
+    assert counts[1] == counts[64]
 
 
 @pytest.mark.parametrize("name", ["defaults", "maps", "packed"])
@@ -571,5 +571,5 @@ def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
 
 def test_goals_lie_in_the_open():
     """Not in a pocket that obstacles close off: all starts would be in it too."""
-    for map_seed, door in ((60, True), (64, False), (98, True), (129, True)):
+    for map_seed, door in ((60, True), (64, False)):
         assert len(PixelGoal(1, "cpu", PixelGoalConfig(map_seed=map_seed, door=door))._start_codes) > 600

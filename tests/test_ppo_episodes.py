@@ -11,7 +11,7 @@ from envs import Step, Task
 from tests.run_folders import episodes, train
 from tests.test_rollout import PROBLEMS, World, over
 
-SMALL = dict(iterations=1, prompts_per_iteration=24, minibatches=1, eval_tasks=1, eval_samples=1,
+SMALL = dict(iterations=1, prompts_per_iteration=18, minibatches=1, eval_tasks=1, eval_samples=1,
              log_episodes=1.0, critic="none", gae_lambda=1.0)
 
 

@@ -25,7 +25,8 @@ from envs import Step
 from grpo_llm import Args, Segment
 from tests.run_folders import full_forward, records
 
-SCRIPTS = ["grpo_llm", "ppo_llm"]  # whose rollouts are played
+# Whose rollouts are played: a test holds their code to be the same to the letter, so one will do in a hurry.
+SCRIPTS = ["grpo_llm", pytest.param("ppo_llm", marks=pytest.mark.slow)]
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
 
 
@@ -838,7 +839,7 @@ class Hostile(World):
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
-@pytest.mark.parametrize("groups", [25, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", [25])
 def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
         trainer, capsys, groups, blocking):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()

@@ -1,4 +1,4 @@
-"""grpo_llm.py, ppo_llm.py and sft.py from the command line to the run folder, a few iterations, on the CPU.
+"""The four scripts from the command line to the run folder, a few iterations at a time, on the CPU.
 
 Most runs happen in this process: importing torch takes longer than they do. Slow ones are killed for real:
 
@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-import a2c_vecenv
+import a2c_vecenv as a2c
 import envs
 import grpo_llm
 import ppo_llm
@@ -46,15 +47,17 @@ from tests.run_folders import (
     slow_but,
     timeless,
     train,
+    weights_of,
 )
 from tools.validate_train_log import COMMON, METRICS, keys_of, known, validate
 
 RL = [grpo_llm, ppo_llm]
-ALL = [*RL, sft]
+LLM = [*RL, sft]
+ALL = [*LLM, a2c]
 RICH = {  # flags whose runs log every metric, and keep more than the plain ones from step to step
     grpo_llm: dict(epochs=2, minibatches=2, kl_coef=0.1, learning_rate=1e-3),
     ppo_llm: dict(kl_coef=0.05, kl_target=0.01, learning_rate=1e-3),
-    sft: {},
+    sft: {}, a2c: {},
 }
 
 
@@ -64,15 +67,31 @@ def finished(tmp_path_factory):
     @functools.cache
     def of(script, **flags):
         folder = tmp_path_factory.mktemp("finished") / script.__name__
+        flags = in_files(folder.parent, flags)
         every = dict(log_episodes=1.0) if script in RL else {}
         return train(script, folder, **every | dict(checkpoint_every=1, keep_checkpoints=0) | flags)
     return of
 
 
+SUMS = ["6 18 14 -> 38", "1 1 -> 2", "9 4 -> 5", "20 20 20 -> 60", "2 5 -> 7", "8 8 1 -> 1", "3 7 -> 10"]
+
+
+def in_files(folder, flags):
+    """The flags with paths of files in place of {d}, where rows to learn from are written."""
+    if "train_files" not in flags:
+        return flags
+    turns = [[dict(role="user", content=text), dict(role="assistant", content=text[::-1])] for text in SUMS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(dict(prompt=text, response=text[::-1])) + "\n"
+                                               for text in SUMS))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in (
+        *turns, *(one + other for one, other in zip(turns, turns[1:], strict=False)))))
+    return flags | dict(train_files=tuple(name.replace("{d}", str(folder)) for name in flags["train_files"]))
+
+
 def go_on(script, folder, whole, **flags):
     """The command that made `whole`, with another run folder and other flags that may change."""
-    own = dict(output_dir=f"{whole}-model") if script is sft else dict(log_episodes=1.0)
-    return train(script, folder, **own | flags)
+    own = {sft: dict(output_dir=f"{whole}-model"), a2c: {}}.get(script, dict(log_episodes=1.0))
+    return train(script, folder, **own | in_files(whole.parent, flags))
 
 
 def write(folder, text):
@@ -85,13 +104,17 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
+def weights_in(folder):
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
 # The scripts
 
 
 LINES = {"grpo_llm.py": 1902, "ppo_llm.py": 2072, "sft.py": 1506, "a2c_vecenv.py": 796}  # at most
 
 
-@pytest.mark.parametrize("script", [*ALL, a2c_vecenv])
+@pytest.mark.parametrize("script", ALL)
 def test_scripts_stay_short_and_have_few_flags(script):
     text = Path(script.__file__).read_text()
     assert len(text.splitlines()) <= LINES[Path(script.__file__).name]
@@ -104,10 +127,10 @@ def test_scripts_stay_short_and_have_few_flags(script):
 
 @pytest.mark.parametrize("script", ALL)
 def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script, finished):
-    folder, algo = finished(script, **RICH[script]), script.__name__.removesuffix("_llm")
+    folder, algo = finished(script, **RICH[script]), script.__name__.split("_")[0]
     verdict = validate(folder, strict=True)
     assert verdict["ok"] and not verdict["warnings"], verdict
-    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 0, 0)
+    assert (verdict["records"], verdict["resumes"], verdict["errors"]) == (4 if script is a2c else 5, 0, 0)
     assert log_lines(folder)[0]["meta"]["algo"] == algo
     logged = {key for record in records(folder) for key in record} - set(COMMON)
     assert [key for key in logged if not known(algo, key)] == []
@@ -115,8 +138,8 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
             assert found or key == "system/gpu_memory", f"{key} is never logged"
-    evaluated = [r["iteration"] for r in records(folder) if "val/countdown/pass@1" in r]
-    assert evaluated == [0, 2, 4]
+    evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
+    assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
 
 @pytest.mark.parametrize("script", RL)
@@ -154,7 +177,7 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
 def test_tensorboard_gets_the_numbers_of_the_log(script, resumed, finished, tmp_path):
     """... and what a resume makes again takes the place of what it was before."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -175,6 +198,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(script, resumed, finished, tmp_
 # Continuing a run
 
 
+ROWS_OF_FILES = dict(model=TINY, batch_size=5, train_files=("{d}/rows.jsonl",))
 RESUMED = {
     "grpo": (grpo_llm, RICH[grpo_llm]),
     "grpo-lora": (grpo_llm, dict(lora_rank=2, kl_coef=0.1, learning_rate=1e-2)),
@@ -188,10 +212,26 @@ RESUMED = {
     "ppo-none": (ppo_llm, dict(critic="none")),
     "sft": (sft, {}),
     "sft-model": (sft, dict(model=TINY, dtype="bfloat16", microbatch_tokens=60)),
+    "sft-packing": (sft, dict(ROWS_OF_FILES, packing=True, microbatch_tokens=130)),
+    "sft-messages": (sft, dict(ROWS_OF_FILES, train_files=("{d}/chats.jsonl",), messages_key="messages",
+                               steps=0, epochs=1.4, schedule="wsd")),
+    "sft-lora": (sft, dict(ROWS_OF_FILES, lora_rank=2, learning_rate=1e-2, dtype="bfloat16", packing=True,
+                           gradient_checkpointing=True)),
+    "a2c": (a2c, {}),
+    "a2c-td0": (a2c, dict(num_steps=1, update_every=2, log_every=2, checkpoint_every=2)),
+    "a2c-cartpole": (a2c, dict(env_id="CartPole-v1", num_steps=9)),
+    "a2c-one-row": (a2c, dict(env_id="CartPole-v1", num_steps=1, num_envs=1, normalize_advantages=False)),
+    "a2c-nature": (a2c, dict(network="nature", dtype="bfloat16")),
+    "a2c-patch": (a2c, dict(network="patch", recompute=True, chunk=5, dtype="bfloat16")),
+    "a2c-goals": (a2c, dict(env_kwargs=("max_steps=9", "pack=2bpp", "stack_k=2", "goal_in_obs=true",
+                                        "num_goals=4"))),
+    "a2c-old": (a2c, dict(bootstrap_truncated=False, normalize_advantages=False, anneal=False,
+                          gae_lambda=1.0)),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("grpo", "grpo-lora", "ppo", "ppo-shared", "sft"), RESUMED))
+@pytest.mark.parametrize("case", slow_but((
+    "grpo", "grpo-lora", "ppo", "ppo-shared", "sft-packing", "a2c"), RESUMED))
 def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, tmp_path):
     script, flags = RESUMED[case]
     whole = finished(script, **flags)
@@ -200,15 +240,17 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     go_on(script, folder, whole, **flags)
     same_end(whole, folder)
     verdict = validate(folder)
-    assert verdict["ok"] and (verdict["records"], verdict["resumes"], verdict["errors"]) == (5, 1, 1), verdict
+    counts = verdict["records"], verdict["resumes"], verdict["errors"]
+    assert verdict["ok"] and counts == (len(records(whole)), 1, 1), verdict
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
     assert len({line["run_id"] for line in records(folder)}) == 1
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
-    first, last = (load_file(next((folder / "checkpoints" / step).glob("*model.safetensors")))
-                   for step in ("step_000002", LAST))
+    first, last = (weights_of(whole / "checkpoints" / step) for step in ("step_000002", LAST))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
+    if script is sft:
+        same_tree(weights_in(Path(f"{whole}-model")), last)
     if script is ppo_llm:
         check_critics(folder, flags)
     if script in RL:  # made again where they were not yet
@@ -246,7 +288,7 @@ class Signalled(Countdown):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm, sft), LLM))
 def test_a_signal_within_an_evaluation(script, name, finished, tmp_path, monkeypatch, capsys):
     """SIGTERM: the iteration is logged and saved; Ctrl-C: a receipt, the last checkpoint counts."""
     # sft.py looks at the test tasks once more, to learn from none of them.
@@ -273,7 +315,7 @@ def test_a_signal_within_an_evaluation(script, name, finished, tmp_path, monkeyp
         assert json.loads(receipt.read_text())["type"] == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_neither_evaluations_nor_the_log_change_what_is_trained(script, finished, tmp_path):
     whole = finished(script)
     bare = train(script, tmp_path / "run", eval_every=0, eval_tasks=2, checkpoint_every=3, log_episodes=0.0)
@@ -290,17 +332,14 @@ def test_neither_evaluations_nor_the_log_change_what_is_trained(script, finished
     assert episodes(bare, "val_step_000004")[1]["logged"] == 2
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_the_seed_decides_everything_random(script, tmp_path):
-    one, other = (train(script, tmp_path / f"{seed}", seed=seed, lora_rank=2, iterations=1, eval_tasks=2)
-                  for seed in (1, 2))
+    own = dict(eval_tasks=2, lora_rank=2) if script is not a2c else {}
+    own |= dict(model=TINY) if script is sft else {}
+    one, other = (train(script, tmp_path / str(seed), seed=seed, **own) for seed in (1, 2))
     assert timeless(one)[1] != timeless(other)[1]
-    last = [folder / "checkpoints" / "step_000001" for folder in (one, other)]
-    adapters = [[load_file(folder / "adapter_model.safetensors") for folder in last]]
-    if script is ppo_llm:  # the critic's, which starts as noise of its own
-        adapters.append([torch.load(folder / "trainer_state.pt")["critic"] for folder in last])
-    for mine, others in adapters:
-        name = next(name for name in mine if "lora_A" in name)
+    mine, others = (weights_of(folder / "checkpoints" / LAST) for folder in (one, other))
+    for name in [name for name in mine if "lora_A" in name or name.startswith("policy.weight")]:
         assert not torch.allclose(mine[name], others[name], atol=1e-2)
 
 
@@ -308,20 +347,22 @@ CHANGED = {
     grpo_llm: (dict(clip_low=0.1), "--clip-low 0.1"),
     ppo_llm: (dict(critic="shared"), r"--critic shared .it was own."),
     sft: (dict(weight_decay=0.5), "--weight-decay 0.5"),
+    a2c: (dict(anneal=False), "--anneal False"),
 }
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm, a2c), ALL))
 def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(script, finished, tmp_path):
     whole = finished(script)
     folder, before = copy_run(whole, tmp_path / "run"), timeless(whole)
     card = Path(f"{whole}-model", "README.md")
     numbers = script is sft and re.sub("commit [0-9a-f]+", "", card.read_text())
-    go_on(script, folder, whole, keep_checkpoints=5, experiment="other")
+    go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
     assert numbers == (script is sft and re.sub("commit [0-9a-f]+", "", card.read_text()))
     for flags, named in ((dict(seed=2), r"--seed 2 \(it was 1\)"), (dict(learning_rate=1e-4), "--learning"),
-                         (dict(env_kwargs=("max_number=9",)), "--env-kwargs"), CHANGED[script]):
+                         (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
+                         CHANGED[script]):
         with pytest.raises(envs.BadInput, match=named):
             go_on(script, folder, whole, **flags)
     assert timeless(folder) == before
@@ -335,7 +376,7 @@ def test_a_run_of_another_script_and_all_flags_that_differ_are_named(finished, t
         go_on(grpo_llm, folder, finished(grpo_llm), seed=2, learning_rate=0.25)
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
     length = "steps" if script is sft else "iterations"
     constant = dict(schedule="constant") if script is sft else dict(final_learning_rate=1.0)
@@ -350,13 +391,13 @@ def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(scri
         train(script, other, **flags | decays | {length: 4})
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_model_that_cannot_read_the_prompts_is_refused(script, tmp_path):
     with pytest.raises(envs.BadInput, match="does not know .*% of the prompts.*sft.py --env logic"):
         train(script, tmp_path / "run", env="logic", env_kwargs=("types=dyck_language",))
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_another_reward_function_or_model_is_refused(script, tmp_path):
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
     shutil.copytree(TINY, model)
@@ -374,7 +415,7 @@ def test_another_reward_function_or_model_is_refused(script, tmp_path):
         train(script, folder, **flags)
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_an_evaluation_alone_needs_no_iteration(script, tmp_path):
     folder = train(script, tmp_path / "run", iterations=0)
     (record,) = before = timeless(folder)
@@ -402,7 +443,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("script", "damage"), [
-    (ppo_llm, "weights"), (sft, "missing"), *((grpo_llm, damage) for damage in DAMAGE)])
+    (sft, "missing"), (a2c, "cut"), *((grpo_llm, damage) for damage in DAMAGE if damage != "missing")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         script, damage, tmp_path, finished, capsys):
     """New checkpoints are then older by name than the damaged one, which must not push them out."""
@@ -419,11 +460,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert validate(folder)["ok"]
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, finished, capsys):
     folder = copy_run(finished(script), tmp_path / "run")
     for path in (folder / "checkpoints").glob("step_*"):
-        flip_a_byte(path / "model.safetensors")
+        flip_a_byte(path / "trainer_state.pt")
     log = (folder / "train_log.jsonl").read_bytes()
     with pytest.raises(envs.BadInput) as told:
         go_on(script, folder, finished(script))
@@ -431,10 +472,11 @@ def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, fin
     assert (folder / "train_log.jsonl").read_bytes() == log
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, tmp_path):
     """From the third checkpoint on, no file may grow to the size of the weights; the log still may grow."""
-    flags = dict(model=TINY, eval_tasks=1) if script is sft else dict(log_episodes=0.0, eval_tasks=1)
+    flags = {sft: dict(model=TINY, eval_tasks=1), a2c: dict(hidden_size=64)}.get(
+        script, dict(log_episodes=0.0, eval_tasks=1))
     whole, folder = finished(script, **flags), tmp_path / "run"
     copy_run(whole, folder)
     for step in ("step_000003", LAST):
@@ -455,13 +497,6 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 # Bad input: one clear line that names the thing
 
 
-ROW = '{"prompt": "6 18 14 -> 38", "response": "18 + 14 = 32; 32 + 6 = 38"}\n'
-ROWS = {
-    "good": ROW * 4, "torn": ROW + ROW[:30], "missing": ROW + '{"prompt": "1"}\n', "one": ROW, "none": "",
-    "number": ROW.replace('"6 18 14 -> 38"', "6") * 2,
-}
-
-
 @pytest.fixture(scope="module")
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
@@ -477,10 +512,8 @@ def bad_folder(tmp_path_factory):
     (folder / "file").write_text("")
     (folder / "meta").mkdir()
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
-    for name, text in ROWS.items():
-        (folder / f"{name}.jsonl").write_text(text)
-    (folder / "torn.parquet").write_bytes(b"PAR1 and then nothing")
-    (folder / "good.csv").write_text("prompt,response\n1,2\n")
+    row = dict(prompt="6 18 14 -> 38", response="18 + 14 = 32; 32 + 6 = 38")
+    (folder / "good.jsonl").write_text((json.dumps(row) + "\n") * 4)
     return folder
 
 
@@ -511,8 +544,10 @@ RL_BAD = {
     "lora": (["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
     "seed": (["--seed", "-1"], r"seed.*greater than or equal to 0"),
 }
-BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in ALL
-       for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()} | {
+ALL_SAY = {"option", "flag-range", "torn-weights", "run-folder", "lora"}  # the others are told by one's code
+BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in LLM
+       for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()
+       if script is grpo_llm or name in ALL_SAY} | {
     "grpo-group": (grpo_llm, ["--group-size", "1"], r"group.size.*greater than or equal to 2"),
     "grpo-url": (grpo_llm, ["--vllm-url", "http://127.0.0.1:8000"], r"--vllm-url.*need --engine vllm"),
     "grpo-url-form": (grpo_llm, ["--engine", "vllm", "--vllm-url", "ftp://a:1"], r"vllm.url.*pattern"),
@@ -520,17 +555,23 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
     "ppo-lambda": (ppo_llm, ["--gae-lambda", "2"], r"gae.lambda.*less than or equal to 1"),
     "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
-    "sft-no-file": (sft, ["--train-files", "{d}/no.jsonl"], r"--train-files \S*no\.jsonl"),
-    "sft-suffix": (sft, ["--train-files", "{d}/good.csv"], r"--train-files \S*good\.csv.*parquet"),
-    "sft-torn": (sft, ["--train-files", "{d}/torn.jsonl"], r"--train-files \S*torn\.jsonl"),
-    "sft-parquet": (sft, ["--train-files", "{d}/torn.parquet"], r"--train-files \S*torn\.parquet"),
-    "sft-column": (sft, ["--train-files", "{d}/missing.jsonl"], r"missing\.jsonl, row 2.*response.*missing"),
-    "sft-number": (sft, ["--train-files", "{d}/number.jsonl"], r"number\.jsonl, row 1.*prompt.*6"),
     "sft-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
-    "sft-one": (sft, ["--train-files", "{d}/one.jsonl"], r"at least 2 rows"),
-    "sft-none": (sft, ["--train-files", "{d}/none.jsonl"], r"none\.jsonl|at least 2 rows"),
-    "sft-key": (sft, ["--train-files", "{d}/good.jsonl", "--prompt-key", "ask"], r"good\.jsonl, row 1.*ask"),
     "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
+    "a2c-environment": (a2c, ["--env-id", "NoSuch-v0"], "NoSuch"),
+    "a2c-continuous": (a2c, ["--env-id", "Pendulum-v1"], "discrete actions"),
+    "a2c-option": (a2c, ["--env-kwargs", "max_step=3"], "max_step'.*did you mean 'max_steps'"),
+    "a2c-option-value": (a2c, ["--env-kwargs", "tau=2"], "tau.*2"),
+    "a2c-goal": (a2c, ["--env-kwargs", "goal_dir={d}/nothing"], "nothing.*is missing"),
+    "a2c-rom": (a2c, ["--env-id", "pyboy"], "rom"),
+    "a2c-flag": (a2c, ["--learning-speed", "1"], "--learning-speed"),
+    "a2c-flag-choice": (a2c, ["--network", "resnet"], "resnet.*--network"),
+    "a2c-flag-range": (a2c, ["--num-envs", "0"], "num_envs.*greater than or equal to 1"),
+    "a2c-flag-nan": (a2c, ["--learning-rate", "nan"], r"learning.rate.*(finite|greater than 0)"),
+    "a2c-multiple": (a2c, ["--iterations", "3", "--update-every", "2"], "--iterations 3: .* multiple"),
+    "a2c-one-step": (a2c, ["--num-envs", "1", "--num-steps", "1"], "--normalize-advantages"),
+    "a2c-many": (a2c, ["--num-envs", "20000"], "20000.*16384"),
+    "a2c-run-folder": (a2c, ["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
+    "a2c-run-meta": (a2c, ["--run-dir", "{d}/meta"], r"meta/train_log\.jsonl: expected a meta line"),
 }
 
 
@@ -554,7 +595,7 @@ def test_bad_input_is_one_clear_message_that_names_it(case, bad_folder, tmp_path
 # Failing
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(script, tmp_path, capsys):
     path = write(tmp_path, "def nan(r):\n    return float('nan') if 'train' in r.task.id else 0.0\n")
     sizes = ["--minibatches", 2, "--critic-minibatches", 2] if script is ppo_llm else []
@@ -600,7 +641,8 @@ TOO_FAST = {
     "ppo": (ppo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
     "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1,
                                  critic_epochs=1, critic_minibatches=1)),
-    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1)),
+    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1, eval_tasks=1)),
+    "a2c": (a2c, dict(learning_rate=1e38, checkpoint_every=1)),
 }
 
 
@@ -609,13 +651,11 @@ def test_weights_that_are_not_finite_end_the_run(case, tmp_path):
     """A learning rate that overflows float32: the run ends, and no broken checkpoint is written."""
     script, flags = TOO_FAST[case]
     with pytest.raises(SystemExit, match="FloatingPointError"):
-        train(script, tmp_path / "run", eval_tasks=1, **flags)
+        train(script, tmp_path / "run", **flags)
     verdict = validate(tmp_path / "run")
     assert verdict["ok"] and verdict["errors"] == 1, verdict
     for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
-        weights = load_file(path / "model.safetensors")
-        weights |= torch.load(path / "trainer_state.pt").get("critic") or {}
-        assert all(tensor.isfinite().all() for tensor in weights.values())
+        assert all(tensor.isfinite().all() for tensor in weights_of(path).values())
 
 
 # What is sampled
@@ -632,15 +672,7 @@ def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_sk
     assert validate(folder)["ok"]
 
 
-def test_dynamic_sampling_fills_the_batch_and_stops(tmp_path):
-    plain, more = (train(grpo_llm, tmp_path / f"{rounds}", dynamic_sampling=rounds, iterations=6,
-                         eval_every=0, eval_tasks=1) for rounds in (0, 8))
-    assert min(r["rollout/groups_trainable"] for r in records(plain)[1:]) < 4
-    assert all(r["rollout/groups_trainable"] >= 4 for r in records(more)[1:])
-    assert 4 < max(r["rollout/groups_submitted"] for r in records(more)[1:]) < 9 * 4
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("lora_rank", slow_but((0,), [0, 2]))
 @pytest.mark.parametrize("script", RL)
 def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path, lora_rank):
     """In every iteration its log-probabilities of the episodes, whatever the policy has become."""
@@ -650,7 +682,7 @@ def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path,
     kl = [record["train/kl_loss"] for record in records(folder)[1:]]
     assert kl[1] > 1e-3 and (script is grpo_llm or abs(kl[0]) < 1e-9)  # PPO takes it before the updates
     if script is ppo_llm:  # what GRPO compares with is not in its episodes
-        base = script.load_weights(TINY)
+        base = AutoModelForCausalLM.from_pretrained(TINY)
         for episode in episodes(folder, "train_step_000002")[0]:
             for s in episode["segments"]:
                 ids = torch.tensor([s["prompt_ids"] + s["response_ids"]])
@@ -661,7 +693,7 @@ def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path,
                 assert s["old_logprobs"] != pytest.approx(s["ref_logprobs"], abs=1e-3)
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path, capsys):
     """At the start too: an error where they are all of them, a line where they are some."""
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
@@ -709,12 +741,15 @@ def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
         assert record["train/reward"] == record["critic/score/mean"] == pytest.approx(mean)
         if script is grpo_llm:
             assert record["rollout/groups_incomplete"] == len({episode["task_id"] for episode in failed})
+            for task in {episode["task_id"] for episode in failed}:  # the baseline is that of the others
+                assert sum(episode["segments"][0]["advantage"] for episode in sound
+                           if episode["task_id"] == task) == pytest.approx(0, abs=1e-6)
         else:  # what failed has no numbers of an update
             assert all(not s["returns"] for episode in failed for s in episode["segments"])
             assert all(s["returns"] for episode in sound for s in episode["segments"])
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsys):
     path = write(tmp_path, FLAKY.format(often=100))
     folder = train(script, tmp_path / "run", env=f"{path}:Flaky", eval_every=0, eval_tasks=2, iterations=2)
@@ -747,7 +782,7 @@ class Hostile(Countdown):
 """
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(script, tmp_path, capsys):
     path, size = write(tmp_path, HOSTILE), SMALL[script.__name__]
     folder = train(script, tmp_path / "deep" / "run", env=f"{path}:Hostile", log_episodes=1.0, eval_tasks=12,
@@ -777,16 +812,6 @@ def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(script
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_a_share_of_the_episodes_is_written_the_same_ones_in_each_validation(script, tmp_path):
-    folder = train(script, tmp_path / "run", log_episodes=0.5, eval_tasks=20)
-    names = [{(e["task_id"], e["number"]) for e in episodes(folder, f"val_step_00000{n}")[0]}
-             for n in (0, 2, 4)]
-    assert names[0] == names[1] == names[2] and 10 < len(names[0]) < 35
-    counts = [episodes(folder, f"train_step_00000{n}")[1] for n in (1, 2, 3, 4)]
-    assert 0 < sum(count["logged"] for count in counts) < 0.8 * sum(count["episodes"] for count in counts)
-
-
-@pytest.mark.parametrize("script", RL)
 def test_where_no_task_is_held_out_nothing_is_evaluated_and_the_log_is_sound(script, tmp_path):
     path = write(tmp_path, "from envs.countdown import Countdown\n\nclass AllTrain(Countdown):\n"
                            "    def num_tasks(self, split):\n"
@@ -819,14 +844,12 @@ def test_a_dotenv_file_is_read_before_anything_else_reads_the_environment(script
     assert said.split()[-1] == "True"
 
 
-@pytest.mark.parametrize("script", [grpo_llm, sft])
 @pytest.mark.parametrize("missing", ["repository", "git"])
-def test_a_copy_without_git_runs_too(script, missing, tmp_path, monkeypatch):
+def test_a_copy_without_git_runs_too(missing, tmp_path, monkeypatch):
     """A download without its history, or a machine without git: there is no commit to name."""
     name, value = {"repository": ("GIT_DIR", tmp_path / "none"), "git": ("PATH", tmp_path)}[missing]
     monkeypatch.setenv(name, str(value))
-    flags = {grpo_llm: dict(iterations=0), sft: dict(steps=1, model=TINY)}[script]
-    folder = train(script, tmp_path / "run", eval_tasks=1, **flags)
+    folder = train(grpo_llm, tmp_path / "run", eval_tasks=1, iterations=0)
     assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
 
 
@@ -1002,6 +1025,8 @@ KILL = {
                    "--log-episodes", 0.1],
     "sft.py": ["--batch-size", 16, "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 6,
                "--log-every", 2, "--checkpoint-every", 2],
+    "a2c_vecenv.py": ["--num-envs", 8, "--log-every", 10, "--eval-every", 100, "--checkpoint-every", 10,
+                      "--eval-episodes", 4, "--eval-envs", 2, "--hidden-size", 16],
 }
 
 
@@ -1009,7 +1034,7 @@ KILL = {
 @pytest.mark.parametrize("script", KILL)
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
     kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
-    length = 30 * kills
+    length = (150 if script == "a2c_vecenv.py" else 30) * kills
     flags = [*KILL[script], "--steps" if script == "sft.py" else "--iterations", length]
 
     def start(name):
@@ -1035,7 +1060,7 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
     assert 1 <= verdict["resumes"] <= kills
     written = [{str(path.relative_to(f)): path.read_bytes() for path in f.glob("episodes/*")}
                for f in (whole, folder)]
-    assert written[0] == written[1] and (script == "sft.py" or written[0])
+    assert written[0] == written[1] and (script in ("sft.py", "a2c_vecenv.py") or written[0])
     if script == "sft.py":
         same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors")
                     for name in ("whole", "killed")))

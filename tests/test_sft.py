@@ -3,7 +3,6 @@
 How rows of data become tokens is in test_sft_data.py.
 """
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -13,6 +12,7 @@ import random
 import shutil
 from pathlib import Path
 
+import datasets
 import peft
 import pytest
 import torch
@@ -35,15 +35,14 @@ import sft
 from tests.run_folders import (
     LAST,
     TINY,
-    InterruptAt,
     command_line,
-    in_halves,
     kill_at,
     log_lines,
     process,
     records,
     same_end,
     same_tree,
+    slow_but,
     train,
 )
 from tools import merge_adapter
@@ -90,149 +89,106 @@ LEAKING = {  # a state that goes on from row to row, linear attention, a convolu
 }
 
 
-def slow_but(quick, cases):
-    """pytest's parameters of all the cases, marked as slow but for the first few."""
-    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=[pytest.mark.slow] * (n >= quick)) for n, case in enumerate(cases)]
-
-
-def small_model(kind, **options):
-    """Random weights, biases and norms included, wide enough that what a token sees matters."""
+def write_model(folder, kind, **options):
+    """A model of random weights, biases and norms included, wide enough that what a token sees matters."""
     torch.manual_seed(0)
     config, own = (KINDS | LEAKING)[kind]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_config(config(**dict(
-        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        | own | options)).eval()
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2) | own | options))
     for tensor in model.parameters():
         if tensor.ndim == 1:
             tensor.data += 0.2 * torch.randn_like(tensor)
-    return model
-
-
-def write_model(folder, kind, **options):
-    """Such a model with the tokenizer of countdown-tiny."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    small_model(kind, vocab_size=len(tokenizer), **options).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-def mixed_rows(lengths=(41, 3, 12, 2, 27, 8, 19, 5, 33, 2, 38, 25, 17)):
-    """Rows with several responses each, among them the first token that can be one, and the last."""
-    rng, rows = random.Random(0), []
-    for number, length in enumerate(lengths):
-        mask = [0, *(rng.randrange(2) for _ in range(length - 1))]
-        mask[-1], mask[1] = 1 - number % 2, 1
-        rows.append(([rng.randrange(3, 37) for _ in range(length)], mask))
-    return rows
+def write_chats(tmp_path):
+    """Conversations of one to three answers, so that what is learned has gaps."""
+    chats = [[dict(role=role, content=text) for row in ROWS[n:n + 1 + n % 3]
+              for role, text in zip(("user", "assistant"), row, strict=True)] for n in range(len(ROWS))]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in chats))
+    return dict(train_files=(str(path),), messages_key="messages", val_ratio=0.0, batch_size=len(chats))
+
+
+def one_step(folder, **flags):
+    """The loss of a step, its gradient as the first moment keeps it, clipped, and the rows (ids, mask)."""
+    train(sft, folder, **dict(steps=1, eval_every=0, eval_tasks=1, eval_samples=1,
+                           checkpoint_every=1, warmup_steps=0) | flags)
+    state = torch.load(folder / "checkpoints" / "step_000001" / "trainer_state.pt")["optimizer"]["state"]
+    rows = datasets.Dataset.from_file(str(folder / "data" / "train.arrow"))
+    gradient = torch.cat([state[name]["exp_avg"].flatten().double() / 0.1 for name in sorted(state)])
+    return records(folder)[-1]["train/loss"], gradient, [(row["ids"], row["mask"]) for row in rows]
 
 
 def reference(model, rows):
-    """Each row alone, in float64 and by plain attention.  -> loss, gradients in one vector"""
-    model, total = copy.deepcopy(model).double(), 0.0
+    """Each row alone, in float64 and by plain attention.  -> loss, clipped gradient in one vector"""
+    model, total = model.double().eval(), 0.0
     (model.get_base_model() if isinstance(model, peft.PeftModel) else model).set_attn_implementation("eager")
     for ids, mask in rows:
-        logits = model(torch.tensor([ids])).logits[0]
         chosen = [t for t in range(len(ids)) if mask[t]]
+        logits = model(torch.tensor([ids])).logits[0]
         total = total + functional.cross_entropy(
             logits[[t - 1 for t in chosen]], torch.tensor(ids)[chosen], reduction="sum")
     loss = total / sum(sum(mask) for _, mask in rows)
     loss.backward()
-    return loss.item(), flat_gradient(model)
+    trained = sorted((name, p.grad.flatten()) for name, p in model.named_parameters() if p.grad is not None)
+    gradient = torch.cat([grad for _, grad in trained])
+    return loss.item(), gradient / max(1.0, float(gradient.norm()))
 
 
-def flat_gradient(model):
-    """Of the trained weights, in float64; they are reset."""
-    flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.requires_grad])
-    model.zero_grad(set_to_none=True)
-    return flat
-
-
-def gradient_step(model, rows, /, **flags):
-    """Loss and gradient as the loop of sft.py makes them.  -> loss, gradients in one vector, the passes"""
-    args, loss = sft.Args(**dict(model="small") | flags), 0.0
-    passes = list(sft.batches(rows, args, 0, model))
-    for batch in passes:
-        part = sft.response_loss(model, batch) / sft.count_targets(rows)
-        part.backward()
-        loss += part.item()
-    return loss, flat_gradient(model), passes
-
-
-def assert_close(one, other, tolerance=1e-5):
+def assert_close(found, expected, tolerance=1e-5):
     """Loss and gradient, relative to their size."""
-    assert one[0] == pytest.approx(other[0], rel=tolerance)
-    assert (one[1] - other[1]).norm() < tolerance * other[1].norm()
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert (found[1] - expected[1]).norm() < tolerance * expected[1].norm()
 
 
-CUTS = {
-    "alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90),
-    "padded-whole": dict(microbatch_tokens=10_000), "packed": dict(packing=True, microbatch_tokens=130),
-    "packed-whole": dict(packing=True, microbatch_tokens=10_000),
-}
+CUTS = {"alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90), "whole": {},
+        "packed": dict(packing=True, microbatch_tokens=130), "one-row": dict(packing=True)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind):
-    model, rows = small_model(kind), mixed_rows()
-    assert model.config._attn_implementation == "sdpa"
-    expected = reference(model, rows)
-    for cut, flags in CUTS.items():
-        *found, passes = gradient_step(model, rows, **flags)
-        assert_close(found, expected)
-        shapes = [tuple(batch["tokens"].shape) for batch in passes]
+@pytest.mark.parametrize("kind", slow_but(("llama", "mistral"), KINDS))
+def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind, tmp_path, monkeypatch):
+    flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", kind))
+    for cut, sizes in CUTS.items():
+        *found, rows = one_step(tmp_path / cut, **flags, **sizes)
         if cut == "alone":
-            assert sorted(shapes) == sorted((1, len(ids)) for ids, _ in rows)
-        elif cut.startswith("padded"):
-            assert sum(size for size, _ in shapes) == len(rows) and max(size for size, _ in shapes) > 1
-        else:
-            assert sum(size for size, _ in shapes) <= 2  # of 13 rows
-        if cut == "packed-whole":
-            assert shapes[0][0] == 2  # one of the two is padded, too
-        assert all(size * width <= max(flags["microbatch_tokens"], 41) for size, width in shapes)
+            expected = reference(AutoModelForCausalLM.from_pretrained(flags["model"]), rows)
+            assert all(0 < sum(mask) < len(ids) - 1 for ids, mask in rows)
+        assert_close(found, expected)
+    # Kernels that skip what a mask would hide need a GPU: here the rows laid out for them go to another.
+    monkeypatch.setattr(sft, "SKIPPING_KERNELS", ("sdpa",))
+    *found, _ = one_step(tmp_path / "skipping", **flags, packing=True, microbatch_tokens=100)
+    assert_close(found, expected)
+    assert records(tmp_path / "skipping")[-1]["train/padding"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_long_packed_rows_for_kernels_that_skip_give_the_same_loss_and_gradient(kind, monkeypatch):
-    """Those kernels need a GPU, so here the rows that are laid out for them go through plain attention."""
-    monkeypatch.setattr(sft, "SKIPPING_KERNELS", ("eager",))
-    model, rows = small_model(kind), mixed_rows()
-    model.set_attn_implementation("eager")
-    *found, passes = gradient_step(model, rows, packing=True, microbatch_tokens=100)
-    assert_close(found, reference(model, rows))
-    assert len(passes) == 3 and all(batch["tokens"].shape[0] == 1 for batch in passes)
-    assert sum(batch["tokens"].numel() for batch in passes) == sum(len(ids) for ids, _ in rows)  # no padding
-    starts = sum(int((batch["position_ids"] == 0).sum()) for batch in passes)
-    assert starts == len(rows) and max(batch["tokens"].shape[1] for batch in passes) <= 100
-    # A row that is longer than a pass is one of its own.
-    *found, passes = gradient_step(model, rows, packing=True, microbatch_tokens=30)
-    assert_close(found, reference(model, rows))
-    assert max(batch["tokens"].shape[1] for batch in passes) == 41 and 232 / 41 < len(passes) < len(rows)
+def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
+    """The loss goes round the model's own forward pass, so an adapter of the head must be met on that way."""
+    flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", "llama"))
+    first = train(sft, tmp_path / "first", **flags, lora_rank=2, learning_rate=0.1, steps=2,
+                  lora_target_modules="q_proj,lm_head,embed_tokens")
+    assert records(first)[-1]["train/loss"] != records(first)[1]["train/loss"]
+    adapter = f"{tmp_path}/first-model"
+    for cut in ("padded", "packed"):
+        *found, rows = one_step(tmp_path / cut, **flags, lora_adapter_path=adapter, **CUTS[cut])
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(flags["model"]), adapter,
+                                               is_trainable=True)
+        assert_close(found, reference(model, rows), 1e-4)
 
 
-def test_a_pass_is_at_most_a_quarter_padding():
-    rows = mixed_rows(lengths=[200, *range(2, 120)])
-    model = small_model("llama")
-    for flags in (dict(), dict(packing=True)):
-        passes = list(sft.batches(rows, sft.Args(microbatch_tokens=400, **flags), 0, model))
-        seen = []
-        for batch in passes:
-            real = int((batch["tokens"] != 0).sum())  # the rows hold none of the padding's id
-            assert 0.75 * batch["tokens"].numel() <= real <= batch["tokens"].numel() <= 400
-            seen += batch["tokens"][batch["tokens"] != 0].tolist()
-        assert sorted(seen) == sorted(token for ids, _ in rows for token in ids)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
-    ("mamba", "bfloat16"), ("qwen3-next", "float32"), ("lfm2", "bfloat16")]))
-def test_a_model_whose_rows_would_leak_is_refused(kind, dtype, tmp_path, capfd):
+@pytest.mark.parametrize("kind", slow_but(("mamba", "qwen3-next"), LEAKING))
+def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
     """The first rows are too long to share a packed row, and the later ones are not."""
     model, order = write_model(tmp_path / "model", kind), sft.permutation(1, 12)
     short = [(prompt, response) for prompt, response in ROWS if len(prompt) < 14][:4]
     rows = {int(index): ("1 1 -> 2", "1 + 1 = 2; " * 17) if place < 6 else short[place % 4]
             for place, index in enumerate(order)}
-    flags = dict(model=model, dtype=dtype, val_ratio=0.0, steps=1, log_every=1, checkpoint_every=1,
+    flags = dict(model=model, dtype="bfloat16", val_ratio=0.0, steps=1, log_every=1, checkpoint_every=1,
                  train_files=(str(write_rows(tmp_path, "jsonl", [rows[n] for n in range(12)])),))
     with pytest.raises(envs.BadInput) as told:
         train(sft, tmp_path / "run", packing=True, **flags)
@@ -242,12 +198,9 @@ def test_a_model_whose_rows_would_leak_is_refused(kind, dtype, tmp_path, capfd):
     train(sft, tmp_path / "run", **flags)  # without it, it learns
 
 
-@pytest.mark.parametrize(("kind", "dtype"), slow_but(2, [
-    ("llama", "bfloat16"), ("mistral", "float32"), ("gpt2", "float32"), ("qwen2", "bfloat16")]))
-def test_a_model_whose_rows_do_not_leak_packs(kind, dtype, tmp_path, monkeypatch):
-    flags = dict(model=write_model(tmp_path / "model", kind), dtype=dtype, packing=True, steps=1,
+def test_packed_rows_are_kept_apart_by_the_mask_alone(tmp_path, monkeypatch):
+    flags = dict(model=write_model(tmp_path / "model", "llama"), dtype="bfloat16", packing=True, steps=1,
                  train_files=(str(write_rows(tmp_path, "jsonl")),))
-    train(sft, tmp_path / "run", **flags)
     # It is the mask made of position_ids that keeps them apart.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     with pytest.raises(envs.BadInput, match="--packing"):
@@ -287,14 +240,11 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
 # Gradient checkpointing
 
 
-DROPOUT = {
-    "llama": dict(attention_dropout=0.5), "qwen2": dict(attention_dropout=0.5),
-    "mistral": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5),
-}
+DROPOUT = {"llama": dict(attention_dropout=0.5),
+           "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)}
 
 
-@pytest.mark.parametrize(("kind", "lora"), slow_but(2, [
-    ("llama", 2), ("gpt2", 0), ("mistral", 2), ("qwen2", 0)]))
+@pytest.mark.parametrize(("kind", "lora"), [("llama", 2), ("gpt2", 0)])
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path, monkeypatch):
     """... with dropout in the model's configuration, which stays off."""
     folder, runs, computed = write_model(tmp_path / "model", kind, **DROPOUT[kind]), [], []
@@ -309,12 +259,13 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, 
     monkeypatch.setattr(layer, "forward", counted)
     for checkpointing in (False, True):
         run = train(sft, tmp_path / str(checkpointing), model=folder, lora_rank=lora, packing=True,
-                    microbatch_tokens=130, gradient_checkpointing=checkpointing)
+                    microbatch_tokens=130, gradient_checkpointing=checkpointing, steps=2,
+                    eval_tasks=1)
         runs.append((run, sum(computed), len(computed) - sum(computed)))
         computed.clear()
     (one, grad, others), (other, twice, the_same) = runs
     assert twice == 2 * grad > 0 and the_same == others  # sampling is not computed again
-    same_end(one, other)
+    same_end(one, other, "step_000002")
 
 
 def test_a_model_with_dropout_is_trained_without(tmp_path):
@@ -327,23 +278,6 @@ def test_a_model_with_dropout_is_trained_without(tmp_path):
 
 
 # The optimiser
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_matrices_decay_and_norms_and_biases_do_not(kind):
-    model = small_model(kind)
-    optimizer = torch.optim.AdamW(sft.parameter_groups(model, 0.25), lr=0.1, betas=(0.9, 0.95), fused=True)
-    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    for tensor in model.parameters():
-        tensor.grad = torch.zeros_like(tensor)
-    optimizer.step()
-    moved = set()
-    for name, tensor in model.named_parameters():
-        if not torch.equal(tensor, before[name]):
-            moved.add(name)
-            torch.testing.assert_close(tensor.detach(), before[name] * (1 - 0.1 * 0.25))
-    vectors = {name for name in before if name.endswith("bias") or ".ln_" in name or "norm" in name}
-    assert moved == set(before) - vectors and vectors and len(moved) > 8
 
 
 def test_the_learning_rate_of_sft_warms_up_and_decays():
@@ -376,7 +310,7 @@ def lora_run(tmp_path):
                 train_files=(str(write_rows(tmp_path, "jsonl")),))
 
 
-@pytest.mark.parametrize("dtype", slow_but(1, ["bfloat16", "float32"]))
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path):
     before = folder_hashes(tmp_path / "base")
     folder = train(sft, tmp_path / "run", dtype=dtype, packing=True, **lora_run)
@@ -423,20 +357,6 @@ def test_the_vocabulary_is_adapted_only_when_it_is_named(case, lora_run, tmp_pat
     names = dict(q="q_proj", k="k_proj", v="v_proj", o="o_proj", u="up_proj", d="down_proj", g="gate_proj",
                  l="lm_head", e="embed_tokens")
     assert adapted == {names[letter] for letter in letters}
-
-
-def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model():
-    """The loss goes round the model's own forward pass, so an adapter of the head must be met on that way."""
-    model = peft.get_peft_model(small_model("llama"), peft.LoraConfig(
-        r=2, target_modules=["q_proj", "lm_head", "embed_tokens"], task_type="CAUSAL_LM"))
-    torch.manual_seed(0)
-    for name, tensor in model.named_parameters():
-        tensor.data += 0.3 * torch.randn_like(tensor) * ("lora_" in name)
-    model.double()  # such large weights round by more than the difference that is allowed
-    expected = reference(model, mixed_rows())
-    for cut in CUTS.values():
-        *found, _ = gradient_step(model, mixed_rows(), **cut)
-        assert_close(found, expected)
 
 
 def test_an_adapter_is_gone_on_from(lora_run, tmp_path):
@@ -490,7 +410,7 @@ def checkpoints(folder):
     return steps, json.loads((folder / "checkpoints" / "state.json").read_text())
 
 
-@pytest.mark.parametrize("keep", slow_but(1, [2, 1, 0]))
+@pytest.mark.parametrize("keep", slow_but([2], [2, 1, 0]))
 def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     folder = train(sft, tmp_path / "run", keep_checkpoints=keep, **overfitting)
     losses = [record["val/loss"] for record in records(folder)]
@@ -506,9 +426,9 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     assert validate(folder)["ok"]
 
 
-@pytest.mark.parametrize(("flags", "evaluated"), slow_but(2, [
+@pytest.mark.parametrize(("flags", "evaluated"), [
     (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0), [0, 9]),
-    (dict(eval_every=99, batch_size=25), [*range(10)])]))
+    (dict(eval_every=99, batch_size=25), [*range(10)])])
 def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_path):
     """Ten rows in batches of four: the epochs end in the steps 3, 5 and 8."""
     path = write_rows(tmp_path, "jsonl", (ROWS + BACKWARDS)[:11])
@@ -519,15 +439,6 @@ def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_
     assert [record["iteration"] for record in records(folder)] == sorted(logged)
     assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (10, 1)
     assert not any("data/rows" in record for record in records(folder)[1:])
-
-
-def test_a_record_holds_the_mean_loss_since_the_one_before(tmp_path):
-    fine, coarse = (train(sft, tmp_path / str(every), log_every=every, checkpoint_every=6, eval_every=0,
-                          steps=6) for every in (1, 3))
-    for name in ("train/loss", "train/grad_norm"):
-        values = [record[name] for record in records(fine)[1:]]
-        assert [record[name] for record in records(coarse)[1:]] == pytest.approx(
-            [sum(values[:3]) / 3, sum(values[3:]) / 3])
 
 
 def test_a_run_without_held_out_rows(tmp_path):
@@ -545,29 +456,19 @@ def test_a_run_without_held_out_rows(tmp_path):
 # Epochs, defaults, metrics
 
 
-@pytest.mark.parametrize(("epochs", "batch_size", "steps", "seen"), [
-    (2, 3, 4, {2}), (0.5, 3, 1, {0, 1}), (1, 5, 2, {1, 2})])
-def test_epochs_decide_how_often_a_row_is_seen(epochs, batch_size, steps, seen, tmp_path, monkeypatch):
-    """... once in each, in an order of its own."""
-    order, cut = [], sft.batches
-
-    def watched(rows, *rest):
-        if torch.is_grad_enabled():
-            order.extend(tuple(ids) for ids, _ in rows)
-        return cut(rows, *rest)
-
-    monkeypatch.setattr(sft, "batches", watched)
+def test_each_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path):
+    """One row a step, at a rate of nothing: the losses tell which."""
     rows = (str(write_rows(tmp_path, "jsonl", ROWS[:6])),)
-    folder = train(sft, tmp_path / "run", train_files=rows, val_files=rows, model=TINY, batch_size=batch_size,
-                   steps=0, epochs=epochs, checkpoint_every=1, eval_every=0)
-    assert records(folder)[-1]["iteration"] == steps and len(order) == steps * batch_size
-    assert records(folder)[-1]["train/epoch"] == pytest.approx(steps * batch_size / 6)
-    assert {*map(order.count, order), *[0] * (len(set(order)) < 6)} == seen
-    if epochs == 2:
-        assert set(order[:6]) == set(order[6:]) and order[:6] != order[6:]
+    flags = dict(train_files=rows, val_ratio=0.0, model=TINY, batch_size=1, steps=0, learning_rate=1e-30)
+    folder = train(sft, tmp_path / "run", **flags, epochs=2.5)
+    losses = [round(record["train/loss"], 5) for record in records(folder)[1:]]
+    assert [record["train/epoch"] for record in records(folder)[1:]] == pytest.approx(
+        [n / 6 for n in range(1, 16)])
+    assert len(set(losses)) == 6 and set(losses[:6]) == set(losses[6:12]) and losses[:6] != losses[6:12]
+    assert len(set(losses[12:])) == 3
 
 
-@pytest.mark.parametrize("form", slow_but(1, [[f"--model={TINY}"], ["--model", TINY], []]))
+@pytest.mark.parametrize("form", [[f"--model={TINY}"], []])
 def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys):
     words = ["--train-files", write_rows(tmp_path, "jsonl"), "--batch-size", 2, "--warmup-steps", 1,
              "--steps", 1, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model"]
@@ -581,7 +482,7 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
 
 
-@pytest.mark.parametrize("form", slow_but(2, [[], ["--model", "some/model"], ["--model=some/model"]]))
+@pytest.mark.parametrize("form", [[], ["--model", "some/model"]])
 def test_help_shows_the_defaults_that_would_apply(form, capsys):
     assert command_line("sft.py", *form, "--help") == 0
     said = capsys.readouterr().out
@@ -608,88 +509,7 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
 
-# Continuing a run
-
-
-CHATS = [[dict(role="user", content=prompt), dict(role="assistant", content=response)]
-         for prompt, response in ROWS]
-FILES = dict(train_files=("rows",))
-CONTINUED = {
-    "packing": dict(packing=True, microbatch_tokens=130),
-    "messages": dict(train_files=("chats",), messages_key="messages", steps=0, epochs=1.4, schedule="wsd"),
-    "val-files": dict(val_files=("val", "rows"), train_files=("rows", "val"), dtype="bfloat16"),
-    "lora": dict(lora_rank=2, learning_rate=1e-2),
-    "lora-bf16": dict(lora_rank=2, learning_rate=1e-2, dtype="bfloat16", packing=True,
-                      gradient_checkpointing=True),
-    "lora-vocabulary": dict(lora_rank=2, learning_rate=1e-2, lora_exclude_modules="",
-                            lora_target_modules="q_proj,lm_head,embed_tokens"),
-    "lora-adapter": dict(lora_adapter_path="adapter", learning_rate=1e-2),
-}
-QUICK = {"packing", "lora"}
-
-
-def in_files(tmp_path, flags):
-    """The flags with paths in place of names of what is written there."""
-    (tmp_path / "val").mkdir()
-    chats = tmp_path / "chats.jsonl"
-    two = [chat + CHATS[number - 1] for number, chat in enumerate(CHATS)]
-    chats.write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in CHATS + two))
-    paths = dict(rows=str(write_rows(tmp_path, "parquet")), chats=str(chats),
-                 val=str(write_rows(tmp_path / "val", "jsonl", BACKWARDS)))
-    if "lora_adapter_path" in flags:
-        flags = flags | dict(lora_adapter_path=str(tmp_path / "first-model"))
-        train(sft, tmp_path / "first", model=TINY, train_files=(paths["val"],), lora_rank=3, steps=2)
-    return dict(model=TINY, batch_size=5, keep_checkpoints=0) | FILES | flags | {
-        name: tuple(paths[path] for path in flags.get(name, FILES.get(name, ())))
-        for name in ("train_files", "val_files")}
-
-
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CONTINUED])
-def test_a_run_that_is_interrupted_within_an_epoch_goes_on_bit_for_bit(case, tmp_path):
-    flags = in_files(tmp_path, CONTINUED[case])
-    halves = in_halves(sft, tmp_path, **flags)
-    assert records(halves)[-2]["train/epoch"] % 1
-    # Rows are encoded again where their file is gone.
-    if case == "packing":
-        with InterruptAt(sft, 3), pytest.raises(SystemExit):
-            train(sft, tmp_path / "again", **flags)
-        shutil.rmtree(tmp_path / "again" / "data")
-        same_end(tmp_path / "whole", train(sft, tmp_path / "again", **flags))
-    exported = [load_file(next((tmp_path / f"{name}-model").glob("*model.safetensors")))
-                for name in ("whole", "halves")]
-    same_tree(*exported)
-
-
 # Data, tokenizer and export
-
-
-def reference_row(model, tokenizer, prompt, response):
-    """Summed -log p of a row's response and eos, and their number, by a plain forward pass in float64."""
-    before = tokenizer(f"<bos> {prompt} :", add_special_tokens=False).input_ids
-    after = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    logits = model(torch.tensor([before + after])).logits[0].double()
-    logprobs = torch.log_softmax(logits, -1)
-    total = -sum(logprobs[len(before) + t - 1, token] for t, token in enumerate(after))
-    return total.item(), len(after)
-
-
-@pytest.mark.parametrize(("kind", "chat"), [("jsonl", False), ("parquet", True)])
-def test_the_loss_is_that_of_response_and_eos_alone(kind, chat, tmp_path):
-    """All rows but one are the first batch; the other one is the held-out side."""
-    path = write_rows(tmp_path, kind, chat=chat)
-    folder = train(sft, tmp_path / "run", train_files=(str(path),), model=TINY, batch_size=len(ROWS) - 1,
-                   steps=1, eval_every=0, checkpoint_every=1)
-    model = AutoModelForCausalLM.from_pretrained(TINY).double()
-    with torch.no_grad():
-        totals = [reference_row(model, AutoTokenizer.from_pretrained(TINY), *row) for row in ROWS]
-    before, after = records(folder)
-    (held_out,) = [row for row in totals if before["val/loss"] == pytest.approx(row[0] / row[1], rel=1e-4)]
-    totals.remove(held_out)
-    expected = sum(total for total, _ in totals) / sum(n for _, n in totals)
-    assert after["train/loss"] == pytest.approx(expected, rel=1e-4)
-    assert after["val/loss"] != before["val/loss"]
-    assert validate(folder)["ok"]
 
 
 def test_the_exported_model_stands_alone(tmp_path, capsys):
@@ -717,17 +537,6 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_every_solution_of_the_environment_survives_the_tokenizer(countdown_tiny):
-    tokenizer, env = countdown_tiny[1], envs.make("countdown", skill="mixed")
-    assert len(tokenizer) == len(env.vocabulary) + 4
-    for index in range(300):
-        text = env.solution(env.task("train", index))
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
-        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-    assert len(tokenizer("18 + 14 = 32; 32 + 6 = 38", add_special_tokens=False).input_ids) == 8
-
-
 def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
     rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
     path = write_rows(tmp_path, "jsonl", rows)
@@ -744,17 +553,17 @@ def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
 @pytest.mark.slow
 def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
     rng, env = random.Random(os.environ.get("KILLS_SEED", "1")), envs.make("countdown", skill="mixed")
-    tasks = [env.task("train", index) for index in range(4000)]
+    tasks = [env.task("train", index) for index in range(2500)]
     rows = [(task.messages[-1]["content"], env.solution(task)) for task in tasks]
     flags = ["--model", TINY, "--train-files", write_rows(tmp_path, "jsonl", rows), "--packing",
-             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", 60,
+             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", 20,
              "--eval-tasks", 40, "--eval-every", 6, "--log-every", 3, "--checkpoint-every", 2]
 
     def start(name):
         folder, out = tmp_path / name, tmp_path / f"{name}-model"
         return folder, process("sft.py", *flags, "--run-dir", folder, "--output-dir", out)
 
-    for moment in ("encoding", "log", "writing"):
+    for moment in ("encoding", "writing"):
         folder, run = start("killed")
         assert kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
         assert moment != "encoding" or any((folder / "data").glob(".train.arrow.writing"))
@@ -762,7 +571,7 @@ def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
         folder, run = start(name)
         output, _ = run.communicate(timeout=600)
         assert run.returncode == 0, output
-    same_end(tmp_path / "killed", folder, "step_000060")
+    same_end(tmp_path / "killed", folder, "step_000020")
     assert checkpoints(tmp_path / "killed") == checkpoints(folder)
     assert validate(tmp_path / "killed")["ok"] and 1 <= validate(tmp_path / "killed")["resumes"] <= 2
     same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "killed")))

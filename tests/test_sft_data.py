@@ -259,7 +259,7 @@ def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tm
     assert len(named) >= 5 and named == where[:len(named)]
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [*BAD][::2])  # the others are among those left out above
 def test_a_bad_row_ends_the_run_with_its_file_and_line(case, tmp_path):
     row, message = BAD[case]
     name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(3), b"", row, *pairs(2)])
@@ -367,11 +367,6 @@ def test_a_parquet_column_of_another_type_is_refused_row_by_row(column, tmp_path
     files = (name, write_jsonl(tmp_path / "good.jsonl", pairs(3)))
     counts, rows = train(tmp_path / "run", train_files=files, on_bad_row="skip", val_ratio=0.0)
     assert rows == plain_rows(range(3)) and counts == (3, 0, 0, 0, 2)
-
-
-def read(path):
-    """The rows of a file, as sft.py reads them."""
-    return [row for _, row in sft.read_rows(args_of(train_files=(str(path),)), "train")]
 
 
 # Conversations: templates in the manner of the well-known ones, each with what it writes, piece by piece

@@ -18,6 +18,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.run_folders import slow_but
 from tools import plot_train_log
 from tools.validate_train_log import (
     COMMON,
@@ -178,17 +179,10 @@ ROM = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sh
        "release_after_frames": 8}
 BROKEN = [
     *(("grpo", RECORD, {key: value}, key) for key in RATES for value in (-0.01, 1.01, 2)),
-    *(("ppo", RECORD, {"critic/vf_clipfrac": value}, "critic/vf_clipfrac") for value in (-1, 1.5)),
     *(("a2c", A2C_RECORD, {key: value}, key) for key in A2C_RATES for value in (-0.01, 1.01)),
-    ("a2c", A2C_RECORD, {"val/goal/success_rate": 1.2}, "val/goal/success_rate"),
     ("a2c", A2C_RECORD, {"dist_p10": 0.9}, "dist_p10"),
-    ("a2c", A2C_RECORD, {"dist_p90": 0.0}, "dist_p50"),
     ("a2c", A2C_RECORD, {"action_hist": [1] * 7}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 9}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": []}, "action_hist"),
     ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [-1]}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [True]}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [0.5]}, "action_hist"),
     ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [math.nan]}, "action_hist"),
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in COUNTERS),
     *((algo, 5, {"wall_time_s": 0.01}, "wall_time_s") for algo in ALGOS),
@@ -199,14 +193,9 @@ BROKEN = [
     ("grpo", RECORD, {"opt_steps": 5}, "trace_id"),
     ("grpo", RECORD, {"note": {"deep": [1, {"er": math.nan}]}}, "note.deep.er"),
     ("grpo", RECORD, {"train/reward": 10**400}, "train/reward"),
-    ("grpo", RECORD, {"iteration": 10**400}, "iteration"),
     ("grpo", RECORD, {"rollout/termination/length": 0.5}, "rollout/termination/<reason>"),
     ("grpo", RECORD, {"val/countdown/pass@16": 0.01}, "val/countdown/pass@16"),
-    ("grpo", RECORD, {"val/countdown/turns": "three"}, "val/countdown/turns"),
-    ("grpo", STEP_0, {"val/countdown/pass@1": None}, "val/countdown/pass@1"),
     ("sft", RECORD, {"val/loss": "low"}, "val/loss"),
-    ("ppo", RECORD, {"rollout/segments": "1"}, "rollout/segments"),
-    ("grpo", RECORD, {"train/pass@1": 1.5}, "train/pass@1"),
     *(("sft", 1, {"schema_version": value}, "meta.schema_version") for value in (0, 2, "1", 1.5, True, None)),
     *(("sft", 1, {"algo": value}, "meta.algo") for value in ("dpo", "", 1, None)),
     *(("sft", 1, {"seed": value}, "meta.seed") for value in ("1", 1.0, True, None)),
@@ -217,11 +206,8 @@ BROKEN = [
       for value in ("yesterday", "2026-11-21T04:15:00", "2026-11-21T04:15:00+01:00", 1763698500, None)),
     ("sft", 1, {"versions": {"python": "3.11", "torch": "2.13.0"}}, "meta.versions.numpy"),
     ("sft", 1, {"versions": {"python": 3, "torch": "2", "numpy": "2"}}, "meta.versions.python"),
-    ("sft", 1, {"args": {"lr": math.inf}}, "meta.args.lr"),
     ("sft", 1, {"model": None}, "meta.model"),
-    ("sft", 1, {"model_sha256": ""}, "meta.model_sha256"),
     ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
-    ("a2c", 1, {"num_envs": -1}, "meta.num_envs"),
     ("a2c", 1, {"goal_sha256": ""}, "meta.goal_sha256"),
     *(("a2c", 1, ROM | {key: value}, f"meta.{key}") for key, values in {
         "rom_path": (None, "", 1), "rom_sha256": (None, "", 1), "state_path": ("", 1, False),
@@ -229,15 +215,11 @@ BROKEN = [
       for value in values),
     *(("a2c", 1, {other: ROM[other] for other in ROM if other != key}, f"meta.{key}") for key in ROM),
     ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
-    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p50"),
     *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
     ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),
-    ("grpo", RESUME_LINE, {"trace_id": "another:6"}, "resume.trace_id"),
     ("grpo", ERROR_LINE, {"trace_id": "no number"}, "trace_id"),
-    ("grpo", ERROR_LINE, {"trace_id": "another:7"}, "trace_id"),
     ("grpo", ERROR_LINE, {"trace_id": sample_log("grpo")[0]["meta"]["run_id"] + ":x"}, "trace_id"),
-    ("grpo", ERROR_LINE, {"trace_id": DROP}, "trace_id"),
     ("grpo", ERROR_LINE, {"error": "text"}, "error"),
     ("grpo", ERROR_LINE, {"error": {"type": "OSError", "message": "full"}}, "error.receipt"),
 ]
@@ -267,26 +249,18 @@ SAMPLE = sample_log("grpo")
 BROKEN_FILES = {
     "no meta": (SAMPLE[1:], 1, "meta"),
     "meta twice": (change(n4=SAMPLE[0]), 4, "meta"),
-    "meta not first": ([SAMPLE[1], SAMPLE[0], *SAMPLE[2:]], 2, "meta"),
     "meta of the wrong type": (change(r1={"meta": [1]}), 1, "meta"),
     "no record": (SAMPLE[:1], 1, "record"),
-    "only resumes and errors": ([SAMPLE[0], *SAMPLE[8:10]], 3, "record"),
     "empty": ([], None, "file"),
     "invalid JSON": (change(r5=b'{"run_id": }'), 5, "line"),
-    "invalid JSON in line 1": (change(r1=b"meta"), 1, "line"),
     "cut off in the middle": (change(r5=json.dumps(SAMPLE[4]).encode()[:80]), 5, "line"),
     "empty line": (change(n5=b""), 5, "line"),
     "not UTF-8": (change(r5=b'{"run_id": "\xff"}'), 5, "line"),
     "UTF-16": ([json.dumps(SAMPLE[0]).encode("utf-16")], 1, "line"),
-    "byte order mark": (change(r1=b"\xef\xbb\xbf" + json.dumps(SAMPLE[0]).encode()), 1, "line"),
     "a list": (change(r5=b"[1, 2]"), 5, "line"),
-    "a number": (change(r5=b"7"), 5, "line"),
     "an empty object": (change(r5=b"{}"), 5, "run_id"),
-    "null": (change(r5=b"null"), 5, "line"),
     "nested too deeply": (change(r5=b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 5, "line"),
-    "nested deeply": (change(r5=b'{"a":' * 400 + b"NaN" + b"}" * 400), 5, "run_id"),
     "an integer of 5,000 digits": (change(r5=b'{"iteration": ' + b"9" * 5000 + b"}"), 5, "line"),
-    "an integer of 4,000 digits": (change(r5=b'{"iteration": ' + b"9" * 4000 + b"}"), 5, "iteration"),
     "1e999": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "x": 1e999}'), 5, "x"),
     "a key twice": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "sps": 1}'), 5, "sps"),
     "half a surrogate pair": (change(r5=b'{"run_id": "\\ud800", "\\udfff": NaN}'), 5, "run_id"),
@@ -446,10 +420,12 @@ def few(logs, tmp_path):
     return paths
 
 
-@pytest.mark.parametrize("algo, panels", [
-    ("sft", 4), ("grpo", 6), pytest.param("ppo", 8, marks=pytest.mark.slow),
-    pytest.param("a2c", 6, marks=pytest.mark.slow)])
-def test_each_algorithm_gets_its_panels(algo, panels, logs, tmp_path, capsys):
+PANELS = dict(sft=4, grpo=6, ppo=8, a2c=6)
+
+
+@pytest.mark.parametrize("algo", slow_but(("sft",), PANELS))
+def test_each_algorithm_gets_its_panels(algo, logs, tmp_path, capsys):
+    panels = PANELS[algo]
     for count, words in ((1, []), (3, ["--x", "wall_time_s", "--smoothing", 5])):
         words = [*logs[algo][:count], *words]
         out = tmp_path / "new" / f"{count}.png"
@@ -559,9 +535,7 @@ def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, 
 NO_RECORD = {
     "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
     "no x": [SAMPLE[0], {"train/reward": 1.0}],
-    "x is text": [SAMPLE[0], {"env_steps": "1", "train/reward": 1.0}],
     "x is NaN": [SAMPLE[0], {"env_steps": math.nan, "train/reward": 1.0}],
-    "x is huge": [SAMPLE[0], {"env_steps": 10**400, "train/reward": 1.0}],
     "no key of a panel": [SAMPLE[0], {"env_steps": 1, "note": 1.0}],
     "values are no numbers": [SAMPLE[0], {"env_steps": 1, "train/reward": math.inf, "train/entropy": True}],
     "unknown algorithm": [{"meta": {"algo": ["grpo"]}}, {"env_steps": 1, "train/reward": 1.0}],

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_llm
 import ppo_llm
-from tests.run_folders import TINY, episodes, records, train
+from tests.run_folders import TINY, episodes, records, slow_but, train
 from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
@@ -249,11 +249,10 @@ GRPO = {
        for loss, more in (("clip", {}), ("cispo", {}), ("gspo", dict(clip_low=0.02, clip_high=0.02)))
        for aggregation in ("token", "sequence", "constant")},
 }
-QUICK = {"default", "cut", "cap", "turns", "lora", "dynamic", "loo", "cispo-sequence", "gspo-constant"}
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in GRPO])
+@pytest.mark.parametrize("case", slow_but((
+    "default", "cap", "turns", "lora", "dynamic", "loo", "cispo-sequence", "gspo-constant"), GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
@@ -315,7 +314,7 @@ PPO = {
 }
 
 
-@pytest.mark.parametrize("case", PPO)
+@pytest.mark.parametrize("case", slow_but(("cut", "turns", "shared", "target"), PPO))
 def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     flags = dict(critic_epochs=2, critic_minibatches=1, minibatches=1, epochs=2, critic_warmup=0,
                  critic_learning_rate=5e-3) | PPO[case]
