@@ -294,8 +294,8 @@ def test_a_signal_within_an_evaluation(script, name, finished, tmp_path, monkeyp
     # sft.py looks at the test tasks once more, to learn from none of them.
     path = write(tmp_path, SIGNALLED.format(name=name, second=3 if script is sft else 2))
     skill = ("skill=mixed",) if script is sft else ()
-    flags = dict(env=f"{path}:Signalled", env_kwargs=(*skill, "test_tasks=32"), checkpoint_every=1,
-                 keep_checkpoints=0)
+    flags = dict(env=f"{path}:Signalled", env_kwargs=(*skill, "test_tasks=32"), keep_checkpoints=0,
+                 checkpoint_every=1 if name == "SIGINT" else 3)
     whole, folder = finished(script), tmp_path / "run"
     monkeypatch.setenv("SIGNAL", "yes")
     if name == "SIGTERM":
@@ -703,6 +703,8 @@ def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path, capsy
     assert "leave no room for a reply within --max-context-tokens 23" in capsys.readouterr().out
     record = records(folder)[-1]
     assert 0 < record["rollout/termination/context"] < 1 and record["env_steps"] > 0
+    shares = [record[f"rollout/termination/{end}"] for end in ("length", "context")]
+    assert record["response_length/clip_ratio"] == pytest.approx(sum(shares))
     assert validate(folder)["ok"]
 
 
