@@ -507,10 +507,12 @@ def bad_folder(tmp_path_factory):
     (folder / "weightless" / "model.safetensors").unlink()
     os.truncate(folder / "torn" / "model.safetensors", 5000)
     (folder / "mute" / "chat_template.jinja").unlink()
+    (folder / "adapter").mkdir()
+    (folder / "meta" / "checkpoints").mkdir(parents=True)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     config = folder / "endless" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
-    (folder / "meta").mkdir()
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
     row = dict(prompt="6 18 14 -> 38", response="18 + 14 = 32; 32 + 6 = 38")
     (folder / "good.jsonl").write_text((json.dumps(row) + "\n") * 4)
@@ -535,6 +537,10 @@ COMMON_BAD = {
     "torn-weights": (["--model", "{d}/torn"], r"--model \S*torn.*"),
     "run-folder": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
     "run-meta": (["--run-dir", "{d}/meta"], r"meta/train_log\.jsonl: expected a meta line"),
+    "run-as-model": (["--model", "{d}/meta"], r"--model \S*meta: .*expected one of .*checkpoints/step_"),
+    "adapter-as-model": (["--model", "{d}/adapter"], r"--model \S*adapter: .*as --lora-adapter-path"),
+    "hub": (["--model", "gpt2"], r"--model gpt2: .*connect to 'https://huggingface.co'"),
+    "template-file": (["--chat-template", "{d}/no.jinja"], r"--chat-template \S*no\.jinja: expected model"),
 }
 RL_BAD = {
     "context": (["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
@@ -761,6 +767,35 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
     assert [record["opt_steps"] for record in records(folder)] == [0, 0, 0]
     assert records(folder)[-1]["rollout/termination/error"] == 1
     same_tree(load_file(folder / "checkpoints" / "step_000002" / "model.safetensors"), start_weights())
+
+
+def test_fewer_episodes_than_minibatches_make_fewer_steps(tmp_path, capsys):
+    folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
+                   epochs=1, critic_epochs=1, critic_warmup=0, iterations=1, eval_tasks=1)
+    assert "3 optimiser step(s) of the policy and 3 of the critic" in capsys.readouterr().out
+    assert records(folder)[-1]["opt_steps"] == 6
+
+
+def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = Path(TINY, "model.safetensors").read_bytes()
+    folder = train(sft, tmp_path / "run", output_dir="", steps=1, eval_tasks=1)
+    assert (folder / "model" / "model.safetensors").exists() and not (tmp_path / "models").exists()
+    assert Path(TINY, "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_chat_template_of_a_file_takes_the_place_of_the_models(script, tmp_path):
+    """The same text trains the same, another one otherwise; and it may not change under a run."""
+    path = tmp_path / "chat.jinja"
+    path.write_text(Path(TINY, "chat_template.jinja").read_text())
+    flags = dict(iterations=0, eval_tasks=8)
+    mine = train(script, tmp_path / "mine", chat_template=str(path), **flags)
+    assert timeless(mine) == timeless(train(script, tmp_path / "models", **flags))
+    path.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
+    assert timeless(train(script, tmp_path / "twice", chat_template=str(path), **flags)) != timeless(mine)
+    with pytest.raises(envs.BadInput, match="the source changed"):
+        train(script, mine, chat_template=str(path), **flags)
 
 
 # Episodes
