@@ -266,7 +266,7 @@ def test_without_a_folder_the_processes_agree_on_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [2])
 def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(processes, run_of, tmp_path):
     whole, folder = run_of("pixel-goal", 0), tmp_path / "run"
     flags = [*FLAGS, *CASES["pixel-goal"], "--checkpoint-every", 20]

@@ -1,6 +1,5 @@
 """tools/convert_sft.py: what becomes of each shape of row, the promises of the split, and what it refuses."""
 
-import copy
 import json
 import random
 import resource
@@ -165,15 +164,6 @@ def test_the_files_are_called_like_the_data_by_default(tmp_path, capsys):
     assert sorted(path.name for path in out.iterdir()) == ["chats_train.parquet", "chats_val.parquet"]
 
 
-def test_kinds_of_blocks_are_counted_up_to_the_response():
-    row = copy.deepcopy(SHAPES["tools"][0])
-    row["messages"][0]["content"] = [{"type": "image"}, {"type": "text", "text": "x"}]
-    row["messages"].append(say("user", [{"type": "image"}]))
-    kinds = to_example(row)[1]
-    assert {kind: kinds[kind] for kind in ("tool_use", "tool_result", "image", "")} == {
-        "tool_use": 1, "tool_result": 1, "image": 1, "": 1}
-
-
 BAD = {  # the row, what is said of it
     "no-object": ([1], "expected an object"),
     "no-messages": ({"instance_id": "i"}, "column messages: missing"),
@@ -312,11 +302,6 @@ def test_broken_input_is_one_clear_line(case, tmp_path, capsys):
     if spoil:
         spoil(tmp_path / name)
     refused(tmp_path, capsys, *says, data=[name])
-
-
-def test_a_hub_id_without_the_hub_is_one_clear_line(tmp_path, capsys):
-    refused(tmp_path, capsys, "--data nobody/none: no such file, nor can it be fetched", data=["nobody/none"])
-    refused(tmp_path, capsys, "--data nobody/none.jsonl: expected an existing", data=["nobody/none.jsonl"])
 
 
 def test_a_hub_id_is_loaded_when_it_is_named(tmp_path, capsys, monkeypatch):

@@ -213,17 +213,6 @@ def test_success_and_return_are_told(dump, checkpoint, tmp_path):
     assert [step["dist"] < 0.05 for step in steps[-4:]] == [True] * 4
 
 
-@pytest.mark.slow
-def test_the_same_seed_shows_the_same(dump, checkpoint, tmp_path):
-    path = checkpoint(tmp_path / "a")
-    told = []
-    for name, seed in (("1", 1), ("2", 1), ("3", 2)):
-        torch.manual_seed(len(told))
-        _, _, out = dump("--checkpoint", path, "--steps", 8, "--seed", seed, out=tmp_path / name)
-        told.append([(out / file).read_bytes() for file in ("rollout.gif", "rollout.jsonl")])
-    assert told[0] == told[1] and told[0][0] != told[2][0]
-
-
 # Gymnasium
 
 

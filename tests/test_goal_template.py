@@ -32,12 +32,6 @@ def test_what_is_saved_is_loaded(tmp_path, shape):
     assert sorted(path.name for path in folder.iterdir()) == sorted([ARRAY, META])
 
 
-def test_views_and_fortran_order_are_saved_as_seen(tmp_path):
-    for index, frames in enumerate((np.asfortranarray(picture(6, 5)), picture(12, 10)[::2, ::2])):
-        save_goal(tmp_path / str(index), frames, **FIELDS)
-        assert (load_goal(tmp_path / str(index))[0] == frames).all()
-
-
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("action_codec_id", "gb4", "action_codec_id is 'gb8', expected 'gb4'"),
     ("frames_per_step", 12, "frames_per_step is 24, expected 12"), ("stack_k", 1, "stack_k is 2, expected 1"),

@@ -337,15 +337,6 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, cap
             path.suffix == ".html" and path.is_file()] == []
 
 
-def test_a_page_that_is_there_stays_when_there_is_no_new_one(a_run, capsys):
-    page, *_ = page_of(capsys, a_run)
-    for file in (a_run / "episodes").iterdir():
-        file.write_text("{\n{")
-    code, report, complaints = view(capsys, a_run)
-    assert code == 1 and len(complaints) == 8 and "8 damaged lines" in report["error"]
-    assert (a_run / "episodes.html").read_text() == page
-
-
 def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
     run = tmp_path / "run"
     assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4,
