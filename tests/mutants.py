@@ -441,7 +441,8 @@ def source_of(mutant):
 def pytest_arguments(file):
     """pytest's arguments for a file: the entry of TESTS that names it most closely."""
     names, chosen = TESTS[max((place for place in TESTS if file.startswith(place)), key=len)]
-    return [*(f"tests/test_{name}.py" for name in names.split()), "-k", chosen]
+    slow = ["-m", ""] if file.startswith("envs/code/") else []  # what needs a sandbox is slow
+    return [*(f"tests/test_{name}.py" for name in names.split()), "-k", chosen, *slow]
 
 
 class FirstFailure:

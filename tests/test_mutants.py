@@ -7,5 +7,5 @@ def test_each_mutant_changes_one_place_that_is_there():
     for file, mutants in MUTANTS.items():
         text = (ROOT / file).read_text()
         assert [name for name, (old, _) in mutants.items() if text.count(old) != 1] == [], file
-        assert all((ROOT / path).exists() for path in pytest_arguments(file)[:-2])
+        assert all((ROOT / path).exists() for path in pytest_arguments(file) if path.endswith(".py"))
     assert all(name in MUTANTS[file] for file, name in EQUAL)

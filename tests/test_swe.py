@@ -101,18 +101,24 @@ def test_half_of_the_reference_scores_in_part(env, name):
 
 
 @pytest.mark.slow
-def test_the_partial_reward(env, monkeypatch):
+def test_the_partial_reward(env):
     half = fenced(next(halves(FIRST)))
-    partial = swe.Swe(swe.Config(reward="partial"))
-    assert score(env, FIRST, half).reward == 0 and score(partial, FIRST, half).reward == 0.5
-    # What breaks another test gets nothing.
-    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: testing.Outcomes(dict.fromkeys(
-        self.rows[name]["FAIL_TO_PASS"] + self.rows[name]["PASS_TO_PASS"][1:], "PASSED")))
-    info = score(partial, FIRST, half).info
-    assert info["fail_to_pass"] == 1 and 0 < info["pass_to_pass"] < 1 and info["partial"] == 0
-    # Where nothing passed before, nothing can be broken.
-    monkeypatch.setitem(partial.rows, FIRST, partial.rows[FIRST] | dict(PASS_TO_PASS=[]))
-    assert score(partial, FIRST, half).info == GOOD
+    assert score(env, FIRST, half).reward == 0
+    assert score(envs.make("swe", reward="partial"), FIRST, half).reward == 0.5
+
+
+@pytest.mark.parametrize("fixed, kept, worth", [
+    ("ab", "cd", dict(GOOD)), ("a", "cd", dict(GOOD, correct=0, fail_to_pass=0.5, partial=0.5)),
+    ("ab", "c", dict(GOOD, correct=0, pass_to_pass=0.5, partial=0)),  # something else is broken
+    ("ab", "", dict(GOOD))])  # nothing else passed before
+def test_what_tests_are_worth(monkeypatch, fixed, kept, worth):
+    env = envs.make("swe", reward="partial")
+    row = env.rows[FIRST] | dict(FAIL_TO_PASS=["a", "b"], PASS_TO_PASS=["c", "d"] if kept else [])
+    monkeypatch.setitem(env.rows, FIRST, row)
+    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: testing.Outcomes(
+        dict.fromkeys(fixed + kept, "PASSED")))
+    step = score(env, FIRST, fenced(next(halves(FIRST))))
+    assert step.info == worth and step.reward == worth["partial"]
 
 
 @pytest.mark.parametrize("reply", [
