@@ -316,10 +316,6 @@ MUTANTS = {
         "types 4 and 5 are alike": ("    if number == 5:", "    if False:"),
         "splits overlap": ("family.key(data)) == (seed >= TEST_SEEDS)", "family.key(data)) in (True, False)"),
     },
-    "envs/logic/dyck.py": {
-        "text between brackets": (
-            "return found if len(found) == len(places) else", "return found if found else"),
-    },
     "envs/logic/sudoku.py": {
         "givens may change": ('given in (".", digit)', "True"),
         "the first grid": ("rows, found = [], bare\n", "rows, found = [], found or bare\n"),
@@ -333,7 +329,6 @@ MUTANTS = {
             "return number if number in legal else None", "return number if number >= 0 else None"),
         "an illegal move goes on": (
             "return self._end(0.0, 0.0, legal=0.0)", "return self._end(0.5, 0.0, legal=0.0)"),
-        "chance is uniform": ("rng() * ends[-1]", "rng()"),
     },
     "envs/arcagi3/__init__.py": {
         "a click on a block's corner": (

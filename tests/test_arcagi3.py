@@ -281,6 +281,19 @@ def test_options_of_the_screen():
     assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
 
 
+def test_of_an_animation_the_last_screen_is_shown():
+    env = offline(game_ids="maze-17", test_ids="none")
+    task = env.task("train", 0)
+    episode, seen = env.start(task, 1), 0
+    for reply in env.replies(task)[:5]:
+        text = episode.step(reply).messages[0]["content"]
+        lines = text.partition("screen (64x64):\n")[2].split("\n")
+        shown = [[int(cell, 16) for cell in line] for line in lines]
+        assert shown == [list(row) for row in episode.frame.grids[-1]]
+        seen += "animation: 2 screens" in text and shown != [list(row) for row in episode.frame.grids[0]]
+    assert seen
+
+
 @pytest.mark.parametrize("scale", [1, 3, 4, 8])
 def test_changes_are_told_by_the_cell_that_a_click_takes(scale):
     env = offline(game_ids="lights-17", test_ids="none", downsample=scale, changes=True)

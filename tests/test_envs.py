@@ -70,3 +70,8 @@ def test_an_environment_says_whether_its_steps_wait(name):
 ])
 def test_the_options_decide_whether_a_step_waits(name, options, blocking):
     assert envs.make(name, **options).blocking is blocking
+
+
+@pytest.mark.parametrize("text, value", [("true", True), ("False", False), ("1", True), ("0", False)])
+def test_what_a_flag_says_of_yes_and_no(text, value):
+    assert envs.make("countdown", difficulty=text).config.difficulty is value
