@@ -1,6 +1,7 @@
 """Diffs for issues: what is judged, what is refused, what forges results and fails; rows; the exporter."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import requests
 
 import envs
 from envs import BadInput
-from envs.code import sandbox, swe, testing
+from envs.code import doubles, sandbox, swe, testing
 from envs.code.swe import BadPatch, changed_paths, check_patch, find_patch
 from tests import forgeries
 from tools import executor_server, export_predictions
@@ -497,6 +498,50 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
     for _ in range(2):
         with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
             testing.run_tests({}, {"test_never.py": b""})
+
+
+HONEST = """
+from __future__ import annotations
+def test_literal(): assert sum([1, 2]) == 3
+def test_left(): assert 3 == sum([1, 2])
+def test_bool(): assert (1 < 2) == True
+def test_none(): assert {}.get(1) == None
+def test_nested(): assert dict(a=[1, (2.5, "x")]) == {"a": [1, (2.5, "x")]}
+def test_empty(): assert [] == [] and set() == set()
+def test_large(): assert 1e300 * 10 == 1e301
+def test_of_a_loop():
+    for value in (1, 2):
+        assert value > 0
+def test_there_and_back():
+    items = [1, 2]
+    assert list(tuple(items)) == items
+def test_argument(given=(3, 4)): assert tuple(list(given)) == given
+def test_not(): assert not []
+def test_local():
+    expected = 7
+    assert 3 + 4 == expected
+def test_skips():
+    if 1: return
+    assert 1 == 2
+def test_asserts_nothing(): pass
+"""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tests_that_pass_fail_where_they_expect_something_else(seed):
+    def passing(source):
+        module = {}
+        exec(compile(source, "tests", "exec"), module)
+        for name, test in [item for item in module.items() if item[0].startswith("test")]:
+            with contextlib.suppress(Exception):
+                test()
+                yield name
+
+    honest = set(passing(HONEST))
+    other, names = doubles.doubled(HONEST, random.Random(seed))
+    assert names == honest - {"test_skips", "test_asserts_nothing"} and not names & {*passing(other)}
+    hidden, failing = doubles.disguised(other, random.Random(seed))
+    assert len(failing) == 2 and {*passing(hidden)} == {*passing(other)}
 
 
 MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}
