@@ -9,6 +9,7 @@ import torch
 import envs
 import grpo_llm
 import ppo_llm
+import sft
 from envs.countdown import Countdown
 from tests.run_folders import episodes, train
 
@@ -93,3 +94,11 @@ def test_minibatches_are_drawn_anew_in_each_epoch_and_iteration(script, tmp_path
     train(script, tmp_path / "run", iterations=2, epochs=2, minibatches=2, eval_every=0, eval_tasks=1, **own)
     assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
     assert len(set(map(len, drawn))) == 1  # or this would say nothing
+
+
+@pytest.mark.parametrize("script", [*RL, sft])
+def test_tasks_come_in_a_new_order_in_each_epoch(script):
+    first, second = ([script.task_index(i + 10 * e, 1, 10) for i in range(10)] for e in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert [script.task_index(i, 2, 10) for i in range(10)] != first

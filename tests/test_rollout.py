@@ -994,13 +994,6 @@ def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkey
         assert max(submitted) > 6 or not rounds
 
 
-def test_tasks_come_in_a_new_order_in_each_epoch():
-    first, second = ([grpo_llm.task_index(i + 10 * e, 1, 10) for i in range(10)] for e in range(2))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-    assert [grpo_llm.task_index(i, 2, 10) for i in range(10)] != first
-
-
 def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
     """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
     tokenizer = countdown_tiny[1]

@@ -649,6 +649,17 @@ def test_generation_tags_are_kept_to_the_letter(tagged, messages, learned, trims
     assert written(ids, mask, tokenizer).rstrip(" ") == learned
 
 
+@pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
+def test_the_space_before_an_answer_is_the_prompts(trims):
+    """"Assistant: " is what the reply follows; trimmed, its space has an empty span where the answer begins."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")
+    if trims:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    ids, mask = row_of([user(" a "), assistant(" b "), user("c"), assistant("d e")], tokenizer, ["<eos>"])
+    assert written(ids, mask, tokenizer) == " b <eos>d e<eos>"
+
+
 @pytest.mark.parametrize("template", [
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
