@@ -73,7 +73,9 @@ def left_behind():
         "/proc/self/mountinfo", "/proc/sysvipc/sem", "/proc/sysvipc/shm", "/proc/sysvipc/msg")]
     groups = [str(path) for path in Path("/sys/fs/cgroup").rglob("sandbox-*")]
     keys = len(Path("/proc/keys").read_text().splitlines())
-    return texts, groups, keys, sorted(os.listdir(tempfile.gettempdir())), len(os.listdir("/proc/self/fd"))
+    # Not every folder there: on a busy machine others make some.
+    folders = sorted(path for path in Path(tempfile.gettempdir()).iterdir() if (path / "m.py").exists())
+    return texts, groups, keys, folders, len(os.listdir("/proc/self/fd"))
 
 
 # ---- Attempts
