@@ -874,7 +874,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm", "sft", "a2c_vecenv"])
 def test_a_dotenv_file_is_read_before_anything_else_reads_the_environment(script, tmp_path):
     (tmp_path / ".env").write_text("HF_HUB_OFFLINE=1\n")
-    code = f"import {script}, huggingface_hub; print(huggingface_hub.constants.HF_HUB_OFFLINE)"
+    code = f"import {script}, huggingface_hub.constants as hub; print(hub.HF_HUB_OFFLINE)"
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True,
                                    env=environment | dict(PYTHONPATH=str(Path(sft.__file__).parent)))

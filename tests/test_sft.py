@@ -563,7 +563,7 @@ def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
         folder, out = tmp_path / name, tmp_path / f"{name}-model"
         return folder, process("sft.py", *flags, "--run-dir", folder, "--output-dir", out)
 
-    for moment in ("encoding", "writing"):
+    for moment in ("encoding", "log"):
         folder, run = start("killed")
         assert kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
         assert moment != "encoding" or any((folder / "data").glob(".train.arrow.writing"))
