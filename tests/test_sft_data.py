@@ -651,7 +651,7 @@ def test_generation_tags_are_kept_to_the_letter(tagged, messages, learned, trims
 
 @pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
 def test_the_space_before_an_answer_is_the_prompts(trims):
-    """"Assistant: " is what the reply follows; trimmed, its space has an empty span where the answer begins."""
+    """"Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins."""
     tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
                                "{% if add_generation_prompt %}assistant: {% endif %}")
     if trims:
