@@ -5,15 +5,18 @@ import os
 import signal
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoModelForCausalLM
 
 import a2c_vecenv
 import grpo_llm
 import ppo_llm
 import sft
 from tests.run_folders import TINY, log_lines, train
+from tools import merge_adapter
 
 ROWS = "".join(json.dumps(dict(prompt=f"{n} 1 -> {n + 1}", response=f"{n} + 1 = {n + 1}")) + "\n"
                for n in range(9))
@@ -94,3 +97,13 @@ def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypa
     marks = [Path(line["resume"]["checkpoint"]).name for line in log_lines(folder) if "resume" in line]
     assert marks == ["step_000001", "step_000002"]
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000003"]
+
+
+def test_a_merged_model_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["lm_head"])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    disk = Disk(tmp_path / "out", monkeypatch)
+    merge_adapter.main(["--adapter", str(tmp_path / "adapter"), "--base-model", TINY,
+                        "--output-dir", str(tmp_path / "out" / "merged")])
+    assert (disk.renamed, disk.torn) == (["merged"], [])
