@@ -708,6 +708,13 @@ def test_an_interruption_closes_every_episode(visit, trainer, where):
     assert world.all_closed_once and len(world.started) >= 5
 
 
+def test_forged_results_are_counted(visit, trainer):
+    def behave(episode, reply):
+        return dataclasses.replace(over(), info=dict(correct=0.0, suspicious=float(episode.task.id == "t1")))
+
+    assert trainer.rollout_metrics(visit(World(behave), 4), 1.0)["env/suspicious"] == 0.25
+
+
 # Sub-agents
 
 

@@ -105,6 +105,7 @@ _GRPO_AND_PPO = {
                             "(environment's limit), length, context, turns, timeout, error"),
     "rollout/retries": ("amount?", "times that an episode was played again because its environment failed"),
     "rollout/sub_agents": ("amount?", "mean number of sub-agents per episode"),
+    "env/suspicious": ("amount?", "share of the episodes whose code has forged results of its tests"),
     "mismatch/kl": ("number", "k3 estimate of KL(sampler || trainer) before the update [nats/token]"),
     "mismatch/ratio_max": ("number", "largest trainer / sampler probability ratio of a token, before the "
                            "cap"),
