@@ -708,11 +708,21 @@ def test_an_interruption_closes_every_episode(visit, trainer, where):
     assert world.all_closed_once and len(world.started) >= 5
 
 
-def test_forged_results_are_counted(visit, trainer):
-    def behave(episode, reply):
-        return dataclasses.replace(over(), info=dict(correct=0.0, suspicious=float(episode.task.id == "t1")))
+def test_forged_results_are_counted(trainer, monkeypatch, tmp_path):
+    class Forged(World):
+        def task(self, split, index):
+            messages = [{"role": "user", "content": PROBLEMS[0]}]
+            return dataclasses.replace(super().task(split, index), messages=messages)
 
-    assert trainer.rollout_metrics(visit(World(behave), 4), 1.0)["env/suspicious"] == 0.25
+    def behave(episode, reply):
+        return Step([], 0.0, True, False, dict(correct=0.0, suspicious=int(episode.task.id[1:]) % 2))
+
+    monkeypatch.setattr(envs, "make", lambda name, **options: Forged(behave))
+    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=32, group_size=2, eval_tasks=1,
+                              eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path)))
+    *found, _ = map(json.loads, (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines())
+    shares = [episode["info"].get("suspicious", 0) for episode in found]
+    assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(shares) / len(shares)) > 0.1
 
 
 # Sub-agents
