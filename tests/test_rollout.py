@@ -722,7 +722,7 @@ def test_forged_results_are_counted(trainer, monkeypatch, tmp_path):
                               eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path)))
     *found, _ = map(json.loads, (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines())
     shares = [episode["info"].get("suspicious", 0) for episode in found]
-    assert sum(shares) and records(tmp_path)[-1]["env/suspicious"] == pytest.approx(np.mean(shares))
+    assert sum(shares) and records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(shares) / len(shares))
 
 
 # Sub-agents
