@@ -1324,6 +1324,8 @@ def export(write, folder, num_weights, run, args):
     card += "".join(f"| {name} | {value:.3f} |\n" for name, value in last.items()
                     if name.startswith(("val/", "train/loss")))
     (temporary / "README.md").write_text(card)
+    for path in (*temporary.iterdir(), temporary):
+        flush_to_disk(path)
 
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)

@@ -949,6 +949,7 @@ def test_run_arc_eval_plays_by_default_and_says_how_to_play_live_games(capsys):
     told = capsys.readouterr()
     result = json.loads(told.out)
     assert result["ok"] and result["game_id"] == "maze-17" and result["actions_taken"] > 0
+    assert result["replay"].startswith("http://127.0.0.1:")  # of the server that it started
     assert told.err.count("\n") == 1
     assert "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model" in told.err
 

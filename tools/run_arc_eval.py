@@ -7,10 +7,11 @@
     ARC_API_KEY=... python tools/run_arc_eval.py --game-id ls20-016295f7601e --live --model PATH
 
 The game is one of a server (--live, at --root-url, ARC_ROOT_URL or https://three.arcprize.org; the first
-that it lists, without --game-id), a recording's (--mock-session), or else one of our own in this process
-(maze-17, lights-17, collect-17). It is played by a model (--model, a folder or hub id with a chat
-template), by the solver of our own games (--scripted), by the recorded actions (--mock-session alone), or
-else at random. Under --out DIR:
+that it lists, without --game-id), a recording's (--mock-session), or one of our own in this process
+(--game-id maze-17, lights-17, collect-17). Without any of these it is maze-17, from tools/arc_server.py,
+which is started on this machine for it and asked as a live one is. It is played by a model (--model, a
+folder or hub id with a chat template), by the solver of our own games (--scripted), by the recorded actions
+(--mock-session alone), or else at random. Under --out DIR:
 
     session.jsonl   the recording, which --mock-session and the option `session` of envs/arcagi3 replay
     frames.gif      all frames, animations included, with the action that led to each
@@ -26,6 +27,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 
 from dotenv import load_dotenv
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput, arcagi3
 from envs.arcagi3 import games
+from tools.arc_server import ArcServer
 from tools.command_line import Parser, at_least, one_line
 
 # The colours of a cell's sixteen values, as close to those of three.arcprize.org as we know them.
@@ -172,10 +175,7 @@ def evaluate(args) -> dict:
     if args.mock_session:
         game_id = arcagi3.load_session(env.config.session)["reset"]["game_id"]
     elif not game_id:
-        game_id = env.task("train", 0).data["game_id"] if args.live else f"{next(iter(games.GAMES))}-17"
-        if not (args.live or args.model or args.scripted):
-            print(f"{game_id}, a game of our own, played at random. Those of three.arcprize.org: "
-                  "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model PATH", file=sys.stderr)
+        game_id = env.task("train", 0).data["game_id"]
     if not game_id or "," in game_id or game_id in games.GAMES:
         raise BadInput(f"--game-id {game_id!r}: expected one game, such as maze-17")
     task = env.task_of(game_id)
@@ -264,10 +264,24 @@ def write_gif(path: Path, session: dict, args) -> int:
 # The command
 
 
+def evaluate_here(args) -> dict:
+    """Without flags: a game of our own, by the API of the live ones, from a server on this machine."""
+    if not (args.model or args.scripted):
+        print("maze-17, a game of our own, played at random. Those of three.arcprize.org: "
+              "ARC_API_KEY=KEY python tools/run_arc_eval.py --live --model PATH", file=sys.stderr)
+    with ArcServer(games.Arcade()) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            args.live, args.root_url, args.game_id = True, server.url, "maze-17"
+            return evaluate(args)
+        finally:
+            server.shutdown()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Play ARC-AGI-3 games and keep what happened.")
     parser.add_argument("--game-id", default="",
-                        help="the game (maze-17, or the first of --live); with --tasks names or ids")
+                        help="the game (the first of --live); with --tasks names or ids")
     parser.add_argument("--root-url", default="", help="the server of --live")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--mock-session", type=Path, metavar="FILE", help="replay this recording")
@@ -298,7 +312,8 @@ def main(argv: list[str] | None = None) -> int:
             raise BadInput(f"--root-url {args.root_url}: expected --live beside it")
         if args.out and args.tasks:
             raise BadInput(f"--out {args.out}: expected one game, without --tasks")
-        result = evaluate(args)
+        named = args.live or args.mock_session or args.game_id or args.tasks
+        result = evaluate(args) if named else evaluate_here(args)
     except Exception as error:
         result = {"ok": False, "reason": one_line(error)}
     print(json.dumps(result))
