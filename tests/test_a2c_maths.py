@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import a2c_vecenv as a2c
 from envs.pixels import VecEnv, make_vec
@@ -504,3 +505,40 @@ def test_an_evaluation_disturbs_no_training(tmp_path):
     for one, other in zip(often.batches, never.batches, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(torch.equal(one, other) for one, other in zip(often.clipped, never.clipped, strict=True))
+
+
+# Arithmetic and transfers
+
+
+def test_bfloat16_is_close_and_what_is_kept_is_float32(tmp_path):
+    whole, half = (Watch(tmp_path / dtype, iterations=1, env_id="pixel-goal", dtype=dtype)
+                   for dtype in ("float32", "bfloat16"))
+    (one,), (other,) = whole.batches, half.batches
+    assert torch.equal(one["actions"], other["actions"])
+    assert all(other[name].dtype == tensor.dtype for name, tensor in one.items())
+    assert {weight.dtype for weight in half.agent.parameters()} == {torch.float32}
+    assert 1e-4 < difference(whole.clipped[0], half.clipped[0]) < 0.1
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        waits = ("_local_scalar_dense", "nonzero", "masked_select")
+        self.found += any(name in str(function) for name in waits)
+        return function(*arguments, **options or {})
+
+
+def test_a_record_crosses_to_the_host_once(tmp_path, monkeypatch):
+    """By one tolist and nothing else: four records wait for a GPU three times more than one record does."""
+    found, lists, tolist = {}, [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (lists.append(self.shape), tolist(self))[1])
+    for every in (1, 4):
+        lists.clear()
+        with Waits() as waits:
+            a2c.main(args_for(run_dir=str(tmp_path / f"{every}"), env_kwargs=("max_steps=9",), iterations=4,
+                              log_every=every, checkpoint_every=4))
+        found[every] = waits.found, len(lists)
+    assert found[1] == (found[4][0], found[4][1] + 3) and found[4][0] > 0, found

@@ -1,5 +1,6 @@
 """ARC-AGI-3: games, replies, screens, client, transports, tools; HTTP against our own server on loopback."""
 
+import concurrent.futures
 import functools
 import http.server
 import json
@@ -790,6 +791,33 @@ def test_closing_is_best_effort(serve):
     episode.close()
     assert episode.scorecard is None
     assert [path for _, path in server.requests][-1] == "/api/scorecard/close"
+
+
+@pytest.mark.slow
+def test_64_episodes_at_once_have_cookies_and_a_scorecard_each(serve):
+    server = serve(require_cookie=True)
+    ids = [f"maze-{seed}" for seed in range(64)]
+    env = make(root_url=server.url, game_ids=",".join(ids), test_ids="none")
+    tasks = [env.task("train", index) for index in range(64)]
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        ends = [steps[-1] for steps in pool.map(lambda task: run(env, task), tasks)]
+    assert [step.info["game_id"] for step in ends] == ids and {step.info["score"] for step in ends} == {3}
+    cards = [server.arcade.cards[step.info["card_id"]] for step in ends]
+    assert len({id(card) for card in cards}) == 64 == len({step.info["guid"] for step in ends})
+    assert not any(card["open"] for card in cards)
+
+
+def test_a_scorecard_counts_its_plays_by_game_until_it_is_closed(serve):
+    client = arcagi3.Client(connect(serve()))
+    card = client.open_scorecard(tags=("a",), opaque={"k": 1})
+    for game_id in ("maze-1", "lights-1", "maze-1"):
+        client.reset(game_id, card)
+    whole, maze = client.scorecard(card), client.scorecard(card, "maze-1")
+    assert (whole["played"], maze["played"]) == (3, 2) and whole["opaque"] == {"k": 1}
+    assert set(whole["cards"]) == {"maze-1", "lights-1"} and set(maze["cards"]) == {"maze-1"}
+    assert client.close_scorecard(card)["played"] == 3
+    with pytest.raises(TransportError, match="SCORECARD_NOT_FOUND"):
+        client.reset("maze-1", card)
 
 
 # ---- Recordings

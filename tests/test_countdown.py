@@ -533,6 +533,22 @@ def test_data_files_split_by_position(tmp_path):
         assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
 
 
+def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    import datasets
+    from datasets.packaged_modules.json.json import Json
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    file = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    Json(dataset_name="numbers", config_id="default", hash="0", data_files={"train": [file]},
+         cache_dir=tmp_path).download_and_prepare()
+    (tmp_path / "numbers").rename(tmp_path / "some___numbers")
+    env = envs.make("countdown", data="some/numbers")
+    assert [env.task("test", k).data["nums"] for k in range(1024)] == [row["nums"] for row in ROWS[:1024]]
+    with pytest.raises(envs.BadInput, match="some/missing: ") as error:
+        envs.make("countdown", data="some/missing")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("operators, solvable", [("+-*/", 10), ("+*", 7), ("+-", 3)])
 def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(
         tmp_path, operators, solvable):

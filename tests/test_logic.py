@@ -402,6 +402,13 @@ def test_bad_options_are_named(options, expected):
 
 # ---- Traps
 
+@pytest.mark.slow
+def test_options_that_leave_hardly_any_problem_are_an_error_at_once():
+    options = dict(operation_min_operands=6, operation_max_number=99, operation_max_value=9)
+    with pytest.raises(envs.BadInput, match="options of operation: .* too few"):
+        envs.make("logic", types="2", **options)
+
+
 def test_trap_thinking():
     assert envs.final_part("<think>a</think>b</think> c") == " c"
     assert envs.final_part("a </think> b <think> c") == "" == envs.final_part("<think> a")

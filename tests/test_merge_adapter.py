@@ -162,6 +162,24 @@ def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_bfloat16_base_gives_bfloat16_unless_dtype_says_float32(tmp_path, capsys):
+    write_base(tmp_path / "base", dtype=torch.bfloat16, tie_word_embeddings=True)
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    expected = logits(tmp_path / "base", tmp_path / "adapter")
+    half = merge(tmp_path, capsys, out="half")
+    full = merge(tmp_path, capsys, "--dtype", "float32", out="full")
+    for name, out, report in (("bfloat16", "half", half), ("float32", "full", full)):
+        told = json.loads((tmp_path / out / "config.json").read_text())
+        assert report["dtype"] == name and told == config | {"dtype": name}
+    kept, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "full"))
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float32 and torch.equal(kept[name], tensor.bfloat16())
+    torch.testing.assert_close(logits(tmp_path / "full"), expected, rtol=1e-5, atol=1e-5)
+    moved = float((logits(tmp_path / "half") - expected).abs().max())
+    assert full["rounding"] == 0 and moved / 3 < half["rounding"] < moved * 3 and moved > 1e-3
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_trains_on(tmp_path, capsys):
     flags = ["--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4,

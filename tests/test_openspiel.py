@@ -1,6 +1,7 @@
 """Games of open_spiel: tasks, splits, replies, scores and whole games, against play written apart."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -279,6 +280,42 @@ def test_case_matters_only_where_it_tells_moves_apart():
     assert openspiel.read_move("\N{KELVIN SIGN}e2", state, state.current_player()) is None
 
 
+def reads_as(reply, task):
+    """The action of a reply, worked out apart (None: none)."""
+    tail = reply.split("</think>")[-1]
+    tail = "" if "<think>" in tail else tail[-20_000:]
+    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", tail, re.DOTALL)
+    lines = [line for line in re.split("[\r\n]", tail.rstrip()) if line]
+    raw = found[-1] if found else lines[-1] if lines else ""
+    words, texts = " ".join(raw.split()), moves(task)
+    if len(raw) > 200:
+        return None
+    same = [action for action, text in texts.items() if text == words]
+    lower = [action for action, text in texts.items() if words.isascii() and text.lower() == words.lower()]
+    if same or lower:
+        return same[0] if same else lower[0] if len(lower) == 1 else None
+    return next((action for action in texts if str(action) == words), None)
+
+
+def test_mutated_replies_are_read_as_a_second_reader_reads_them():
+    """In games whose moves are words, squares and numbers."""
+    env = make(f"{SMALL};chess;mancala;leduc_poker", reward_mode="legal", num_tasks_per_case=10)
+    tasks, rng, legal = all_tasks(env), random.Random(4), 0
+    for k in range(1500):
+        task = rng.choice(tasks)
+        texts = list(moves(task).values())
+        parts = ["<answer>", "</answer>", "</think>", "<think>", "\n", "\r", " ", "\0", "\ud800", "\u0663",
+                 "a" * 300, rng.choice(texts), rng.choice(texts).upper(), str(rng.choice(list(moves(task))))]
+        reply = "".join(rng.choices(parts, k=rng.randrange(7)))
+        if k % 3 == 0:
+            move = f"<answer>{rng.choice(texts)}</answer>"
+            where = rng.randrange(len(move))
+            reply = move[:where] + rng.choice(["", " ", *parts]) + move[where + rng.randrange(2):]
+        assert step(env, reply, task).info["legal"] == (reads_as(reply, task) is not None), reply
+        legal += reads_as(reply, task) is not None
+    assert 75 < legal < 750
+
+
 # ---- Scores
 
 def playout(state, player, rng):
@@ -372,6 +409,25 @@ def test_correct_is_above_the_mean_of_the_legal_moves():
             assert result.info["correct"] == above
             seen.add(above)
     assert seen == {True, False}
+
+
+def test_the_mean_may_be_that_of_a_few_moves():
+    """The same few for all replies to a task, whatever the attempt."""
+    case, options = "hex(board_size=4)", dict(playouts=2, num_tasks_per_case=10, workers=0)
+    few, every = make(case, baseline_moves=3, **options), make(case, **options)
+    differ = 0
+    for task in all_tasks(few):
+        of_all = [step(every, text, task) for text in moves(task).values()]
+        of_few = [step(few, text, task, seed=k) for k, text in enumerate(moves(task).values())]
+        values = [result.reward for result in of_few]
+        assert values == [result.reward for result in of_all]
+        # Some three moves' mean parts all of a task's moves into the better and the others.
+        parted = [result.info["correct"] == 1 for result in of_few]
+        assert parted in [[value > statistics.mean(three) + 1e-9 or max(three) == min(three) == value
+                           for value in values] for three in itertools.combinations(values, 3)]
+        differ += parted != [result.info["correct"] == 1 for result in of_all]
+        assert step(few, few.solution(task), task).info["correct"] == 1
+    assert differ
 
 
 def test_the_same_reply_scores_the_same():

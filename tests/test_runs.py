@@ -7,6 +7,7 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
 
 import ast
 import functools
+import gc
 import json
 import math
 import os
@@ -1001,6 +1002,35 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
     values = [[record["critic/values/min"], record["critic/values/max"]] for record in log]
     assert values[0] == [0, 0] and values[1][0] < values[1][1]
     assert log[0]["critic/vf_explained_var"] == 0 != log[1]["critic/vf_explained_var"]
+
+
+def test_rewards_that_are_all_equal_explain_nothing(tmp_path):
+    """And nothing that is logged is infinite, though the critic moves."""
+    (tmp_path / "same.py").write_text("def reward(rollout):\n    return [0.1]\n")
+    folder = train(ppo_llm, tmp_path / "run", reward_fn=f"{tmp_path / 'same.py'}:reward", gae_lambda=1.0)
+    assert validate(folder, strict=True)["ok"]
+    log = records(folder)[1:]
+    assert [record["critic/vf_explained_var"] for record in log] == [0] * 4
+    assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
+
+
+def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monkeypatch):
+    """Of each frozen matrix one copy is in memory when the run begins to sample."""
+    def modules():
+        gc.unfreeze()  # get_objects does not tell what a script has frozen
+        return [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]
+
+    generate, copies, before = ppo_llm.generate, {}, {id(module) for module in modules()}
+
+    def counted(*given):
+        new = [] if copies else [module for module in modules() if id(module) not in before]
+        copies.update((p.data_ptr(), p.numel()) for module in new for p in module.parameters(recurse=False)
+                      if not p.requires_grad)
+        return generate(*given)
+
+    monkeypatch.setattr(ppo_llm, "generate", counted)
+    train(ppo_llm, tmp_path / "run", lora_rank=2, iterations=1, eval_every=0, eval_tasks=1)
+    assert sum(copies.values()) == sum(weight.numel() for weight in start_weights().values())
 
 
 @pytest.mark.parametrize("critic", ["none", "shared"])

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import threading
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -859,6 +860,48 @@ def test_a_data_set_comes_over_the_wire(owner):
     assert not list((owner / "hf").rglob("*.parquet"))  # read as it came, not downloaded first
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert line.startswith("error: --dataset owner/nothing, split train: ") and "Traceback" not in output
+
+
+def numbered(number, response=lambda i: f"answer {i}"):
+    return pyarrow.Table.from_pylist([pair(f"p{i}", response(i)) for i in range(number)])
+
+
+@pytest.mark.parametrize("damage", ["text", "page"])
+def test_flipped_bits_of_a_parquet_file_are_found(damage, tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(numbered(40), path, compression="none", use_dictionary=False,
+                                write_page_checksum=True, data_page_size=64, write_batch_size=4)
+    data = bytearray(path.read_bytes())
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
+    # A letter of an answer; or what a page says of itself, after which it is no page of rows any more.
+    where, bit = (data.index(b"answer 13"), 1) if damage == "text" else (column.data_page_offset + 1, 2)
+    data[where] ^= bit
+    path.write_bytes(data)
+    assert "rows.parquet" in complaint(tmp_path / "run", train_files=(str(path),))
+
+
+def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
+    """Rows of 20,000 letters in one row group, up to the last one, which is bad and ends the run."""
+    letters, peaks = "".join(random.Random(0).choices("0123456789abcdef", k=21_200)), []
+
+    def encode_row(row, *_):
+        peaks[-1] = max(peaks[-1], pyarrow.total_allocated_bytes() - before)
+        if row["prompt"] == f"p{number - 1}":
+            raise sft.BadRow("is the last")
+        return [7] * 5_000, [0] + [1] * 4_999
+
+    monkeypatch.setattr(sft, "encode_row", encode_row)
+    for number in (200, 1_000):
+        path, before = tmp_path / f"{number}.parquet", pyarrow.total_allocated_bytes()
+        pyarrow.parquet.write_table(numbered(number, lambda i: letters[i:i + 20_000]), path,
+                                    compression="none", use_dictionary=False, write_batch_size=16)
+        peaks.append(0)
+        tracemalloc.start()
+        said = complaint(tmp_path / "run", train_files=(str(path),), max_length=5_000)
+        peaks[-1] += tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert f"row {number}, is the last" in said
+    assert path.stat().st_size > 2e7 and peaks[1] < peaks[0] + 4e6, peaks
 
 
 # Flags
