@@ -807,19 +807,6 @@ def test_64_episodes_at_once_have_cookies_and_a_scorecard_each(serve):
     assert not any(card["open"] for card in cards)
 
 
-def test_a_scorecard_counts_its_plays_by_game_until_it_is_closed(serve):
-    client = arcagi3.Client(connect(serve()))
-    card = client.open_scorecard(tags=("a",), opaque={"k": 1})
-    for game_id in ("maze-1", "lights-1", "maze-1"):
-        client.reset(game_id, card)
-    whole, maze = client.scorecard(card), client.scorecard(card, "maze-1")
-    assert (whole["played"], maze["played"]) == (3, 2) and whole["opaque"] == {"k": 1}
-    assert set(whole["cards"]) == {"maze-1", "lights-1"} and set(maze["cards"]) == {"maze-1"}
-    assert client.close_scorecard(card)["played"] == 3
-    with pytest.raises(TransportError, match="SCORECARD_NOT_FOUND"):
-        client.reset("maze-1", card)
-
-
 # ---- Recordings
 
 
