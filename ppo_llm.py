@@ -489,11 +489,9 @@ def load_tokenizer(args):
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if args.chat_template not in ("model", "plain"):
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a "
-                           f"Jinja template ({error})") from error
+        if not Path(args.chat_template).is_file():
+            raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file")
+        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8", "replace")
     if args.chat_template == "model" and tokenizer.chat_template is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
     return tokenizer
@@ -1118,10 +1116,12 @@ def check_prompts(env, tokenizer, args):
     """Refuse a model that cannot read the tasks of the first iteration."""
     count = env.num_tasks("train")
     tasks = [env.task("train", task_index(i, args.seed, count)) for i in range(args.prompts_per_iteration)]
-    prompts = [encode_prompt(render(task.messages, tokenizer, args), tokenizer, args) for task in tasks]
+    try:
+        prompts = [encode_prompt(render(task.messages, tokenizer, args), tokenizer, args) for task in tasks]
+    except Exception as error:  # a template is a program
+        raise BadInput(f"--chat-template {args.chat_template}: no prompt ({first_line(error)})") from error
     ids = [token for prompt in prompts for token in prompt]
-    unknown = ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
-    if unknown > 0.1:
+    if (unknown := ids.count(tokenizer.unk_token_id) / max(len(ids), 1)) > 0.1:
         raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
                        f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
     long = sum(len(prompt) + args.max_response_tokens > args.max_context_tokens for prompt in prompts)
@@ -1186,11 +1186,12 @@ class Player:
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
-        queue = iter(tqdm(rollouts, unit="episode", leave=False, delay=5, disable=bool(RANK) or None))
+        queue, bar = iter(rollouts), tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
 
         async def worker():
             for r in queue:
                 await self.play(r)
+                bar.update()
 
         async def work():
             await asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
@@ -1674,8 +1675,7 @@ class Run:
                    for name, value in self.meta["args"].items()
                    if name not in self.args.may_change and flags.get(name) != value]
         if changed:
-            raise BadInput(f"{', '.join(changed)}: the run in {self.dir} was started otherwise; expected its "
-                           "flags, or another --run-dir")
+            raise BadInput(f"{', '.join(changed)}: use another --run-dir than {self.dir}, or its flags")
         for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
@@ -1689,8 +1689,9 @@ class Run:
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
                 self.tracker = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
-                    resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+                    project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
+                    id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
+                    sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
@@ -1824,19 +1825,17 @@ def write_episodes(run, kind, rollouts, args):
         path.parent.mkdir(exist_ok=True)
         replace_file(path, b"".join(json_bytes(line) + b"\n" for line in lines))
         if kind == "val" and run.tracker:
-            rows = [[r.task.id, r.last_reply, r.reward, r.correct] for r in chosen]
-            table = sys.modules["wandb"].Table(["task", "reply", "reward", "correct"], rows)
-            run.tracker.log({"val/sample_table": table})
+            rows = [[r.task.id, r.last_reply, r.reward] for r in chosen]
+            run.tracker.log({"val/sample_table": sys.modules["wandb"].Table(["id", "reply", "reward"], rows)})
 
 
 def print_samples(rollouts, args, title):
-    """Prompt, reply and reward of some episodes."""
+    """Prompt, reply and reward of some episodes, without what moves a terminal's cursor."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
         messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
         prompt, *replies = (str(message.get("content")) for message in messages)
         text = (f"{title} {r.task.id} | {prompt} | {' '.join(replies)} | "
                 f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})")
-        # A model may say what moves a terminal's cursor, or half a surrogate pair.
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
 
 

@@ -1171,8 +1171,7 @@ class Run:
                    for name, value in self.meta["args"].items()
                    if name not in self.args.may_change and flags.get(name) != value]
         if changed:
-            raise BadInput(f"{', '.join(changed)}: the run in {self.dir} was started otherwise; expected its "
-                           "flags, or another --run-dir")
+            raise BadInput(f"{', '.join(changed)}: use another --run-dir than {self.dir}, or its flags")
         for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
                 raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
@@ -1186,8 +1185,9 @@ class Run:
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
                 self.tracker = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "plainrl"), id=self.meta["run_id"],
-                    resume="allow", config=self.meta["args"], dir=self.dir, sync_tensorboard=True)
+                    project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
+                    id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
+                    sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
