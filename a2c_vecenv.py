@@ -46,6 +46,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # later, its functions' defaults would hold the process group open at exit
 import tyro
 from PIL import Image
 from pydantic import Field

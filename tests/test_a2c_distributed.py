@@ -266,6 +266,21 @@ def test_without_a_folder_the_processes_agree_on_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_no_thread_of_the_process_group_is_left_at_exit(tmp_path):
+    """One of gloo's that lets go of a tensor while Python ends would abort a process that has done well."""
+    code = ("import pathlib, sys, tyro, a2c_vecenv\n"
+            "a2c_vecenv.main(tyro.cli(a2c_vecenv.Args))\n"
+            "names = [task.read_text() for task in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+            "sys.exit(str(names) if any('gloo' in name for name in names) else 0)")
+    (tmp_path / "trained.py").write_text(code)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "trained.py",
+             *FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2, "--run-dir", tmp_path / "run"]
+    run = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
 def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(processes, run_of, tmp_path):
     whole, folder = run_of("pixel-goal", 0), tmp_path / "run"
