@@ -232,9 +232,12 @@ def test_torchrun_starts_again_after_the_kill_of_a_process(name, alone, tmp_path
 
 FAILING = """
 import os
+import torch
 calls = []
 def reward(rollout):
     calls.append(1)
+    if "train" in rollout.task.id:
+        print("drew", os.environ["RANK"], torch.rand(()).item(), flush=True)
     if os.environ.get("RANK") == "1" and len(calls) > 50:
         {what}
     return sum(step.reward for step in rollout.steps)
@@ -255,6 +258,8 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(what, message, 
     assert receipt["rank"] == 1 and f"{receipt['type']}: {receipt['message']}".startswith(message)
     errors = [row["error"] for row in log_lines(tmp_path / "run") if "error" in row]
     assert receipt["message"] in [error["message"] for error in errors] and validate(tmp_path / "run")["ok"]
+    draws = [set(re.findall(rf"^drew {rank} (\S+)$", said, re.M)) for rank in (0, 1)]
+    assert all(draws) and not set.intersection(*draws)  # of each rank its own random numbers
 
 
 def test_bad_input_is_one_line_whatever_the_number_of_processes(tmp_path):

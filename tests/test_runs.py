@@ -8,6 +8,7 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
 import ast
 import functools
 import gc
+import io
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import a2c_vecenv as a2c
@@ -564,6 +566,7 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
     "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
     "sft-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
     "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
+    "sft-output": (sft, ["--output-dir", "{d}/file/model"], r"--output-dir \S*file/model: cannot be written"),
     "a2c-environment": (a2c, ["--env-id", "NoSuch-v0"], "NoSuch"),
     "a2c-continuous": (a2c, ["--env-id", "Pendulum-v1"], "discrete actions"),
     "a2c-option": (a2c, ["--env-kwargs", "max_step=3"], "max_step'.*did you mean 'max_steps'"),
@@ -588,7 +591,7 @@ def test_bad_input_is_one_clear_message_that_names_it(case, bad_folder, tmp_path
     flags = [flag.replace("{d}", str(bad_folder)) for flag in flags]
     flags += [] if "--run-dir" in flags else ["--run-dir", tmp_path / "run"]
     if script is sft:
-        flags = ["--steps", 4, *flags, "--output-dir", tmp_path / "model"]
+        flags = ["--steps", 4, "--output-dir", tmp_path / "model", *flags]
     code = command_line(f"{script.__name__}.py", *flags)
     output = capsys.readouterr()
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box
@@ -771,10 +774,29 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
 
 
 def test_fewer_episodes_than_minibatches_make_fewer_steps(tmp_path, capsys):
+    """And while the critic learns alone, the console shows its loss in place of a gradient that is none."""
     folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
-                   epochs=1, critic_epochs=1, critic_warmup=0, iterations=1, eval_tasks=1)
-    assert "3 optimiser step(s) of the policy and 3 of the critic" in capsys.readouterr().out
-    assert records(folder)[-1]["opt_steps"] == 6
+                   epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1)
+    said = capsys.readouterr().out
+    assert "3 optimiser step(s) of the policy and 3 of the critic" in said
+    assert records(folder)[-1]["opt_steps"] == 9
+    assert re.search(r"^1/2 (?!.*grad ).*value loss \d", said, re.M)
+    assert re.search(r"^2/2 (?!.*value loss).*grad \d", said, re.M)
+
+
+@pytest.mark.parametrize("script", LLM)
+def test_an_evaluation_has_a_progress_bar(script, tmp_path, monkeypatch):
+    bars, init = [], tqdm.__init__
+
+    def shown(self, *args, **options):
+        bars.append(self)
+        init(self, *args, **options | dict(file=io.StringIO(), disable=False, delay=0))
+
+    monkeypatch.setattr(tqdm, "__init__", shown)
+    train(script, tmp_path / "run", eval_tasks=6, eval_samples=4)
+    totals = [bar.total for bar in bars]
+    assert totals.count(1) >= 2 if script is sft else {6, 6 * 4} <= set(totals)  # passes, or episodes
+    assert all(bar.n == bar.total for bar in bars)
 
 
 def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatch):
