@@ -56,22 +56,16 @@ def holds(style, reply, nums, target, limit=99):
 # ---- Tasks and solutions
 
 @pytest.mark.parametrize("count, options", [
-    (400, {}),
-    (300, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
-    (300, {"operators": "*/"}),  # random games get stuck here
-    (200, {"trace": "search"}),
-    (300, {"max_operands": 4, "operators": "+-*", "trace": "search", "max_trace_steps": 20}),
-    (500, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
-    (300, {**CHAT, "min_operands": 2}),
+    (100, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
+    (100, {"operators": "*/"}),  # random games get stuck here
+    (100, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
+    (100, {**CHAT, "min_operands": 2, "max_operands": 4, "trace": "search"}),
+    (50, {"style": "plain", "max_operands": 4}),
+    (5, {"min_operands": 6, "max_operands": 6, "operators": "+-*/", "trace": "search"}),
     pytest.param(700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99},
                  marks=pytest.mark.slow),
-    (200, {**CHAT, "max_operands": 4, "trace": "search"}),
-    (250, {"style": "plain", "max_operands": 4, "trace": "search"}),
-    pytest.param(40, {"style": "plain", "min_operands": 5, "max_operands": 5, "operators": "+-*/"},
-                 marks=pytest.mark.slow),
-    (10, {"min_operands": 6, "max_operands": 6, "operators": "+-*/", "trace": "search"}),
 ], ids=str)
-def test_solutions_score_full_marks(count, options):
+def test_solutions_are_right_by_other_means(count, options):
     env = envs.make("countdown", **options)
     style = env.config.style
     for k in range(count):
@@ -112,43 +106,31 @@ def test_a_tenth_of_the_problems_is_held_out_whatever_the_order():
 
 
 def test_the_test_split_is_as_large_as_there_are_problems():
-    env = envs.make("countdown", test_tasks=40)
-    assert env.num_tasks("test") == 40
+    assert envs.make("countdown", test_tasks=40).num_tasks("test") == 40
     small = envs.make("countdown", min_operands=2, max_operands=2, max_number=8, max_target=16)
     universe = {(a, b, t) for a in range(1, 9) for b in range(a, 9) for t in (a + b, b - a) if 1 <= t <= 16}
     expected = {p for p in universe if countdown.is_test(p[:2], p[2])}
     assert {problem(small.task("test", k)) for k in range(small.num_tasks("test"))} == expected
     assert 0 < len(expected) < 512
-    with pytest.raises(IndexError):
-        small.task("test", len(expected))
-    with pytest.raises(IndexError):
-        small.task("train", -1)
-    with pytest.raises(envs.BadInput, match="'val'"):
-        small.task("val", 0)
 
 
 # ---- The verifier
 
-R1_WRONG = [  # nums 3 5 9 target 17 is 3 + 5 + 9
+EXPRESSIONS = [  # nums 3 5 9 target 17 is 3 + 5 + 9: (text, correct, well-formed)
     ("3 + 5 + 9", 1, 1), ("9 - (-5 - 3)", 1, 1), ("(9+(5))+3", 1, 1), ("\n3 +\r\n5\t+ 9 \n", 1, 1),
-    ("-(-3 - 5) + 9", 1, 1), ("3+5+9 ", 1, 1), ("3 - -5 + 9", 1, 1),
-    ("3 + 9 + 5 + 0", 0, 1), ("5 + 9 + 9 - 6", 0, 1), ("8 + 9", 0, 1), ("17", 0, 1), ("3 + 5", 0, 1),
-    ("3 + 5 + 9 + 3 - 3", 0, 1), ("3 * 5 + 9 - 7", 0, 1), ("3 + 5 - 9", 0, 1), ("3 * 5 + 9", 0, 1),
-    ("39 + 5", 0, 1),
+    ("3 - -5 + 9", 1, 1),
+    ("3 + 9 + 5 + 0", 0, 1), ("5 + 9 + 9 - 6", 0, 1), ("17", 0, 1), ("3 + 5 + 9 + 3 - 3", 0, 1),
+    ("3 + 5 - 9", 0, 1), ("39 + 5", 0, 1),
     ("3 + 5 + 9 = 17", 0, 0), ("3 + 5 +", 0, 0), ("3 5 9", 0, 0), ("", 0, 0), ("()", 0, 0), ("(3, 5)", 0, 0),
-    ("3(5) + 9", 0, 0), ("+3 + 5 + 9", 0, 0), ("3 + 5 + 9 # 1", 0, 0), ("3 ++ 5 + 9", 0, 0),
-    ("3 + 5 + 9;", 0, 0),
-    ("~3 + 5 + 9", 0, 0), ("True + 5 + 9", 0, 0), ("3 + 5 + 9.0", 0, 0), ("3 + 5 + 9j", 0, 0),
-    ("0x3 + 5 + 9", 0, 0),
-    ("3 + 5\\\n + 9", 0, 0), ("3 % 5 + 9", 0, 0), ("3 if 5 else 9", 0, 0), ("[3][0] + 5 + 9", 0, 0),
-    ("3 / (5 - 5) + 9", 0, 0), ("3 / (9 - 5 - 4)", 0, 0), ("3 × 5 + 9", 0, 0), ("3 − 5 + 9", 0, 0),
+    ("3(5) + 9", 0, 0), ("+3 + 5 + 9", 0, 0), ("3 + 5 + 9 # 1", 0, 0), ("~3 + 5 + 9", 0, 0),
+    ("True + 5 + 9", 0, 0), ("3 + 5 + 9.0", 0, 0), ("0x3 + 5 + 9", 0, 0), ("3 + 5\\\n + 9", 0, 0),
+    ("3 if 5 else 9", 0, 0), ("3 / (5 - 5) + 9", 0, 0), ("3 × 5 + 9", 0, 0),
 ]
 
 
-@pytest.mark.parametrize("text, correct, well_formed", R1_WRONG)
-@pytest.mark.parametrize("style", ["r1", "plain"])
-def test_expressions(style, text, correct, well_formed):
-    env = envs.make("countdown", style=style, operators="+-*/")
+@pytest.mark.parametrize("text, correct, well_formed", EXPRESSIONS)
+def test_expressions(text, correct, well_formed):
+    env = envs.make("countdown", **CHAT)
     expected = (correct, well_formed, 1.0 if correct else 0.1 * well_formed)
     assert score(env, f"<think>...</think> <answer>{text}</answer>", [3, 5, 9], 17) == expected
 
@@ -175,45 +157,31 @@ def test_operators_that_the_task_does_not_allow():
     assert score(env, "4 - 3 = 1", [3, 4], 1) == (0, 1, 0.1)
 
 
-def test_the_last_complete_answer_counts():
-    env = envs.make("countdown", style="r1")
-    right, wrong = "<answer>3 + 4</answer>", "<answer>4 - 3</answer>"
-    for reply, expected in [
-        (wrong + right, (1, 1, 1.0)), (right + wrong, (0, 1, 0.1)),
-        (wrong + " then " + right + " yes", (1, 1, 1.0)),
-        (right + "<answer>4 - 3", (1, 1, 1.0)), (right + "</answer>", (1, 1, 1.0)),
-        ("<answer>" + right, (1, 1, 1.0)), ("<answer>3 + 4", (0, 0, 0.0)), ("3 + 4</answer>", (0, 0, 0.0)),
-        ("</answer>3 + 4<answer>", (0, 0, 0.0)), ("<ANSWER>3 + 4</ANSWER>", (0, 0, 0.0)),
-        ("3 + 4", (0, 0, 0.0)),
-        ("<answer>3 + 4< /answer>", (0, 0, 0.0)), ("", (0, 0, 0.0)),
-        ("<answer>3 + 4" + " " * 990 + "</answer>", (1, 1, 1.0)),
-        ("<answer>3 + 4" + " " * 996 + "</answer>", (0, 0, 0.0)),
-    ]:
-        assert score(env, reply, [3, 4], 7) == expected, reply[:80]
+@pytest.mark.parametrize("reply, correct, well_formed", [  # + is right
+    ("<answer>3 - 4</answer> then <answer>3 + 4</answer> yes", 1, 1),
+    ("<answer>3 + 4</answer><answer>4 - 3</answer>", 0, 1),
+    ("<answer>3 + 4</answer><answer>4 - 3", 1, 1), ("<answer>3 + 4</answer></answer>", 1, 1),
+    ("<answer><answer>3 + 4</answer>", 1, 1), ("<answer>3 + 4", 0, 0), ("3 + 4</answer>", 0, 0),
+    ("</answer>3 + 4<answer>", 0, 0), ("<ANSWER>3 + 4</ANSWER>", 0, 0), ("3 + 4", 0, 0),
+    ("<answer>3 + 4< /answer>", 0, 0), ("<answer>3 + 4" + " " * 990 + "</answer>", 1, 1),
+    ("<answer>3 + 4" + " " * 996 + "</answer>", 0, 0),
+])
+def test_the_last_complete_answer_counts(reply, correct, well_formed):
+    assert score(envs.make("countdown", style="r1"), reply, [3, 4], 7)[:2] == (correct, well_formed)
 
 
 @pytest.mark.parametrize("reply, correct, well_formed", [  # nums 6 18 14 target 38
-    ("18 + 14 = 32; 32 + 6 = 38", 1, 1), ("14+18=32;6+32=38", 1, 1),
-    (" 18 + 14 = 32 ;\n 32 + 6 = 38\n", 1, 1),
-    ("14 - 6 = 8; 18 + 8 = 26 x | 18 + 14 = 32; 32 + 6 = 38", 1, 1), ("|18 + 14 = 32; 32 + 6 = 38", 1, 1),
-    ("18 + 6 = 24 | x | 18 + 14 = 32; 32 + 6 = 38", 1, 1), ("any \0 text | 18 + 14 = 32; 32 + 6 = 38", 1, 1),
+    ("18 + 14 = 32; 32 + 6 = 38", 1, 1), (" 14+18=32 ;\n6+32=38\n", 1, 1),
+    ("14 - 6 = 8; 18 + 8 = 26 x | any \0 text | 18 + 14 = 32; 32 + 6 = 38", 1, 1),
     ("18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32", 0, 1), ("18 + 14 = 32; 32 + 6 = 38 |", 0, 0),
-    ("18 + 14 = 32", 0, 1), ("18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38", 0, 1),
-    ("18 + 14 = 32; 32 + 6 = 39", 0, 1), ("18 + 14 = 31; 31 + 6 = 37", 0, 1), ("18 + 20 = 38", 0, 1),
+    ("18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38", 0, 1), ("18 + 14 = 32; 32 + 6 = 39", 0, 1),
     ("18 + 18 = 36; 36 + 2 = 38", 0, 1), ("18 + 6 = 24; 18 + 14 = 32", 0, 1),
-    ("32 + 6 = 38; 18 + 14 = 32", 0, 1),
-    ("18 + 14 = 32; 18 + 14 = 32", 0, 1), ("18 * 14 = 252; 252 + 6 = 258", 0, 1), ("38", 0, 0),
-    ("18 + 14 = 32; 32 + 6 = 38;", 0, 0), ("18 + 14 = 32;; 32 + 6 = 38", 0, 0),
-    ("18 + 14 = 32, 32 + 6 = 38", 0, 0),
-    ("18 + 14 = 32; 32 + 6 = 38 x", 0, 0), ("18 + 14 = 32; 32 + 6", 0, 0), ("18 + 14 + 6 = 38", 0, 0),
-    ("6 - 14 = -8; -8 + 18 = 10", 0, 0), ("018 + 14 = 32; 32 + 6 = 38", 0, 0),
-    ("18 + 14 = 32; 32 + 6 = 038", 0, 0),
-    ("18 + 14 = 3_2; 32 + 6 = 38", 0, 0), ("18 + 14 == 32; 32 + 6 = 38", 0, 0),
-    ("1 8 + 14 = 32; 32 + 6 = 38", 0, 0),
-    ("1８ + 14 = 32; 32 + 6 = 38", 0, 0), ("18 + 14 = 32; 32 + 6 = 3٨", 0, 0), ("", 0, 0), (";", 0, 0),
-    ("|", 0, 0),
+    ("32 + 6 = 38; 18 + 14 = 32", 0, 1), ("18 * 14 = 252; 252 + 6 = 258", 0, 1), ("38", 0, 0),
+    ("18 + 14 = 32; 32 + 6 = 38;", 0, 0), ("18 + 14 = 32, 32 + 6 = 38", 0, 0),
+    ("x 18 + 14 = 32; 32 + 6 = 38 x", 0, 0), ("18 + 14 + 6 = 38", 0, 0),
+    ("6 - 14 = -8; -8 + 18 = 10", 0, 0), ("018 + 14 = 32; 32 + 6 = 038", 0, 0),
+    ("18 + 14 = 3_2; 32 + 6 = 38", 0, 0), ("1８ + 14 = 32; 32 + 6 = 3٨", 0, 0),
     ("18 / 0 = 0; 32 + 6 = 38", 0, 0), ("18 + 14\n= 32; 32 + 6 = 38", 0, 0),
-    ("x 18 + 14 = 32; 32 + 6 = 38", 0, 0),
 ])
 def test_steps(reply, correct, well_formed):
     env = envs.make("countdown")
@@ -231,36 +199,28 @@ def test_steps_stay_within_the_intermediate_limit_and_whole_numbers():
 
 
 NESTED = "(" * 100_000 + "1" + ")" * 100_000
-HOSTILE = [  # (numbers, target, text) of the specification first; each would be right for a looser reader
-    ([1, 5, 2], 3, "1.5*2"), ([7, 2], 3, "7//2"), ([2, 5], 32, "2**5"), ([95, 87, 92], 1, "95**87**92"),
-    ([95, 87, 92], 1, "9**9**9**9**9"), ([7, 3], 10, "07 + 3"), ([7, 3], 10, "7 + 03"), ([0, 7], 7, "00 + 7"),
-    ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "٧ + 3"), ([7, 3], 10, "7 + ³"),
-    ([2, 1], 3, "² + 1"),
-    ([1], 1, NESTED), ([1], 1, "(" * 400 + "1" + ")" * 400),
-    ([7, 3], 10, "7 +\0 3"), ([7, 3], 10, "\0" * 5000), ([7, 3], 1, "7 / 0 + 3"),
-    ([7, 3], 0, "0 / 0"), ([7, 7, 3], 1, "3 / (7 - 7)"), ([7, 3], 10, "7 + 3" + " " * 10_000_000),
-    ([7, 3], 10, "1" * 10_000_000), ([7, 3], 10, "1 + " * 2_500_000),
-    ([7, 3], 10, "\U0001d7d5 + 3" * 2_000_000),
-    ([7, 3], 10, "7 + 3\u00a0"), ([7, 3], 10, "7\u2003+ 3"), ([7, 3], 10, "\ud800"),
-    ([7, 3], 10, "7 + 3\x0c"),
-    ([7, 3], 10, "__import__('os').getpid() * 0 + 10"), ([7, 3], 10, "(lambda: 10)()"), ([7, 3], 10, "1e1"),
-    ([7, 3], 10, "exec('raise SystemExit')"), ([7, 3], 10, "{7 + 3}"), ([7, 3], 10, "7 + 3 if 1 else 0"),
+HOSTILE = [  # (numbers, target, text); a looser reader would take each of them for right, or long for it
+    ([1, 5, 2], 3, "1.5*2"), ([7, 2], 3, "7//2"), ([95, 87, 92], 1, "95**87**92"), ([7, 3], 10, "07 + 3"),
+    ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "7 + ³"), ([1], 1, NESTED),
+    ([1], 1, "(" * 400 + "1" + ")" * 400), ([7, 3], 10, "7 +\0 3"), ([7, 3], 0, "0 / 0"),
+    ([7, 3], 10, "7 + 3" + " " * 10_000_000), ([7, 3], 10, "1" * 10_000_000),
+    ([7, 3], 10, "1 + " * 2_500_000), ([7, 3], 10, "7 + 3\u00a0"), ([7, 3], 10, "\ud800"),
+    ([7, 3], 10, "7 + 3\x0c"), ([7, 3], 10, "__import__('os').getpid() * 0 + 10"),
     ([7, 3], 10, "(1)(" * 249), ([7, 3], 10, "9" * 990 + "x"), ([7, 3], 10, "9" * 5000),
-    ([7, 3], 10, "<answer>" * 1_250_000),
-    ([7, 3], 10, "</answer" * 1_250_000), ([7, 3], 10, "answer></answer>" * 600_000),
-    ([7, 3], 10, "|" * 10_000_000),
-    ([7, 3], 10, "7 + 3 = 10;" * 900_000), ([7, 3], 10, ";" * 999), ([7, 3], 10, " \t" * 490 + "7 +"),
+    ([7, 3], 10, "answer></answer>" * 600_000), ([7, 3], 10, "7 + 3 = 10;" * 900_000),
+    ([7, 3], 10, " \t" * 490 + "7 +"),
 ]
 
 
-@pytest.mark.parametrize("style", ["compact", "r1", "plain"])
+@pytest.mark.parametrize("style", ["compact", "r1"])
 def test_hostile_replies_score_nothing_at_once(style):
+    """The fastest of three, in processor time: other programs share this machine."""
     env = envs.make("countdown", style=style, operators="+-*/")
     for nums, target, text in HOSTILE:
         forms = [text, f"| {text} = {target}"] if style == "compact" else [text, f"<answer>{text}</answer>"]
         for reply in forms:
             seconds = []
-            for _ in range(3):  # the fastest of three, in processor time: other programs share this machine
+            for _ in range(3):
                 began = time.thread_time()
                 result = score(env, reply, nums, target)
                 seconds.append(time.thread_time() - began)
@@ -270,14 +230,12 @@ def test_hostile_replies_score_nothing_at_once(style):
             assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
 
 
-ALPHABET = ["<answer>", "</answer>", "<think>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "\0",
-".", "_",
-            "0", "1", "3", "7", "10", "007", "**", "//", "x", "é", "７", "\ud800", "\u2028", "e5", "'", "\\",
-            "#", "{"]
+ALPHABET = ["<answer>", "</answer>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "0", "1", "3",
+            "7", "10"]
 
 
-@pytest.mark.parametrize("style, count", [("compact", 10_000), ("r1", 10_000)])
-def test_random_and_mutated_replies_never_raise_and_score_right(style, count):
+@pytest.mark.parametrize("style", ["compact", "r1"])
+def test_mutated_replies_score_right(style, count=3000):
     env = envs.make("countdown", style=style, operators="+-*/")
     rng = random.Random(7)
     tasks = [env.task("train", k) for k in range(100)]
@@ -285,14 +243,9 @@ def test_random_and_mutated_replies_never_raise_and_score_right(style, count):
     seen = collections.Counter()
     for k in range(count):
         task, reply = tasks[k % 100], replies[k % 100]
-        if k % 3 == 0:
-            reply = "".join(rng.choices(ALPHABET, k=rng.randrange(30)))
-            if style == "r1" and k % 2:
-                reply = f"<answer>{reply}</answer>"
-        else:
-            for _ in range(rng.randrange(1, 4)):
-                place = rng.randrange(len(reply) + 1)
-                reply = reply[:place] + rng.choice(ALPHABET + [""]) + reply[place + rng.randrange(3):]
+        for _ in range(rng.randrange(1, 4)):
+            place = rng.randrange(len(reply) + 1)
+            reply = reply[:place] + rng.choice(ALPHABET + [""]) + reply[place + rng.randrange(3):]
         step = env.start(task, k).step(reply)
         key = step.info["correct"], step.info["format"], step.info["score"]
         assert key in {(0, 0, 0), (0, 1, 0.1), (1, 1, 1)} and step.reward == key[0]
@@ -300,28 +253,6 @@ def test_random_and_mutated_replies_never_raise_and_score_right(style, count):
             assert holds(style, reply, task.data["nums"], task.data["target"]) == key[0], reply
         seen[key] += 1
     assert len(seen) == 3 and min(seen.values()) > count // 200, seen  # all verdicts are reached
-
-
-def test_random_expressions_score_as_python_values_them():
-    env = envs.make("countdown", **CHAT)
-    rng = random.Random(3)
-    verdicts = collections.Counter()
-    for _ in range(4000):
-        nums = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
-        parts = list(map(str, rng.sample(nums, len(nums))))
-        while len(parts) > 1:
-            left, right = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
-            text = f"{left}{rng.choice(['+', '-', ' * ', ' / '])}{right}"
-            parts.append(rng.choice([text, f"({text})", f"-({text})"]))
-        value = value_of(parts[0])
-        target = rng.randint(0, 9)
-        if value is not None and value.denominator == 1 and rng.random() < 0.5:
-            target = int(value)
-        used = sorted(map(int, re.findall(r"\d+", parts[0]))) == sorted(nums)
-        expected = (0, 0, 0.0) if value is None else (1, 1, 1.0) if value == target and used else (0, 1, 0.1)
-        assert score(env, f"<answer>{parts[0]}</answer>", nums, target) == expected, parts[0]
-        verdicts[expected] += 1
-    assert len(verdicts) == 3 and min(verdicts.values()) > 5, verdicts
 
 
 # ---- The solver, against enumeration
@@ -430,7 +361,7 @@ def test_unsolvable_problems_have_no_solution():
 def test_mixed_skill_is_novices_and_random_solutions():
     def rate(**options):
         env = envs.make("countdown", skill="mixed", **options)
-        tasks = [env.task("train", k) for k in range(800)]
+        tasks = [env.task("train", k) for k in range(600)]
         steps = [env.start(task, 0).step(env.solution(task)) for task in tasks]
         assert all(step.info["format"] == 1 for step in steps)
         return sum(step.reward for step in steps) / len(steps)
@@ -475,7 +406,7 @@ def dead_ends(trace, nums, target, operators, limit):
 def test_compact_traces_are_searches_in_the_vocabulary(options):
     env = envs.make("countdown", trace="search", **options)
     words, total, longest = set(env.vocabulary), 0, 0
-    for k in range(150):
+    for k in range(60):
         task = env.task("train", k)
         nums, target = task.data["nums"], task.data["target"]
         reply = env.solution(task)
@@ -498,7 +429,7 @@ def test_vocabulary_covers_prompts_and_replies():
     assert envs.make("countdown", **CHAT).vocabulary is None
     env = envs.make("countdown", max_intermediate=30, max_target=30)
     assert "30" in env.vocabulary and "31" not in env.vocabulary
-    for k in range(300):
+    for k in range(50):
         task = env.task("train", k)
         text = f"{task.messages[0]['content']} : {env.solution(task)}"
         assert set(text.replace("=", "").replace(";", "").split()) <= set(env.vocabulary)
@@ -572,20 +503,14 @@ def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_a
 
 @pytest.mark.parametrize("row, field, expected", [
     ({"nums": [3, 4]}, "target", "missing"), ({"target": 4}, "nums", "missing"),
-    ({"nums": [], "target": 4}, "nums", "2 to 6 integers"),
     ({"nums": [3], "target": 3}, "nums", "2 to 6 integers"),
     ({"nums": [1] * 7, "target": 4}, "nums", "2 to 6 integers"),
-    ({"nums": "3 4", "target": 7}, "nums", "'3 4'"),
-    ({"nums": [3, True], "target": 4}, "nums", "True"), ({"nums": [3, 4.0], "target": 7}, "nums", "4.0"),
-    ({"nums": [3, "4"], "target": 7}, "nums", "'4'"), ({"nums": [3, None], "target": 7}, "nums", "None"),
-    ({"nums": [3, 0], "target": 3}, "nums", "from 1"),
+    ({"nums": "3 4", "target": 7}, "nums", "'3 4'"), ({"nums": [3, True], "target": 4}, "nums", "True"),
+    ({"nums": [3, 4.0], "target": 7}, "nums", "4.0"), ({"nums": [3, 0], "target": 3}, "nums", "from 1"),
     ({"nums": [3, 10**7], "target": 3}, "nums", "to 1000000"),
     ({"nums": [3, 4], "target": True}, "target", "an integer"),
-    ({"nums": [3, 4], "target": "7"}, "target", "'7'"),
     ({"nums": [3, 4], "target": 7.5}, "target", "7.5"), ({"nums": [3, 4], "target": -1}, "target", "-1"),
-    ({"nums": [3, 4], "target": None}, "target", "None"), ({"nums": None, "target": 4}, "nums", "None"),
-    ([3, 4, 7], "nums and target", "an object"), ("text", "nums and target", "'text'"),
-    (7, "nums and target", "got 7"),
+    ([3, 4, 7], "nums and target", "an object"),
 ])
 def test_malformed_rows_are_named(tmp_path, row, field, expected):
     path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:5], row, *ROWS[5:10]])
@@ -596,10 +521,9 @@ def test_malformed_rows_are_named(tmp_path, row, field, expected):
 
 
 @pytest.mark.parametrize("content, expected", [
-    (b'{"nums": [3, 4], "target": 7}\n{"nums": [3,\n', "row 2: expected a JSON object"),
     (b'{"nums": [3, 4], "target": 7}\n\n' + b"[" * 100_000, "row 3: expected a JSON object"),
     (b'{"nums": [3, 4], "target": ' + b"9" * 5000 + b"}", "row 1: expected a JSON object"),
-    (b"\xff\xfe", "cannot be read"), (b"", "expected at least 2 rows"),
+    (b"\xff\xfe", "cannot be read"),
     (b'{"nums": [3, 4], "target": 7}\n', "expected at least 2 rows"),
     (b'{"nums": [3, 4], "target": 7}\n{"nums": [4, 3], "target": 7}\n', "in the test split too"),
 ])
@@ -615,21 +539,17 @@ def test_unusable_files_are_one_line(tmp_path, content, expected):
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
-    ({"min_operand": 3}, "unknown option 'min_operand'"), ({"min_operands": "three"}, "expected int"),
-    ({"min_operands": 1}, "min_operands: expected 2 to 6, got 1"), ({"max_operands": 7}, "max_operands"),
+    ({"min_operands": "three"}, "expected int"), ({"min_operands": 1}, "min_operands: expected 2 to 6"),
     ({"min_operands": 4}, "max_operands: expected min_operands .4. to 6, got 3"),
-    ({"max_number": 0}, "max_number"),
     ({"max_number": 100}, "max_number: expected 1 to 99 .max_intermediate"),
-    ({"max_target": 100}, "max_target"),
-    ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"max_intermediate": 0}, "max_intermediate"),
-    ({"operators": ""}, "operators"), ({"operators": "+%"}, "operators"), ({"operators": "++"}, "operators"),
-    ({"style": "chat"}, "expected one of compact, r1, plain"),
-    ({"trace": "dfs"}, "expected one of solution, search"),
-    ({"skill": "expert"}, "expected one of solver, mixed"), ({"novice_share": "1.5"}, "novice_share"),
+    ({"max_target": 100}, "max_target"), ({"max_target": 2_000_000, "style": "r1"}, "max_target"),
+    ({"max_intermediate": 0}, "max_intermediate"), ({"operators": ""}, "operators"),
+    ({"operators": "+%"}, "operators"), ({"operators": "++"}, "operators"),
+    ({"style": "chat"}, "expected one of compact, r1, plain"), ({"novice_share": "1.5"}, "novice_share"),
     ({"novice_share": "nan"}, "novice_share"), ({"difficulty": "maybe"}, "expected bool"),
     ({"skill": "mixed", "trace": "search"}, "skill: expected solver"),
-    ({"max_trace_steps": -1}, "max_trace_steps"),
-    ({"train_tasks": 0}, "train_tasks"), ({"test_tasks": 0}, "test_tasks"), ({"seed": 1.5}, "expected int"),
+    ({"max_trace_steps": -1}, "max_trace_steps"), ({"train_tasks": 0}, "train_tasks"),
+    ({"test_tasks": 0}, "test_tasks"), ({"seed": 1.5}, "expected int"),
     ({"operators": "+", "max_number": 20, "max_target": 2}, "expected a train problem"),
 ])
 def test_bad_options_are_named(options, expected):

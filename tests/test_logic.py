@@ -1,9 +1,7 @@
 """Logic: tasks, splits and verifiers of the eight families, against solvers written apart."""
 
 import collections
-import dataclasses
 import itertools
-import json
 import random
 import re
 from fractions import Fraction
@@ -132,48 +130,25 @@ def assignments(words, operators, limit=2):
     return found
 
 
-def sudoku_count(puzzle, limit=2):
-    """Number of solutions, up to the limit, as an exact cover (Knuth's algorithm X on dictionaries)."""
-    rows = {(r, c, n): [(0, r, c), ("row", r, n), ("column", c, n), ("box", r // 3 * 3 + c // 3, n)]
-            for r in range(9) for c in range(9) for n in "123456789" if puzzle[9 * r + c] in (".", n)}
-    columns = collections.defaultdict(set)
-    for row, needs in rows.items():
-        for need in needs:
-            columns[need].add(row)
+def units(cell):
+    return {("row", cell // 9), ("column", cell % 9), ("box", cell // 27, cell % 9 // 3)}
 
-    def cover(row):
-        removed = []
-        for need in rows[row]:
-            for other in columns[need]:
-                for also in rows[other]:
-                    if also != need:
-                        columns[also].discard(other)
-            removed.append(columns.pop(need))
-        return removed
 
-    def uncover(row, removed):
-        for need in reversed(rows[row]):
-            columns[need] = removed.pop()
-            for other in columns[need]:
-                for also in rows[other]:
-                    if also != need:
-                        columns[also].add(other)
+PEERS = [[other for other in range(81) if other != cell and units(other) & units(cell)] for cell in range(81)]
 
-    def search():
-        if not columns:
-            return 1
-        total = 0
-        for row in list(min(columns.values(), key=len)):
-            removed = cover(row)
-            total += search()
-            uncover(row, removed)
-            if total >= limit:
-                break
-        return total
 
-    if len({need for needs in rows.values() for need in needs}) < 324:
-        return 0
-    return search()
+def sudoku_count(grid, limit=2):
+    """Number of solutions, up to the limit: the cell with the fewest choices is filled first."""
+    seen = [{grid[other] for other in PEERS[cell]} for cell in range(81)]
+    if "." not in grid:
+        return int(all(digit not in others for digit, others in zip(grid, seen, strict=True)))
+    cell = max((cell for cell in range(81) if grid[cell] == "."), key=lambda cell: len(seen[cell]))
+    total = 0
+    for digit in set("123456789") - seen[cell]:
+        total += sudoku_count(grid[:cell] + digit + grid[cell + 1:], limit - total)
+        if total >= limit:
+            break
+    return total
 
 
 def is_right(task):
@@ -204,7 +179,8 @@ def is_right(task):
     if number == 6:
         return answer.split(", ") == true_labels(task.messages[0]["content"])
     if number == 7:
-        return sudoku_count(data["puzzle"]) == 1 and sudoku_count(answer) == 1
+        kept = all(given in (".", digit) for given, digit in zip(data["puzzle"], answer, strict=True))
+        return kept and sudoku_count(data["puzzle"]) == 1 and sudoku_count(answer) == 1
     stack, wrong = [], []
     for k, (letter, line) in enumerate(zip(data["sequence"], data["trace"], strict=True), 1):
         if letter in PARTNER:
@@ -235,35 +211,23 @@ def check_tasks(number, count, **options):
         env, found = tasks(count, number, split, **options)
         for task in found:
             reply = env.solution(task)
-            assert score(env, task, reply) == 1, (task.id, reply)
             assert score(env, task, f"<think>\n{reply} or not\n</think>\n{reply}") == 1
-            assert score(env, task, task.messages[0]["content"]) == 0, "an echoed problem"
             assert score(env, task, reply.replace("\n", "\r\n") + "\r\n") == 1
-            assert score(env, task, "") == score(env, task, f"<think>{reply}") == 0
+            assert score(env, task, f"<think>{reply}") == 0
             assert task.source == f"logic/{NAMES[number]}"
-            assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
             yield task
 
 
-@pytest.mark.parametrize("number", range(9))
-def test_answers_are_right_by_other_means(number):
-    for task in check_tasks(number, (40, 0, 40, 0, 40, 40, 40, 3, 40)[number]):
+@pytest.mark.parametrize("number, count, options", [
+    *((number, 20, {}) for number in (0, 2, 4, 5, 6, 8)), (1, 25, dict(game_max_numbers=4)),
+    (3, 4, dict(cryptarithm_max_letters=5)), (7, 3, {}),
+    pytest.param(1, 10, dict(game_max_numbers=5), marks=pytest.mark.slow),
+    pytest.param(3, 12, {}, marks=pytest.mark.slow), pytest.param(7, 25, {}, marks=pytest.mark.slow),
+])
+def test_answers_are_right_by_other_means(number, count, options):
+    for task in check_tasks(number, count, **options):
         assert is_right(task), task.id
-    if number == 1:
-        for task in check_tasks(1, 25, game_max_numbers=4):
-            assert is_right(task), task.data
-    if number == 3:  # six letters have 151,200 readings
-        for task in check_tasks(3, 4, cryptarithm_max_letters=5):
-            assert is_right(task) and len(assignments(task.data["words"], task.data["operators"])) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(9))
-def test_many_answers_are_right_by_other_means(number):
-    for task in check_tasks(number, (300, 10, 300, 12, 300, 300, 300, 25, 300)[number],
-                            **{"game_max_numbers": 5}):
-        assert is_right(task), task.id
-        if number == 3 and len(set("".join(task.data["words"]))) < 8:
+        if number == 3 and len(set("".join(task.data["words"]))) < 7:  # seven letters have 604,800 readings
             assert len(assignments(task.data["words"], task.data["operators"])) == 1
 
 
@@ -355,20 +319,13 @@ def test_task_ids_are_type_and_seed():
     assert env.task("train", 4).data["given"] != env.task("train", 5).data["given"]  # types 4 and 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number, count", [(0, 700), (1, 150), (2, 300), (3, 10), (4, 700), (6, 700), (7, 10),
-                                           (8, 700)])
-def test_no_prompt_is_in_both_splits(number, count):
+@pytest.mark.parametrize("number", [0, 4, 8])
+def test_no_prompt_is_in_both_splits(number, count=300):
     """With options so small that the same problem turns up again and again."""
-    for options in (SMALL, WORDS | SMALL):
-        prompts = [{task.messages[0]["content"] for task in tasks(count, number, split, **options)[1]}
-                   for split in ("train", "test")]
-        assert all(prompts) and not prompts[0] & prompts[1]
-        if number in (0, 4, 8):
-            assert len(prompts[0] | prompts[1]) < 2 * count, "no repetition: the test shows nothing"
-    both = envs.make("logic", types="dyck_language2", **WORDS | SMALL)  # 4 and 5 share their problems
-    prompts = [{both.task(split, k).messages[0]["content"] for k in range(300)} for split in both.splits]
-    assert not prompts[0] & prompts[1]
+    env = envs.make("logic", types="dyck_language2" if number == 4 else str(number), **WORDS | SMALL)
+    train, test = ({env.task(split, k).messages[0]["content"] for k in range(count)} for split in env.splits)
+    assert not train & test
+    assert 0 < len(test) and len(train | test) < 2 * count, "no repetition: the test shows nothing"
 
 
 @pytest.mark.parametrize("options", [{}, WORDS], ids=["chat", "words"])
@@ -383,16 +340,14 @@ def test_the_examples_on_the_page_are_current(options):
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
-    ({"length": 4}, "unknown option 'length'"), ({"types": "sudokus"}, "option types: expected all"),
-    ({"types": ""}, "option types"), ({"types": "0,dyck_language"}, "different ones"),
-    ({"types": "9"}, "option types"), ({"dyck_min_length": "x"}, "expected int"),
+    ({"types": "sudokus"}, "option types: expected all"), ({"types": ""}, "option types"),
+    ({"types": "0,dyck_language"}, "different ones"), ({"types": "9"}, "option types"),
     ({"dyck_min_length": 61}, "dyck_min_length: expected 2 to dyck_max_length .60., got 61"),
     ({"dyck_min_length": 5, "dyck_max_length": 5}, "even"),
-    ({"dyck_pairs": 9}, "dyck_pairs: expected 1 to 8"),
-    ({"sudoku_max_givens": 25}, "26 to 80"), ({"sudoku_min_givens": 21}, "sudoku_min_givens"),
-    ({"style": "long"}, "expected one of chat, words"), ({"style": "words"}, "operation_max_value"),
+    ({"dyck_pairs": 9}, "dyck_pairs: expected 1 to 8"), ({"sudoku_max_givens": 25}, "26 to 80"),
+    ({"sudoku_min_givens": 21}, "sudoku_min_givens"), ({"style": "words"}, "operation_max_value"),
     ({"errors_max_errors": 11}, "errors_min_length"), ({"test_tasks": 0}, "test_tasks"),
-    ({"cryptarithm_max_operators": 4}, "1 to 3"), ({"operation_conditions": "maybe"}, "expected bool"),
+    ({"cryptarithm_max_operators": 4}, "1 to 3"),
 ])
 def test_bad_options_are_named(options, expected):
     with pytest.raises(envs.BadInput, match=expected) as error:
@@ -426,15 +381,12 @@ def test_trap_boxes():
 
 
 @pytest.mark.parametrize("text, value", [
-    ("12", 12), ("-12", -12), ("- 12", -12), ("12.0", 12), (".5", Fraction(1, 2)), ("1,234,567", 1234567),
-    ("1,234.50", Fraction(2469, 2)), ("7/2", Fraction(7, 2)), ("-7 / 2", Fraction(-7, 2)),
+    ("- 12", -12), (".5", Fraction(1, 2)), ("1,234.50", Fraction(2469, 2)), ("-7 / 2", Fraction(-7, 2)),
     ("+1234", 1234), (r"\frac{7}{-2}", Fraction(-7, 2)), (r"\frac{ -7 }{ 2 }", Fraction(-7, 2)),
-    (r"\frac{7}{0}", None), ("+-5", None), (r"\frac{7}{--2}", None),
-    (r"\frac{7}{2}", Fraction(7, 2)), (r"-\dfrac{7}{2}", Fraction(-7, 2)), (r"\frac{-7}{2}", Fraction(-7, 2)),
-    ("1,23", None), ("1e5", None), ("9**9**9", None), ("9" * 10**6, None), ("7/0", None), ("nan", None),
-    ("inf", None), ("١٢", None), ("１２", None), ("1_000", None), ("", None), ("+", None), ("--5", None),
-    ("0x10", None), ("5.", 5), ("-1,234.", -1234), ("5..", None), (".", None), ("\ud800", None),
-    ("1\0", None)])
+    (r"-\dfrac{7}{2}", Fraction(-7, 2)), ("-1,234.", -1234),
+    (r"\frac{7}{0}", None), ("+-5", None), (r"\frac{7}{--2}", None), ("1,23", None), ("1e5", None),
+    ("9" * 10**6, None), ("7/0", None), ("nan", None), ("١٢", None), ("1_000", None), ("", None), ("+", None),
+    ("0x10", None), ("5..", None), (".", None), ("1\0", None)])
 def test_trap_numbers(text, value):
     if value is None:
         with pytest.raises(Unreadable):
@@ -444,7 +396,7 @@ def test_trap_numbers(text, value):
 
 
 def test_trap_operation_is_right_within_a_millionth():
-    env, found = tasks(200, 2)
+    env, found = tasks(100, 2)
     task = next(task for task in found if "/3" in task.data["answer"])
     value = Fraction(task.data["answer"])
     assert score(env, task, f"\\boxed{{{float(value):.9f}}}") == 1
@@ -459,11 +411,11 @@ def test_trap_operation_is_right_within_a_millionth():
 
 
 @pytest.mark.parametrize("text, value", [
-    ("-" * 500 + "7", 7), ("1 -" + " -" * 400 + " 2", -1), ("-" * 100 + "(-3)", -3),
-    ("8 / (3 - 8 / 3)", 24), ("-2 * 3", -6), ("2 - -3", 5), ("1 - 2 - 3", -4), ("((5))", 5),
+    ("-" * 500 + "7", 7), ("1 -" + " -" * 400 + " 2", -1), ("8 / (3 - 8 / 3)", 24), ("-2 * 3", -6),
+    ("1 - 2 - 3", -4), ("((5))", 5),
     ("1 / (5 - 5)", None), ("07", None), ("1.5", None), ("2 ** 3", None), ("7 // 2", None), ("(3)(5)", None),
-    ("3 5", None), ("3 +", None), ("(3", None), ("3)", None), ("", None), ("abs(3)", None), ("9" * 13, None),
-    ("(" * 100 + "1" + ")" * 100, None), ("1" + " + 1" * 400, None), ("٣ + 1", None), ("1 = 1", None)])
+    ("3 5", None), ("3 +", None), ("", None), ("abs(3)", None), ("9" * 13, None),
+    ("(" * 100 + "1" + ")" * 100, None), ("1" + " + 1" * 400, None), ("1 = 1", None)])
 def test_trap_expressions(text, value):
     if value is None:
         with pytest.raises(Unreadable):
@@ -488,23 +440,17 @@ def test_trap_game_of_24_none_and_parentheses():
     assert score(env, task, "None") == 0, "not in a code block"
 
 
-def test_trap_game_of_24_numbers_once_and_last_block():
+def test_trap_game_of_24_each_number_once():
     env, task = game([1, 4, 9, 12], 24)
-    good = "(9 - 4 + 1) * 12 / 3"
-    assert score(env, task, f"```\n{good}\n```") == 0  # a 3 that is not there
     good = task.data["answer"]
-    assert score(env, task, f"```python\n{good}\n```") == 1
-    assert score(env, task, f"```\n12\n```\nso\n```\n{good}\n```\ndone") == 1
-    assert score(env, task, f"```\n{good}\n```\nno:\n```\n12 + 12\n```") == 0
-    assert score(env, task, f"```\n{good}\n```\n```\n12 + 12") == 1  # the second never closes
-    for wrong in ("12 + 12", "24", "12 * (9 - 4 - 1 - 1 - 1)", f"{good} + 0", f"{good} = 24", ""):
+    for wrong in ("(9 - 4 + 1) * 12 / 3", "12 + 12", "24", f"{good} + 0", f"{good} = 24", ""):
         assert score(env, task, f"```\n{wrong}\n```") == 0
+    assert score(env, task, f"```\n{good}\n```\n```\n12 + 12") == 1  # the second never closes
 
 
 @pytest.mark.parametrize("reply", [
-    "I end with a ``` block.\n```\nGOOD\n```", "```\n" + "no\n" * 8_000 + "```\nso\n```\nGOOD\n```",
-    "```python3\nGOOD\n```", "```c++\nGOOD\n```", "````\nGOOD\n````", "``` python\r\nGOOD\r\n```\r\n",
-    "Between ``` and ``` stands\n```\nGOOD\n```", "```\nGOOD```", "```GOOD```", "So: ```\nGOOD\n```",
+    "```\n" + "no\n" * 8_000 + "```\nso\n```\nGOOD\n```", "```c++\nGOOD\n```", "````\nGOOD\n````",
+    "``` python\r\nGOOD\r\n```\r\n", "Between ``` and ``` stands\n```\nGOOD\n```", "So: ```\nGOOD\n```",
     "so ```GOOD``` it is", "````\n``` is no end here\n````\n```\nGOOD\n```\nand ``` after it",
     "  ```\n\tGOOD\n  ```"])
 def test_trap_code_blocks(reply):
@@ -517,7 +463,7 @@ def test_trap_code_blocks(reply):
 @pytest.mark.parametrize("operators", ["+-*/", "+-*", "+-"])
 def test_none_means_none_by_brute_force(operators):
     rng = random.Random(5)
-    for _ in range(12):
+    for _ in range(4):
         numbers = [rng.randint(1, 15) for _ in range(4)]
         values = all_values(list(map(Fraction, numbers)), operators, {})
         for target in (24, 36, 48, 60, 72, 100):
@@ -606,33 +552,3 @@ def test_trap_reasoning_errors_none_is_the_empty_set():
     for wrong in ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7"):
         assert score(env, some, f"\\boxed{{{wrong}}}") == 0
         assert wrong == "none" or score(env, none, f"\\boxed{{{wrong}}}") == 0
-
-
-def corrupted(env, task, rng):
-    """The reference solution with one symbol changed, as chat text: never another right answer."""
-    answer, number = task.data["answer"], task.data["type"]
-    if number == 6:
-        letters = set(answer.split(", ")) ^ {rng.choice("ABC")}
-        return f"\\boxed{{{', '.join(sorted(letters))}}}"
-    if number == 8:
-        steps = set(map(int, answer.split(", "))) ^ {rng.randint(1, len(task.data["sequence"]))}
-        return f"\\boxed{{{', '.join(map(str, sorted(steps))) or 'none'}}}"
-    if number == 1 and answer == "None":
-        return f"```\n{' + '.join(map(str, task.data['numbers']))}\n```"
-    alphabet = "0123456789" if number in (1, 2, 3) else "123456789" if number == 7 else "".join(
-        [*PARTNER, *PARTNER.values()])
-    places = [k for k, letter in enumerate(answer) if letter in alphabet]
-    k = rng.choice(places)
-    text = answer[:k] + rng.choice(alphabet.replace(answer[k], "")) + answer[k + 1:]
-    return env.solution(dataclasses.replace(task, data={**task.data, "answer": text}))
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_corrupted_solutions_fail(number):
-    rng = random.Random(3)
-    env, found = tasks(20 if number not in (3, 7) else 3, number)
-    for task in found:
-        for _ in range(10):
-            # Never right by chance: sequences, sets, values, grids and readings are the only ones, and a
-            # number of the game that is exchanged is not among the given.
-            assert score(env, task, corrupted(env, task, rng)) == 0
