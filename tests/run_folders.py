@@ -1,12 +1,17 @@
 """What the tests of training runs share: start a script, kill it, read and compare its run folder."""
 
+import atexit
+import functools
+import importlib.util
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,6 +38,30 @@ LAST = "step_000004"
 def slow_but(quick, cases):
     """pytest's parameters of all cases, marked as slow but for those in `quick`."""
     return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
+
+
+@functools.cache
+def variants():
+    """What docs/variants.md makes of the scripts with `patch`.  -> {name: path}, beside envs and models"""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    for name in ("envs", "models"):
+        Path(folder.name, name).symlink_to(ROOT / name)
+    found = {}
+    for script, diff, name in set(re.findall(r"patch (\w+\.py) (\S+\.diff) -o (\w+\.py)",
+                                             (ROOT / "docs" / "variants.md").read_text())):
+        found[name] = Path(folder.name, name)
+        subprocess.run(["patch", script, diff, "-o", found[name]], cwd=ROOT, check=True, capture_output=True)
+    return found
+
+
+def load_script(path):
+    """-> the module that a file is, its main not run"""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def command_line(script, *flags):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_folders import variants
 from tools import docs_tables
 from tools.docs_tables import DocsError, readme_commands, rendered
 
@@ -109,10 +110,14 @@ def listed_commands() -> list[tuple[str, str]]:
     return [(page, command) for page in PAGES for command in readme_commands((ROOT / page).read_text())]
 
 
+def located(script: str) -> Path:
+    return variants().get(script, ROOT / script)
+
+
 @functools.cache
 def known_flags(script: str) -> set[str]:
-    if script in SCRIPTS:
-        names = {flag.option for flag in docs_tables.flags(ROOT / script)}
+    if script in SCRIPTS or script in variants():
+        names = {flag.option for flag in docs_tables.flags(located(script))}
         return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
     calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
@@ -123,9 +128,9 @@ def known_flags(script: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted({shlex.split(command)[1] for _, command in listed_commands()}))
 def test_the_programs_of_the_docs_tell_their_flags(script):
-    if "add_argument" not in (source := (ROOT / script).read_text()) and "tyro" not in source:
+    if "add_argument" not in (source := located(script).read_text()) and "tyro" not in source:
         return  # takes none, and starts its work at once
-    command = [sys.executable, script, "--help"]
+    command = [sys.executable, located(script), "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-500:]
     shown = set(re.findall(r"--[a-z0-9][a-z0-9_-]*", done.stdout))
@@ -136,7 +141,7 @@ def test_commands_in_the_docs_exist():
     wrong = []
     for page, command in listed_commands():
         script, *words = shlex.split(command)[1:]
-        if not (ROOT / script).is_file():
+        if not located(script).is_file():
             wrong.append(f"{page}: {command}: there is no {script}")
             continue
         flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
@@ -152,15 +157,15 @@ FOREIGN = set("""
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts --shutdown-timeout
     --host --max-model-len --logprobs-mode --generation-config --enable-lora --max-lora-rank --max-loras
     --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
-    --gpus-per-node --cpus-per-task --requeue --signal
-    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch
+    --gpus-per-node --cpus-per-task --requeue --signal --label
+    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff
 
 
 @functools.cache
 def all_flags() -> set[str]:
     paths = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).glob("*.py")]
     paths += [ROOT / "tests" / "mutants.py"]
-    programs = [*SCRIPTS, *(str(path.relative_to(ROOT)) for path in paths)]
+    programs = [*SCRIPTS, *variants(), *(str(path.relative_to(ROOT)) for path in paths)]
     return {flag.replace("_", "-") for program in programs for flag in known_flags(program)}
 
 
