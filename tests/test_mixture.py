@@ -24,10 +24,6 @@ class Sums(Countdown):
 """
 
 
-def made(name="countdown=3,tests/two_turn.py:TwoTurn", **options):
-    return envs.make(name, **options)
-
-
 class Few(envs.Env):
     """An environment of a given number of tasks, which it counts."""
 
@@ -70,7 +66,7 @@ def test_training_tasks_come_by_weight_each_once_before_any_repeats_but_of_the_s
         assert sorted(task.source for task in tasks[start:start + 6]) == list("aaabcc")
 
 
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 5, 9), repeat=3)))
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 5), repeat=3)))
 def test_test_tasks_take_turns_until_all_have_come_once(sizes):
     env = mixed("a,b=4,c", **{name: (3, size) for name, size in zip("abc", sizes, strict=True)})
     tasks = [env.task("test", index) for index in range(env.num_tasks("test"))]
@@ -89,7 +85,7 @@ def test_a_task_is_its_environments_own():
     assert (task.id, task.source, task.messages[0]["content"]) == ("b:train-1", "b", "b 1")
     assert env.start(task, 7) == ("b", "train-1", 7)  # a reply scores as it would there
     assert env.solution(task) == "b solves train-1"
-    assert env.vocabulary == ["a", "b"]
+    assert env.demonstration(task)[-1]["content"] == "b solves train-1"
 
 
 def test_words_are_known_where_all_know_theirs():
@@ -99,56 +95,19 @@ def test_words_are_known_where_all_know_theirs():
     assert mixture.Mixture("a,c", {}, lambda place: few[place]).vocabulary is None
 
 
-def test_countdown_solutions_score_full_marks_and_tasks_are_the_same_at_any_time():
-    env = made(**{"countdown.max_operands": "4"})
-    assert env.multi_turn
-    alone = envs.make("countdown", max_operands=4)
-    seen = 0
-    for index in (11, 0, 5, 2, 11):
-        task = env.task("train", index)
-        assert task == made(**{"countdown.max_operands": "4"}).task("train", index)
-        if task.id.startswith("countdown:"):
-            inner = index // 4 * 3 + index % 4
-            assert task.messages == alone.task("train", inner).messages
-            assert env.start(task, 1).step(env.solution(task)).info["correct"] == 1
-            seen += 1
-    assert seen >= 3
-
-
-ALL = {"logic.types": "0, 6", "logic.dyck_max_length": 44, "openspiel.cases": "tic_tac_toe;hex(board_size=3)",
-       "openspiel.workers": 0, "openspiel.playouts": 2, "arcagi3.downsample": 8}
-
-
-def test_real_environments_mix_and_their_splits_are_apart():
-    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
-    tasks = {split: [env.task(split, k) for k in range(200)] for split in env.splits}
-    names = collections.Counter(task.id.partition(":")[0] for task in tasks["train"])
-    assert names == dict(countdown=80, logic=40, openspiel=40, arcagi3=40)
-    assert not {task.id for task in tasks["train"]} & {task.id for task in tasks["test"]}
-    prompts = {split: {str(task.messages) for task in found} for split, found in tasks.items()}
-    assert not prompts["train"] & prompts["test"]
-    for task in tasks["test"][:8]:
-        spoken = [m["content"] for m in env.demonstration(task) if m["role"] == "assistant"]
-        episode = env.start(task, 1)
-        steps = [episode.step(reply) for reply in spoken]
-        episode.close()
-        assert steps[-1].info["correct"] == 1 and steps[-1].terminated, task.id
-
-
 def test_many_threads_get_the_tasks_and_scores_of_one():
-    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
-
-    def score(index):
+    def score(env, index):
         task = env.task("train", index)
         episode = env.start(task, 3)
         step = episode.step(env.solution(task) or "ACTION1")
         episode.close()
         return task, step.reward
 
-    alone = [score(index) for index in range(40)]
-    env = made("countdown = 2, logic, openspiel, arcagi3", **ALL)
+    one, other = (envs.make("countdown = 2, logic, arcagi3", **{"logic.types": "0, 6"}) for _ in range(2))
+    assert one.multi_turn
+    alone = [score(one, index) for index in range(40)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(score, range(40))) == alone
+        assert list(pool.map(score, [other] * 40, range(40))) == alone
 
 
 @pytest.mark.parametrize(("name", "options", "says"), [
@@ -156,14 +115,12 @@ def test_many_threads_get_the_tasks_and_scores_of_one():
     ("countdown,", {}, "different names"),
     ("countdown,countdown", {}, "different names"),
     ("countdown=0,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '0'"),
-    ("countdown=-1,tests/two_turn.py:TwoTurn", {}, "got '-1'"),
     ("countdown=²,tests/two_turn.py:TwoTurn", {}, "got '²'"),
     ("countdown=,tests/two_turn.py:TwoTurn", {}, "got ''"),
     ("countdown=99999999999999999999,tests/two_turn.py:TwoTurn", {}, "weight of countdown"),
     ("countdown,tests/two_turn.py:TwoTurn", {"max_operands": "4"}, "NAME.OPTION.*countdown, TwoTurn"),
     ("countdown,tests/two_turn.py:TwoTurn", {"count.max_operands": "4"}, "NAME.OPTION"),
     ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operand": "4"}, "did you mean 'max_operands'"),
-    ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operands": "x"}, "expected int"),
 ])
 def test_what_cannot_be_mixed_is_one_line(name, options, says):
     with pytest.raises(BadInput, match=says) as caught:
