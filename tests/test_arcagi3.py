@@ -87,7 +87,7 @@ def run(env, task, replies=None):
 def test_games_of_each_kind_are_won_by_their_solution(name):
     """Counted by the game alone; with the environment around it, below."""
     first = set()
-    for seed in range(100):
+    for seed in range(40):
         game = games.new_game(f"{name}-{seed}")
         solution = game.solution()
         assert len(solution) <= arcagi3.Config.max_actions
@@ -97,14 +97,14 @@ def test_games_of_each_kind_are_won_by_their_solution(name):
         assert game.state == "WIN" and game.completed == game.num_levels
         assert np.shape(frames) == (2, 64, 64) and 0 <= np.min(frames) and np.max(frames) <= 15
         first.add(str(game.levels[0]))
-    assert len(first) > 90
+    assert len(first) > 36
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("options", [{}, SHORT], ids=["chat", "short"])
 def test_solutions_score_full_marks_and_corrupted_ones_do_not(name, options):
     env = offline(game_ids=name, **options)
-    for index in range(5):
+    for index in range(2):
         task = env.task("test", index)
         steps = run(env, task)
         assert [step.terminated for step in steps] == [False] * (len(steps) - 1) + [True]
@@ -180,7 +180,7 @@ def test_reset_begins_the_level_and_twice_the_game():
 
 
 def test_no_test_game_looks_like_a_train_game_from_afar():
-    ids = [f"{name}-{seed}" for name in KINDS for seed in range(120)]
+    ids = [f"{name}-{seed}" for name in KINDS for seed in range(60)]
     frames = [(arcagi3.split_of_game(game_id), games.new_game(game_id).frame()) for game_id in ids]
     for scale in (2, 3, 4, 8):
         view = arcagi3.View(arcagi3.Config(live=True, downsample=scale))
@@ -194,7 +194,7 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
         raise AssertionError("nothing may be asked for")
 
     ids = [f"g{k}-abc" for k in range(40)]
-    env = make(game_ids=",".join(ids), root_url="http://127.0.0.1:1")
+    env = make(game_ids=",".join(ids))
     env.make_transport = transport
     found = {split: [env.task(split, k) for k in range(env.num_tasks(split))] for split in env.splits}
     names = {split: {task.data["game_id"] for task in tasks} for split, tasks in found.items()}
@@ -216,23 +216,20 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
         make(game_ids="a", test_ids="a").num_tasks("train")
     with pytest.raises(BadInput, match="test_ids.*zz"):
         make(game_ids="a", test_ids="zz").num_tasks("train")
-    with pytest.raises(IndexError):
-        chosen.task("train", 2)
     listed = offline(game_ids="maze-1,maze-2,lights-4", test_ids="none")
     assert [listed.task("train", k).id for k in range(3)] == [f"arcagi3-train-{k}" for k in range(3)]
 
 
 @pytest.mark.parametrize("options, says", [
     (dict(downsample=0), "downsample: expected 1 to 32, got 0"), (dict(history=-1), "history"),
-    (dict(max_actions=0), "max_actions"), (dict(reward_mode="gain"), "reward_mode.*delta_score"),
+    (dict(max_actions=0), "max_actions"),
     (dict(live=True, session=SESSION), "session"), (dict(session=SESSION, root_url="http://h"), "session"),
     (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(game_ids="mazes"), "maze.*live=true"),
     (dict(game_ids="maze,maze-1"), "not both"), (dict(test_ids="a"), "test_ids"),
     (dict(changes=True, style="short"), "changes"), (dict(timeout="0"), "timeout"),
     (dict(reward_scale="inf"), "reward_scale"), (dict(session="no such file"), "no such file"),
-    *((dict(downsample=scale), f"1, 2, 3, 4 or 8 .* got {scale}") for scale in (5, 7, 9, 32)),
+    (dict(downsample=5), "1, 2, 3, 4 or 8 .* got 5"), (dict(game_ids="maze-99999999999"), "game_ids"),
     (dict(session=SESSION, game_ids="maze-1"), "game_ids: expected demo-0001, .* got 'maze-1'"),
-    (dict(games="maze"), "unknown option"), (dict(game_ids="maze-99999999999"), "game_ids"),
 ])
 def test_options_that_cannot_be_are_named(options, says):
     with pytest.raises(BadInput, match=says):
@@ -242,20 +239,30 @@ def test_options_that_cannot_be_are_named(options, says):
 # ---- Screens
 
 
+def grid_of(text):
+    return [[int(cell, 16) for cell in line] for line in text.partition("screen (64x64):\n")[2].split("\n")]
+
+
 def test_a_screen_says_what_the_spec_promises():
     env = offline(game_ids="maze-17", test_ids="none")
     task = env.task("train", 0)
     text = task.messages[-1]["content"]
-    head, _, grid = text.partition("screen (64x64):\n")
-    assert "state: NOT_FINISHED\nscore: 0 of 3\nstep: 0 of 80\n" in head
-    assert "actions: ACTION1 ACTION2 ACTION3 ACTION4\n" in head
-    frame = games.new_game("maze-17").frame()
-    assert [[int(cell, 16) for cell in line] for line in grid.split("\n")] == frame
-    step = env.start(task, 1).step(env.replies(task)[0])
-    assert step.messages[0]["role"] == "user" and "step: 1 of 80" in step.messages[0]["content"]
+    assert "state: NOT_FINISHED\nscore: 0 of 3\nstep: 0 of 80\n" in text
+    assert "actions: ACTION1 ACTION2 ACTION3 ACTION4\n" in text
+    assert grid_of(text) == games.new_game("maze-17").frame()
+
+    episode, animated = env.start(task, 1), 0
+    for number, reply in enumerate(env.replies(task)[:5], 1):
+        (message,) = episode.step(reply).messages
+        assert message["role"] == "user" and f"step: {number} of 80" in message["content"]
+        shown = grid_of(message["content"])
+        first, *_, last = [[list(row) for row in grid] for grid in episode.frame.grids * 2]
+        assert shown == last
+        animated += "animation: 2 screens" in message["content"] and shown != first
+    assert animated
 
 
-@pytest.mark.parametrize("scale", [1, 2, 3, 4, 8, 32])
+@pytest.mark.parametrize("scale", [1, 3, 8, 32])
 def test_a_shrunk_screen_shows_majorities(scale):
     view = arcagi3.View(arcagi3.Config(live=True, downsample=scale))
     rng = random.Random(scale)
@@ -277,22 +284,8 @@ def test_options_of_the_screen():
     assert "history: ACTION" in texts[0] and "changed (x, y): (" in texts[0] and "nothing" not in texts[0]
     last = [reply.split('"')[3] for reply in env.replies(task)[3:5]]
     assert f"history: {', '.join(last)}\n" in texts[4]
-    assert any("animation: 2 screens" in text for text in texts)
     text = env.start(task, 1).step("hm").messages[0]["content"]
     assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
-
-
-def test_of_an_animation_the_last_screen_is_shown():
-    env = offline(game_ids="maze-17", test_ids="none")
-    task = env.task("train", 0)
-    episode, seen = env.start(task, 1), 0
-    for reply in env.replies(task)[:5]:
-        text = episode.step(reply).messages[0]["content"]
-        lines = text.partition("screen (64x64):\n")[2].split("\n")
-        shown = [[int(cell, 16) for cell in line] for line in lines]
-        assert shown == [list(row) for row in episode.frame.grids[-1]]
-        seen += "animation: 2 screens" in text and shown != [list(row) for row in episode.frame.grids[0]]
-    assert seen
 
 
 @pytest.mark.parametrize("scale", [1, 3, 4, 8])
@@ -316,7 +309,7 @@ def test_the_short_style_is_within_its_vocabulary():
     env = offline(history=3, **SHORT)
     words = set(env.vocabulary)
     assert len(words) == len(env.vocabulary) < 300 and offline().vocabulary is None
-    for index in range(9):
+    for index in range(3):
         task = env.task("train", index)
         replies = ["nonsense", *env.replies(task)]
         steps = run(env, task, replies)
@@ -348,15 +341,13 @@ def test_a_short_click_is_in_the_middle_of_its_block(scale):
 
 @pytest.mark.parametrize("reply, expected", [
     ('{"action": "ACTION6", "x": 1, "y": 2, "reasoning": "why"}', Action("ACTION6", 1, 2, "why")),
-    ("ACTION6 x=1 y=2", Action("ACTION6", 1, 2)), ("  action6 x = 1, y = 2  ", Action("ACTION6", 1, 2)),
-    ("ACTION6 63 0", Action("ACTION6", 63, 0)), ("`ACTION6 x=1 y=2`.", Action("ACTION6", 1, 2)),
-    ("I go up.\nACTION1", Action("ACTION1")), ("RESET", Action("RESET")),
+    ("  action6 x = 1, y = 2  ", Action("ACTION6", 1, 2)), ("ACTION6 63 0", Action("ACTION6", 63, 0)),
+    ("`ACTION6 x=1 y=2`.", Action("ACTION6", 1, 2)), ("I go up.\r\nACTION1\r\n", Action("ACTION1")),
     ('first {"action": "ACTION1"} then {"action": "action2"} done', Action("ACTION2")),
     ('{"action": "ACTION1"} {"note": 1}', Action("ACTION1")),
-    ('```json\n{"action": "ACTION3"}\n```', Action("ACTION3")),
+    ('```json\n{\r\n"action": "RESET"\r\n}\n```', Action("RESET")),
     ('<think>{"action": "ACTION1"}</think>{"action": "ACTION2"}', Action("ACTION2")),
     ("<think>ACTION1</think>\nACTION5", Action("ACTION5")),
-    ("so\r\nACTION1\r\n", Action("ACTION1")), ('{\r\n"action": "RESET"\r\n}\r\n', Action("RESET")),
     ('{"action": "ACTION1", "x": 99, "y": true}', Action("ACTION1")),
     ('{"action": "ACTION2", "data": {"action": "ACTION3"}}', Action("ACTION2")),
     ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
@@ -370,20 +361,17 @@ def test_replies_that_name_an_action(reply, expected):
 
 
 @pytest.mark.parametrize("reply, says", [
-    ("<think>\nACTION1", "no action"), ('<think>{"action": "ACTION1"}', "no action"),
     ("<think>a</think>\nACTION1\n<think>\nACTION2", "no action"),
-    ("actıon1", "no action"), ("REſET", "no action"),
-    ('{"action": "actıon1"}', "not the name"), ('{"action": "REſET"}', "not the name"),
-    ("", "no action"), ("up", "no action"), ("I choose ACTION1", "no action"),
-    ("ACTION8", "'ACTION8' is not"), ("ACTION0", "not the name"), ('{"action": "ACTION8"}', "not the name"),
+    ('{"action": "ACTION1"}</think>', "no action"), ("REſET", "no action"),
+    ('{"action": "REſET"}', "not the name"), ("I choose ACTION1", "no action"),
+    ("ACTION8", "'ACTION8' is not"), ('{"action": "ACTION0"}', "not the name"),
     ("ACTION6", "x is missing"), ('{"action": "ACTION6", "x": 1}', "y is missing"),
     ('{"action": "ACTION6", "x": true, "y": 1}', "x is True"), ("ACTION6 x=64 y=0", "x is 64"),
     ('{"action": "ACTION6", "x": 1, "y": -1}', "y is -1"), ("ACTION6 x=-1 y=1", "x is -1"),
     ('{"action": "ACTION6", "x": NaN, "y": 1}', "x is nan"),
-                                         ('{"action": "ACTION1"}</think>', "no action"),
     ('{"action": "ACTION6", "x": ' + "9" * 4000 + ', "y": 1}', "x is 9999"),
     ('{"action": "ACTION6", "x": ' + "9" * 5000 + ', "y": 1}', "no action"),  # Python reads no such integer
-    ('{"action": "ACTION１"}', "not the name"), ("ACTION６ x=1 y=1", "no action"),
+    ("ACTION６ x=1 y=1", "no action"),
     ('{"action": "ACTION1"' + " " * 9000 + "}", "no action"),  # longer than what is read
 ])
 def test_replies_that_name_none(reply, says):
@@ -394,21 +382,17 @@ def test_replies_that_name_none(reply, says):
                          [{}, dict(changes=True, history=3, downsample=2), SHORT | dict(history="2")],
                          ids=["chat", "all", "short"])
 def test_empty_replies_and_echoes_do_not_score(options):
-    for index in range(3):
-        env = offline(max_actions=12, **options)
-        task = env.task("train", index)
-        episode, last = env.start(task, 1), task.messages
-        step = episode.step(env.replies(task)[0])  # so that there is a history
-        for turn in range(1, 12):
-            echo = ["", "".join(message["content"] for message in last or task.messages)][turn % 2]
-            assert not step.terminated and not step.truncated
-            step = episode.step(echo)
-            assert step.reward == 0 and step.info["invalid"] == turn
-            last = step.messages
-        assert step.truncated and not step.terminated and step.info["correct"] == 0
-        assert step.info["actions_taken"] == 1
-    prompt = "".join(message["content"] for message in task.messages)
-    assert isinstance(parse_reply(prompt), str)
+    env = offline(max_actions=12, **options)
+    task = env.task("train", 0)
+    episode = env.start(task, 1)
+    step = episode.step(env.replies(task)[0])  # so that there is a history
+    for turn in range(1, 12):
+        assert not step.terminated and not step.truncated
+        said = "".join(message["content"] for message in step.messages)
+        step = episode.step(said if turn % 2 else "")
+        assert step.reward == 0 and step.info["invalid"] == turn
+    assert step.truncated and not step.terminated and step.info["correct"] == 0
+    assert step.info["actions_taken"] == 1
 
 
 def test_an_action_that_the_game_lacks_is_answered_and_not_sent():
@@ -434,10 +418,6 @@ def test_the_bundled_session_ends_in_win(options, rewards):
     assert [step.reward for step in steps] == rewards
     assert steps[-1].terminated and steps[-1].info["state"] == "WIN" and steps[-1].info["correct"] == 1
     assert steps[-1].info["replay_url"].endswith("/replay/demo-0001/recorded-play")
-    cells = {cell for reply in (json.loads(Path(SESSION).read_text())["reset"],) for grid in reply["frame"]
-             for row in grid for cell in row}
-    assert max(cells) == 15 and min(cells) == 0
-    assert Path(SESSION).stat().st_size < 5_000
 
 
 def test_reset_takes_back_what_a_level_earned():
@@ -453,30 +433,23 @@ def test_reset_takes_back_what_a_level_earned():
 
 
 FRAME = {"game_id": "g", "guid": "u", "frame": [[[0, 15], [1, 2]]], "state": "NOT_FINISHED",
-         "levels_completed": 0,
-         "win_levels": 254, "available_actions": [1, 6], "action_input": {"id": 0}, "full_reset": True}
-
-
-def without(*names):
-    return {name: value for name, value in FRAME.items() if name not in names}
+         "levels_completed": 0, "win_levels": 254, "available_actions": [1, 6], "action_input": {"id": 0},
+         "full_reset": True}
 
 
 @pytest.mark.parametrize("reply", [
-    None, [], "WIN", 1, {}, {"error": "X", "message": "y"}, FRAME | {"error": "X"},
-    *(without(name) for name in ("game_id", "guid", "frame", "state", "levels_completed")),
+    [], {}, FRAME | {"error": "X"},
+    *({key: value for key, value in FRAME.items() if key != name}
+      for name in ("game_id", "guid", "frame", "state", "levels_completed")),
     *(FRAME | change for change in (
-        {"guid": None}, {"guid": 1}, {"guid": ""}, {"game_id": []}, {"state": "WON"}, {"state": None},
-                                    {"state": []},
+        {"guid": 1}, {"guid": ""}, {"game_id": []}, {"state": "WON"}, {"state": []},
         {"frame": []}, {"frame": [[]]}, {"frame": [[[]]]}, {"frame": [[[16]]]}, {"frame": [[[-1]]]},
-        {"frame": [[[True]]]}, {"frame": [[[1.0]]]}, {"frame": [[["1"]]]}, {"frame": [[[None]]]},
-        {"frame": [[[0], [0, 1]]]}, {"frame": [[[0] * 65]]}, {"frame": [[[0]] * 65]}, {"frame": [[0]]},
-                                    {"frame": [0]},
-        {"frame": [[[[0]]]]}, {"frame": {"0": 1}}, {"frame": [[[0]]] * 1001}, {"frame": [[[0], 0]]},
+        {"frame": [[[True]]]}, {"frame": [[[1.0]]]}, {"frame": [[[0], [0, 1]]]}, {"frame": [[[0] * 65]]},
+        {"frame": [[[0]] * 65]}, {"frame": [0]}, {"frame": {"0": 1}}, {"frame": [[[0]]] * 1001},
         {"levels_completed": 255}, {"levels_completed": -1}, {"levels_completed": True},
-                                    {"levels_completed": "1"},
-        {"levels_completed": 1.0}, {"win_levels": 255}, {"win_levels": None}, {"available_actions": [8]},
-        {"available_actions": "ACTION1"}, {"available_actions": [True]}, {"available_actions": ["ACTION9"]},
-        {"available_actions": [[1]]}, {"full_reset": 1}, {"action_input": 5})),
+        {"win_levels": 255}, {"available_actions": [8]}, {"available_actions": "ACTION1"},
+        {"available_actions": [True]}, {"available_actions": ["ACTION9"]}, {"full_reset": 1},
+        {"action_input": 5})),
 ])
 def test_frames_that_fail_the_schema(reply):
     with pytest.raises(ClientError):
@@ -516,8 +489,7 @@ def test_the_client_checks_what_it_sends_and_gets():
 # ---- Over HTTP
 
 
-@pytest.mark.parametrize("old_names", [False, True], ids=["names", "older names"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name, old_names", [*((name, False) for name in KINDS), ("lights", True)])
 def test_a_whole_game_over_http(name, old_names, serve):
     server = serve(games.Arcade(old_names=old_names), require_cookie=True, api_key="secret")
     env, task = over_http(server, f"{name}-5", "secret")
@@ -530,10 +502,10 @@ def test_a_whole_game_over_http(name, old_names, serve):
     assert paths[:2] == ["/api/scorecard/open", "/api/cmd/RESET"]
     assert paths[-2:] == [f"/api/scorecard/{info['card_id']}", "/api/scorecard/close"]
     assert not server.arcade.cards[info["card_id"]]["open"]
+
     local = offline(game_ids=f"{name}-5", test_ids="none")
-    there, here = steps[1].messages[0]["content"], run(local,
-                                                       local.task("train", 0))[0].messages[0]["content"]
-    assert there == here or old_names  # the same screens in process
+    (here,) = run(local, local.task("train", 0))[0].messages
+    assert steps[1].messages == [here] or old_names  # the same screens in process
 
 
 def test_the_list_of_games_is_fetched_once(serve):
@@ -595,8 +567,7 @@ def test_what_a_server_remembers_of_requests_is_bounded(serve, monkeypatch):
 
 
 @pytest.mark.parametrize("options, tries",
-                         [(dict(retries=2, deadline=300), 3), (dict(retries=9, deadline=1), 1),
-    (dict(retries=0), 1)])
+                         [(dict(retries=2, deadline=300), 3), (dict(retries=9, deadline=1), 1)])
 def test_retries_and_deadline_are_limits(options, tries, serve):
     server = serve(rate_limit=1)
     transport = connect(server, **options)
@@ -810,38 +781,15 @@ def test_64_episodes_at_once_have_cookies_and_a_scorecard_each(serve):
 # ---- Recordings
 
 
-def test_a_recording_replays_to_the_same_rewards(tmp_path):
-    for name in KINDS:
-        env = offline(game_ids=f"{name}-9", test_ids="none")
-        recorder = arcagi3.Recorder(arcagi3.LocalTransport())
-        env.make_transport = lambda recorder=recorder: recorder
-        task = env.task("train", 0)
-        replies = ["hm", env.replies(task)[0], "RESET",
-                   *env.replies(task)]  # a RESET in the middle replays too
-        steps = run(env, task, replies)
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(recorder.lines()))
-        again = make(session=str(path), test_ids="none")
-        replayed = run(again, again.task("train", 0), replies)
-        assert [step.reward for step in replayed] == [step.reward for step in steps]
-        assert [step.messages for step in replayed] == [step.messages for step in steps]
-        assert replayed[-1].info["correct"] == 1
-        single = tmp_path / f"{name}.json"
-        single.write_text(json.dumps(recorder.session))
-        assert arcagi3.load_session(str(single)) == arcagi3.load_session(str(path)) | {
-            "steps": recorder.session["steps"]}
-
-
 @pytest.mark.parametrize("name, faults, retries", [
-    ("collect-8", dict(drop_every=4), 3), ("maze-2", dict(drop_every=5), 0),
-    ("maze-2", dict(fail_every=3), 0), ("maze-2", dict(fail_every=1), 0),
+    ("lights-4", {}, 0), ("collect-8", dict(drop_every=4), 3), ("maze-2", dict(fail_every=1), 0),
     ("lights-4", dict(fail_every=2, drop_every=3), 0)])
-def test_a_recording_of_failures_replays_to_the_same_rewards(name, faults, retries, serve, tmp_path, capsys):
+def test_a_recording_replays_to_the_same_rewards(name, faults, retries, serve, tmp_path, capsys):
     server = serve(**faults)
     recorder = arcagi3.Recorder(connect(server, retries=retries))
     env, task = over_http(server, name, transport=lambda: recorder, max_errors=50)
     episode, steps = env.start(task, 1), []
-    replies = ["RESET"] * 2 + env.replies(task) + ["RESET"]
+    replies = ["RESET", "hm", env.replies(task)[0], "RESET"] + env.replies(task) + ["RESET"]
     for reply in replies:
         steps.append(episode.step(reply))
         if faults.get("fail_every") == 1:  # it fails to begin, and then no more
@@ -851,9 +799,11 @@ def test_a_recording_of_failures_replays_to_the_same_rewards(name, faults, retri
     episode.close()
     session = recorder.session
     failed = len(session["failures"]) + sum("error" in step for step in session["steps"])
-    assert failed == steps[-1].info["errors"] > 0
-    path = tmp_path / "session.jsonl"
+    assert failed == steps[-1].info["errors"] and bool(failed) == bool(faults)
+    path, single = tmp_path / "session.jsonl", tmp_path / "session.json"
     path.write_text("".join(recorder.lines()))
+    single.write_text(json.dumps(session))
+    assert arcagi3.load_session(str(single))["steps"] == arcagi3.load_session(str(path))["steps"]
     again = make(session=str(path), max_errors=50, first_screen=False, test_ids="none")
     replayed = run(again, again.task("train", 0), replies)
     assert [step.reward for step in replayed] == [step.reward for step in steps]
@@ -887,13 +837,12 @@ def test_session_files_of_other_editors(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    json.dumps({"reset": FRAME, "failures": [{}]}), json.dumps({"reset": FRAME, "failures": 1}),
-    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION1", "payload": {}, "error": 1}]}),
-    "", "[]", "{}", "{", "\xff", '{"reset": 1}', '{"steps": []}', '{"reset": {"error": "X"}}',
-    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION9", "payload": {}, "response": {}}]}),
-    json.dumps({"reset": FRAME, "steps": [{"action": "ACTION1", "payload": []}]}),
-                                  json.dumps({"reset": FRAME, "steps": 1}),
-    json.dumps({"reset": FRAME, "scorecard": {"card_id": 1}}), json.dumps({"reset": FRAME, "scorecard": []}),
+    "", "[]", "{", "\xff", '{"steps": []}', '{"reset": {"error": "X"}}',
+    *(json.dumps({"reset": FRAME} | more) for more in (
+        {"failures": [{}]}, {"failures": 1}, {"steps": 1}, {"scorecard": {"card_id": 1}},
+        {"steps": [{"action": "ACTION1", "payload": {}, "error": 1}]},
+        {"steps": [{"action": "ACTION9", "payload": {}, "response": {}}]},
+        {"steps": [{"action": "ACTION1", "payload": []}]})),
     json.dumps({"action": "ACTION1", "payload": {}, "response": FRAME}),
 ])
 def test_files_that_are_no_session(text, tmp_path):
@@ -948,15 +897,19 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
 
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze"], "expected one game"),
-    (["--scripted", "--game-id", "ls20-1"], "maze-17"),
-                                         (["--model", "tests", "--game-id", "maze-1"], "cannot be loaded"),
+    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
+    (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
+    (["--scripted", "--game-id", "ls20-1"], "live=true: the server's"),
+    (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "ls20-1"], "no solver"),
+    (["--model", "tests", "--game-id", "maze-1"], "cannot be loaded"), (["--live"], "ARC_API_KEY"),
     (["--scripted", "--random"], "not allowed"), (["--root-url", "http://h", "--scripted"], "--live"),
     (["--mock-session", "none.json"], "no such file"), (["--max-actions", "0"], "1 or more"),
-    (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "ls20-1"], "no solver"),
+    (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
 ])
-def test_run_arc_eval_names_what_cannot_be(flags, says, capsys):
+def test_run_arc_eval_names_what_cannot_be_and_plays_nothing_else(flags, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = evaluate(capsys, *flags)
-    assert not result["ok"] and says in result["reason"], result
+    assert not result["ok"] and says in result["reason"] and not list(tmp_path.iterdir()), result
 
 
 def test_run_arc_eval_plays_by_default_and_says_how_to_play_live_games(capsys):
@@ -977,21 +930,8 @@ def test_run_arc_eval_reads_a_dotenv_file(capsys, tmp_path, monkeypatch):
     assert "ARC_ROOT_URL=nonsense: expected the form" in evaluate(capsys, "--live")["reason"]
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
-    (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
-    (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
-    (["--live"], "ARC_API_KEY"), (["--scripted", "--game-id", "ls20-1"], "live=true: the server's"),
-])
-def test_run_arc_eval_plays_nothing_that_was_not_asked_for(flags, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = evaluate(capsys, *flags)
-    assert not result["ok"] and says in result["reason"] and not list(tmp_path.iterdir()), result
-
-
 @pytest.mark.parametrize("flags", [
-    ("--delay", "-1"), ("--delay", "nan"), ("--rate-limit", "-2"), ("--seeds", "-3"), ("--seeds", "0"),
-    ("--fail-every", "-1"), ("--drop-every", "x"), ("--port", "70000")])
+    ("--delay", "nan"), ("--rate-limit", "-2"), ("--seeds", "0"), ("--drop-every", "x"), ("--port", "70000")])
 def test_the_server_refuses_numbers_that_cannot_be(flags, capsys):
     with pytest.raises(SystemExit) as end:
         arc_server.main(list(flags))
@@ -999,16 +939,15 @@ def test_the_server_refuses_numbers_that_cannot_be(flags, capsys):
 
 
 def test_a_server_away_is_a_failed_evaluation(capsys):
-    result = evaluate(capsys, "--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id",
-                      "maze-1",
-                      "--env-kwargs", "retries=0", "max_errors=2")
+    result = evaluate(capsys, "--scripted", "--live", "--root-url", "http://127.0.0.1:1",
+                      "--game-id", "maze-1", "--env-kwargs", "retries=0", "max_errors=2")
     assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
 
 
 @pytest.mark.parametrize("game", games.GAMES)
 def test_games_of_fewer_levels_begin_with_the_same_ones(game):
     env, whole = (offline(game_ids=game, levels=n, **SHORT) for n in (1, 3))
-    for index in range(5):
+    for index in range(2):
         task = env.task("test", index)
         assert task.data == whole.task("test", index).data
         replies = env.replies(task)
@@ -1031,9 +970,9 @@ def test_a_demonstration_is_the_solvers_game():
 
 
 def test_the_server_as_a_program():
-    server = subprocess.Popen([sys.executable, "tools/arc_server.py", "--port", "0", "--old-names", "--seeds",
-                               "2", "--levels", "2"],
-                              cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    flags = ["--port", "0", "--old-names", "--seeds", "2", "--levels", "2"]
+    server = subprocess.Popen([sys.executable, "tools/arc_server.py", *flags], cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE)
     try:
         url = json.loads(server.stdout.readline())["url"]
         env = make(root_url=url, game_ids="lights-2", test_ids="none")
@@ -1079,8 +1018,7 @@ def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, cap
     assert {"val/arcagi3/maze/pass@1", "val/arcagi3/lights/progress",
             "val/arcagi3/collect/invalid"} <= set(last)
     capsys.readouterr()
-    result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3,
-                      "--max-response-tokens", 4,
-                      "--temperature", 1, "--max-context-tokens", 200, "--env-kwargs", "style=short",
-                      "downsample=8")
+    result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3, "--temperature", 1,
+                      "--max-response-tokens", 4, "--max-context-tokens", 200,
+                      "--env-kwargs", "style=short", "downsample=8")
     assert result["ok"] and result["actions_taken"] + result["invalid"] == 3

@@ -1,5 +1,6 @@
 """Game Boys: a ROM of our own in PyBoy, against an emulator that the test itself steps."""
 
+import contextlib
 import io
 import os
 import signal
@@ -10,15 +11,16 @@ import time
 
 import make_rom
 import numpy as np
+import psutil
+import pyboy
 import pytest
 import torch
 
-pyboy = pytest.importorskip("pyboy")
-
-from envs import BadInput  # noqa: E402
-from envs.pixels import make_vec  # noqa: E402
-from envs.pixels.game_boy import ACTION_CODEC, Config, GameBoy, goal_meta, record_frames  # noqa: E402
-from envs.pixels.goals import save_goal  # noqa: E402
+from envs import BadInput
+from envs.pixels import make_vec
+from envs.pixels.game_boy import ACTION_CODEC, Config, goal_meta, record_frames
+from envs.pixels.game_boy_worker import Emulator
+from envs.pixels.goals import save_goal
 
 NAMES = ["NOOP", "A", "B", "START", "UP", "DOWN", "LEFT", "RIGHT"]
 TAU = 0.001  # the sprite is 16 of 5,760 cells: 0.0047 in another place, about 0.002 in another shade
@@ -43,7 +45,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def boot(folder, state=None, frames=300):
+def boot(folder, state=None):
     boy = pyboy.PyBoy(io.BytesIO((folder / "game.gb").read_bytes()), window="null", sound_emulated=False)
     boy.set_emulation_speed(0)
     if state:
@@ -51,18 +53,18 @@ def boot(folder, state=None, frames=300):
             boy.load_state(file)
         boy.button_release("down")
     else:
-        boy.tick(frames, False, False)
+        boy.tick(300, False, False)
     boy.tick(1, True, False)
     return boy
 
 
-def press(boy, name, held=8, frames=24):
+def press(boy, name):
     if name != "NOOP":
         boy.button_press(name.lower())
-    boy.tick(held, True, False)
+    boy.tick(8, True, False)
     if name != "NOOP":
         boy.button_release(name.lower())
-    boy.tick(frames - held, True, False)
+    boy.tick(16, True, False)
 
 
 def shrink(boy):
@@ -99,18 +101,13 @@ def test_the_rom_shows_every_button(folder):
     assert (record_frames(held, ["START"]) == 0).mean() < 0.1  # released a frame ago: not seen yet
 
 
-@pytest.mark.parametrize(("stack_k", "state"), [
-    pytest.param(1, "", marks=pytest.mark.slow), (2, "start.state")])
-def test_steps_are_those_of_an_emulator_stepped_by_hand(folder, stack_k, state):
-    rows, max_steps = 3, 6
-    state = str(folder / state) if state else ""
+def test_steps_are_those_of_an_emulator_stepped_by_hand(folder):
+    rows, stack_k, max_steps, state = 3, 2, 6, str(folder / "start.state")
     env = make_vec("pyboy", rows, workers=2, max_steps=max_steps, state=state, **options(folder, stack_k))
     goal = np.load(folder / f"goal{stack_k}" / "goal_template.npy").astype(int)
     # Row 0 comes to the goal, row 1 walks about, row 2 reaches the goal in the very step of its limit.
-    right = ["RIGHT"] if state else ["RIGHT", "RIGHT"]
-    late = right + ["NOOP"] * stack_k  # a stack of two shows the goal one step later
-    script = [(right + ["NOOP"] * 3) * 6, list(np.random.default_rng(0).choice(NAMES, 18)),
-              (["NOOP"] * (max_steps - len(late)) + late) * 3]
+    script = [["RIGHT", "NOOP", "NOOP", "NOOP"] * 3, list(np.random.default_rng(0).choice(NAMES, 12)),
+              ["NOOP", "NOOP", "NOOP", "RIGHT", "NOOP", "NOOP"] * 2]
     boys = [boot(folder, state) for _ in range(rows)]
     first = shrink(boys[0])
     stacks = [np.stack([first] * stack_k) for _ in range(rows)]
@@ -119,7 +116,7 @@ def test_steps_are_those_of_an_emulator_stepped_by_hand(folder, stack_k, state):
     obs = env.reset(seed=3)
     assert obs.dtype == torch.uint8 and (obs.numpy() == np.stack(stacks)).all()
     seen = []
-    for step in range(18):
+    for step in range(12):
         names = [script[row][step] for row in range(rows)]
         actions = torch.tensor([NAMES.index(name) for name in names])
         obs, reward, terminated, truncated, info = env.step(actions)
@@ -186,11 +183,8 @@ def test_a_saved_env_continues_bit_for_bit(folder, tmp_path):
 
 
 def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
@@ -223,9 +217,9 @@ def test_workers_leave_with_their_parent(folder):
     pids = list(map(int, out.stdout.split()))
     assert len(pids) == 2 and out.returncode == -signal.SIGKILL
     deadline = time.time() + 5
-    while any(map(alive, pids)) and time.time() < deadline:
+    while any(map(alive, pids)):
+        assert time.time() < deadline
         time.sleep(0.05)
-    assert not any(map(alive, pids))
 
 
 def test_log_meta_and_pictures(folder):
@@ -259,22 +253,18 @@ def whole(folder):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda f: {"rom": ""}, "rom: expected"),
     (lambda f: {"rom": str(f / "none.gb")}, "none.gb: cannot be read"),
-    (lambda f: {"rom": str(f)}, "cannot be read"),
     (lambda f: {"rom": broken(f, "empty.gb", b"")}, "sha256.rom"),
     (lambda f: {"state": str(f / "none.state")}, "none.state: cannot be read"),
     (lambda f: {"state": broken(f, "cut.state", whole(f)[:5000])}, "cut.state: PyBoy cannot load it"),
     (lambda f: {"state": broken(f, "zero.state", bytes(200_000))}, "zero.state: PyBoy read"),
     (lambda f: {"state": broken(f, "long.state", whole(f) + b"x")}, "long.state: PyBoy read"),
     (lambda f: {"goal_dir": ""}, "make_goal.py"),
-    (lambda f: {"goal_dir": str(f / "nothing")}, "goal_template.npy is missing"),
     (lambda f: {"goal_dir": str(f / "goal2")}, "stack_k is 2, expected 1"),
     (lambda f: {"frames_per_step": "12"}, "frames_per_step is 24, expected 12"),
     (lambda f: {"tau": "0.01"}, "tau is 0.001, expected 0.01"),
     (lambda f: {"k_consecutive": 3}, "k_consecutive is 2, expected 3"),
     (lambda f: {"release_after_frames": 24}, "release_after_frames"),
     (lambda f: {"workers": -1}, "workers"),
-    (lambda f: {"max_steps": 0}, "max_steps"),
-    (lambda f: {"romm": "x"}, "romm"),
 ])
 def test_bad_input_is_one_line(folder, change, message):
     with pytest.raises(BadInput) as error:
@@ -282,8 +272,8 @@ def test_bad_input_is_one_line(folder, change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("damage", [lambda rom: b"", lambda rom: rom[:100], lambda rom: rom[:0x8000 - 1],
-                                    lambda rom: rom[:0x134] + b"X" + rom[0x135:], lambda rom: bytes(0x8000)])
+@pytest.mark.parametrize("damage", [lambda rom: b"", lambda rom: rom[:0x8000 - 1],
+                                    lambda rom: rom[:0x134] + b"X" + rom[0x135:]])
 def test_a_damaged_cartridge_is_one_line(tmp_path, damage):
     (tmp_path / "bad.gb").write_bytes(damage(make_rom.rom()))
     with pytest.raises(BadInput) as error:
@@ -294,8 +284,6 @@ def test_a_damaged_cartridge_is_one_line(tmp_path, damage):
 
 
 def test_colours_become_shades_by_luminance():
-    from envs.pixels.game_boy_worker import Emulator
-
     class Boy:
         class screen:
             ndarray = np.zeros((144, 160, 4), np.uint8)
@@ -315,8 +303,6 @@ def test_colours_become_shades_by_luminance():
 
 
 def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
-    from envs.pixels.game_boy_worker import Emulator
-
     rom = bytearray(make_rom.rom())
     rom[0x147] = 0x10  # MBC3 with clock, memory and battery
     rom[0x14D] = -sum(value + 1 for value in rom[0x134:0x14D]) & 0xFF
@@ -337,9 +323,3 @@ def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
     emulator.boy.rtc_lock_experimental(False)
     assert hours() == 2  # what it would say
     assert capfd.readouterr() == ("", "")  # PyBoy tells of the clock on stdout, where tools print JSON
-
-
-def test_the_class_is_what_the_table_names():
-    from envs.pixels import VEC_ENVS
-
-    assert VEC_ENVS["pyboy"] == f"{GameBoy.__module__}:{GameBoy.__name__}"
