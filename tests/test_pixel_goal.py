@@ -230,19 +230,16 @@ WORLDS = {
 @pytest.mark.parametrize("name", slow_but(("defaults", "packed"), WORLDS))
 def test_steps_like_the_slow_world(name):
     config = PixelGoalConfig(**WORLDS[name])
-    env, seed, rows = PixelGoal(3, "cpu", config), 11, [SlowEnv(config) for _ in range(3)]
-    compare(env, rows, seed, [], 300)
+    compare(PixelGoal(3, "cpu", config), [SlowEnv(config) for _ in range(3)], 11, 200)
 
 
-def compare(env, rows, seed, script, steps):
-    """Step both; the script's actions first, in every row."""
+def compare(env, rows, seed, steps):
     generator = torch.Generator().manual_seed(0)
     obs, expected = env.reset(seed), [row.reset(seed + i) for i, row in enumerate(rows)]
     ends = np.zeros(2, int)
-    for step in range(steps):
+    for _ in range(steps):
         assert (env.decode(obs).numpy() == np.stack(expected)).all()
-        actions = guide(env, env._codes[:, -1], generator) if step >= len(script) else (
-            torch.full((env.num_envs,), script[step]))
+        actions = guide(env, env._codes[:, -1], generator)
         obs, reward, terminated, truncated, info = env.step(actions)
         results = [row.step(action) for row, action in zip(rows, actions.tolist(), strict=True)]
         expected, rewards, terminations, truncations, distances, finals = zip(*results, strict=True)
@@ -268,107 +265,21 @@ def save(folder, frames, env, **meta):
     return str(folder)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_recorded_goals_step_like_the_slow_world(depth, tmp_path):
+def test_recorded_goals_step_like_the_slow_world(tmp_path):
     config = PixelGoalConfig(stack_k=3, k_consecutive=2, max_steps=30, goal_in_obs=True, menu_prob=0.5)
     world, plain = slow_map(1, 0, True), PixelGoal(1, "cpu", config)
-    goal = np.stack([world.picture((0, 1, 14, 5, facing)) for facing in (DOWN, RIGHT, RIGHT)])[-depth:]
-    folder = save(tmp_path / "goal", goal if depth > 1 else goal[0], plain)
+    goal = np.stack([world.picture((0, 1, 14, 5, facing)) for facing in (DOWN, RIGHT, RIGHT)])
+    folder = save(tmp_path / "goal", goal, plain)
     env = PixelGoal(3, "cpu", dataclasses.replace(config, goal_dir=folder))
     rows = [SlowEnv(config, goal) for _ in range(3)]
     # The starts are those of another goal: only their number and order are taken from the environment.
     starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
-    if depth == 1:
-        ways = world.distances_to(goal, config.tau)
-        assert [start[1] for start in starts] == [
-            s for s in world.states((0,)) if s[1] == 0 and 0 < ways.get(s, 0) < 9999]
     for row in rows:
         row.starts = starts
-    compare(env, rows, 5, [], 400)
+    compare(env, rows, 5, 300)
 
 
-# Distance, streak, reward
-
-
-def at(env, state):
-    """Put every row into a state, as if an episode had begun there."""
-    env._codes[:, -env.config.stack_k:] = code_of(state)
-    env._dist = env._distance()
-    env._streak.zero_()
-    env._steps.zero_()
-
-
-def act(env, *actions):
-    for action in actions:
-        result = env.step(torch.full((env.num_envs,), action))
-    return result
-
-
-def test_tau_is_a_strict_bound():
-    world = slow_map(1, 0, True)
-    goal = world.goals[0]
-    other = (*goal[:4], UP)  # the same cell, facing up: a few pixels away
-    near = dist([world.picture(other)], world.picture(goal)[None])
-    for tau, succeeds in ((float(near), False), (float(np.nextafter(near, np.float32(1))), True)):
-        env = PixelGoal(1, "cpu", PixelGoalConfig(tau=tau, k_consecutive=1))
-        env.reset(0)
-        at(env, other)
-        _, _, terminated, _, info = act(env, NOOP)
-        assert float(info["dist"]) == near and bool(terminated) is succeeds
-
-
-def test_the_streak_is_counted_and_broken():
-    goal = slow_map(1, 0, True).goals[0]
-    env = PixelGoal(1, "cpu", PixelGoalConfig())
-    env.reset(0)
-    at(env, goal)
-    ends = [bool(act(env, action)[2]) for action in
-            (NOOP, NOOP, NOOP, START, NOOP, B, NOOP, NOOP, NOOP)]  # the menu breaks it; B counts already
-    assert ends == [False] * 8 + [True]
-
-
-def test_an_episode_may_be_terminated_and_truncated_at_once():
-    goal = slow_map(1, 0, True).goals[0]
-    env = PixelGoal(2, "cpu", PixelGoalConfig(max_steps=4))
-    env.reset(0)
-    at(env, goal)
-    for step in range(1, 5):
-        obs, reward, terminated, truncated, info = act(env, NOOP)
-        assert terminated.tolist() == truncated.tolist() == info["reset_mask"].tolist() == [step == 4] * 2
-    assert info["dist"].tolist() == [0, 0]  # before the reset
-    goal_picture = torch.from_numpy(slow_map(1, 0, True).picture(goal))
-    assert (info["final_obs"] == goal_picture).all() and not (obs == goal_picture).all(-1).all(-1).any()
-    assert (env._steps.tolist(), env._streak.tolist()) == ([0, 0], [0, 0])
-    assert torch.equal(env._dist, pixel_goal.l1_distance(obs, goal_picture))  # after it
-
-
-# Rows, seeds, resets
-
-
-def play(env, obs, steps, first_row=0, rows=None):
-    """Actions that depend on the row's number and the step alone. -> what was returned, in order"""
-    result = [obs.clone()]
-    for step in range(steps):
-        torch.manual_seed(step)
-        actions = torch.randint(0, 8, (1000,))[first_row:first_row + env.num_envs]
-        obs, reward, terminated, truncated, info = env.step(actions)
-        result += [obs.clone(), reward, terminated, truncated, info["dist"], info["final_obs"]]
-    return result
-
-
-@pytest.mark.parametrize("options", [
-    dict(max_steps=9), dict(max_steps=9, stack_k=3, num_maps=2, num_goals=2, goal_in_obs=True, pack="2bpp")])
-def test_one_row_alone_and_among_64(options):
-    many = PixelGoal(64, "cpu", PixelGoalConfig(**options))
-    together = play(many, many.reset(7), 30)
-    for row in (0, 13, 63):
-        one = PixelGoal(1, "cpu", many.config)
-        alone = play(one, one.reset(7 + row), 30, first_row=row)
-        for i, (a, b) in enumerate(zip(alone, together, strict=True)):
-            if i % 6 or i == 0:  # the sixth is final_obs, of the rows that ended
-                assert torch.equal(a[0], b[row])
-            elif len(a):
-                assert any(torch.equal(a[0], other) for other in b)
+# Starts, pictures
 
 
 def test_starts_are_drawn_evenly():
@@ -381,21 +292,6 @@ def test_starts_are_drawn_evenly():
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
     assert float(menu.float().mean()) == pytest.approx(0.25, abs=0.02)
-
-
-@pytest.mark.parametrize("options", [{}, dict(stack_k=2, goal_in_obs=True, num_goals=2, pack="2bpp")])
-def test_a_saved_state_continues_bit_for_bit(options, tmp_path):
-    env = PixelGoal(16, "cpu", PixelGoalConfig(max_steps=11, **options))
-    play(env, env.reset(1), 7)
-    torch.save(env.state_dict(), tmp_path / "state.pt")
-    before = env._obs.clone()
-    expected = play(env, env._obs, 30)
-    other = PixelGoal(16, "cpu", env.config)
-    other.reset(99)
-    obs = other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(obs, before)
-    for a, b in zip(play(other, obs, 30), expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_frames_are_grey_pictures_for_people():
@@ -424,14 +320,14 @@ def test_a_step_reads_three_numbers_on_the_host():
         env = PixelGoal(num_envs, "cpu", PixelGoalConfig())
         env.reset(0)
         with Calls() as calls:
-            act(env, NOOP)
+            env.step(torch.zeros(num_envs, dtype=torch.int64))
         # The two bounds of the actions, and whether any episode ended: on the CPU alone.
         assert sum("_local_scalar_dense" in name or "is_nonzero" in name for name in calls.names) == 3
         counts[num_envs] = len(calls.names)
     assert counts[1] == counts[64]
 
 
-@pytest.mark.parametrize("name", ["defaults", "maps", "packed"])
+@pytest.mark.parametrize("name", ["maps", "packed"])
 def test_on_another_device_nothing_is_read(name):
     """Tensors of the meta device have shapes and no values: reading one would raise."""
     env = make_vec("pixel-goal", 4, "meta", **WORLDS[name])
@@ -446,13 +342,10 @@ def test_on_another_device_nothing_is_read(name):
 
 
 @pytest.mark.parametrize("actions, error, says", [
-    ([0, 0], TypeError, "expected a tensor, got list"),
     (np.zeros(2, int), TypeError, "expected a tensor, got ndarray"),
     (torch.zeros(2), TypeError, "expected an integer dtype, got torch.float32"),
     (torch.zeros(2, dtype=torch.bool), TypeError, "expected an integer dtype, got torch.bool"),
-    (torch.zeros(3, dtype=torch.int64), ValueError, "expected shape (2,), got (3,)"),
     (torch.zeros(2, 1, dtype=torch.int64), ValueError, "expected shape (2,), got (2, 1)"),
-    (torch.tensor(1), ValueError, "expected shape (2,), got ()"),
     (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "expected them on cpu, got meta"),
     (torch.tensor([0, 8]), ValueError, "expected 0..7, got 0..8"),
     (torch.tensor([-1, 7]), ValueError, "expected 0..7, got -1..7"),
@@ -475,14 +368,9 @@ def test_bad_actions_are_refused_and_change_nothing(actions, error, says):
     (1, dict(difficulty=-1), "difficulty -1"),
     (1, dict(map_seed=-1), "map_seed -1"),
     (1, dict(menu_prob=1.5), "menu_prob 1.5: expected 0 to 1"),
-    (1, dict(tau=0.0), "tau: expected 0 < tau <= 1"),
-    (1, dict(tau=1.5), "tau: expected 0 < tau <= 1"),
     (1, dict(tau="nan"), "tau: expected 0 < tau <= 1"),
     pytest.param(1, dict(tau=0.5), "no map with a cell that no other resembles within tau 0.5",
                  marks=pytest.mark.slow),
-    (1, dict(max_steps=0), "max_steps: expected at least 1"),
-    (1, dict(k_consecutive=0), "k_consecutive: expected at least 1"),
-    (1, dict(alpha="inf"), "alpha: expected a finite number"),
     pytest.param(1, dict(num_goals=300, tau=0.15), "num_goals 300: map 0 of map_seed 1 has ",
                  marks=pytest.mark.slow),
     (1, dict(pack="4bpp"), "expected one of none, 2bpp"),
@@ -490,7 +378,6 @@ def test_bad_actions_are_refused_and_change_nothing(actions, error, says):
     (1, dict(stack="2"), "unknown option 'stack' (did you mean 'stack_k'?)"),
     (1, dict(goal_dir="nowhere"), "goal_template.npy is missing"),
     (1, dict(goal_dir="nowhere", num_maps=2), "needs num_maps 1 and num_goals 1"),
-    (1, dict(goal_dir="nowhere", num_goals=2), "needs num_maps 1 and num_goals 1"),
 ])
 def test_bad_options_are_one_line(num_envs, options, says):
     with pytest.raises(envs.BadInput, match=re.escape(says)) as caught:
@@ -510,7 +397,6 @@ def test_recorded_goals_that_do_not_fit_are_named(tmp_path):
             (picture, plain, dict(tau=0.1), "tau is 0.1, expected 0.05"),
             (picture, plain, dict(k_consecutive=2), "k_consecutive is 2, expected 4"),
             (picture, plain, dict(pipeline_version="x"), "pipeline_version is 'x'"),
-            (picture, plain, dict(sha256={"world": "0" * 64}), "recorded on another map"),
             (picture, plain, dict(sha256={}), "recorded on another map"),
             (picture, stacked, dict(stack_k=1), "stack_k is 1, expected 3"),
             (picture[:36], plain, dict(downsample_h=36), "downsample_h is 36, expected 72"),
@@ -529,19 +415,17 @@ def test_recorded_goals_that_do_not_fit_are_named(tmp_path):
 def test_packed_bytes_and_pixels_are_inverse():
     every = torch.arange(256, dtype=torch.uint8)
     assert unpack_2bpp(every[:0].view(0, 8, 20)).shape == (0, 8, 80)
+    assert unpack_2bpp(torch.tensor([0b11100100], dtype=torch.uint8)).tolist() == [0, 1, 2, 3]
     assert unpack_2bpp(every).shape == (1024,) and torch.equal(pack_2bpp(unpack_2bpp(every)), every)
-    low_bits_first = torch.tensor([0b11100100], dtype=torch.uint8)
-    assert unpack_2bpp(low_bits_first).tolist() == [0, 1, 2, 3]
-    pixels = torch.tensor(list(itertools.product(range(4), repeat=4)), dtype=torch.uint8)
+    pixels = unpack_2bpp(every).view(4, 8, 32)
     assert torch.equal(unpack_2bpp(pack_2bpp(pixels)), pixels)
-    assert torch.equal(unpack_2bpp(pack_2bpp(pixels.view(4, 8, 32))), pixels.view(4, 8, 32))
 
 
 # The margin: what makes the goal one place, and the shortest paths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("map_seed", range(16))
+@pytest.mark.parametrize("map_seed", range(5))
 def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
     env = PixelGoal(2048, "cpu", PixelGoalConfig(map_seed=map_seed, max_steps=100, menu_prob=0.5))
     # Walls have entries too, in which nobody ever stands: what can be walked to from the starts, and no more.

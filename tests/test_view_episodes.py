@@ -21,15 +21,14 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.run_folders import command_line
+import grpo_llm
+from tests.run_folders import train
 from tools import view_episodes
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
-           "{{data}}", "{{script}}", "<!-- <script>", "]]>", "\u2028 \u2029", "\ud800 and \udfff",
-           "nul \x00 \x1b[31m", "\\u003c", "javascript:window.hacked=1",
-           "\u202e right to left", "`${window.hacked = 1}`", "&lt;b&gt;",
-           "__proto__", "e\u0301\U0001f600", "http://example.invalid/x.png"]
+           "{{data}}", "<!-- <script>", "\u2028 \u2029", "\ud800 and \udfff", "nul \x00 \x1b[31m",
+           "\u202e right to left", "`${window.hacked = 1}`", "&lt;b&gt;", "__proto__", "e\u0301\U0001f600"]
 DATA = re.compile(r'<script type="text/plain" id="(\w+)">[A-Za-z0-9+/=]+</script>\n')
 
 
@@ -134,7 +133,7 @@ def test_the_page_holds_every_episode_and_no_summary(a_run, capsys):
     page, report, complaints = page_of(capsys, a_run)
     assert report == dict(out=str(a_run / "episodes.html"), bytes=len(page.encode()), runs=1, episodes=14,
                           damaged=0)
-    assert complaints == []
+    assert complaints == [] and page_of(capsys, a_run)[0] == page  # the same input gives the same bytes
     index, episodes = unpacked(page, "index"), unpacked(page, "episodes0")
     assert index["files"] == [["run", f"{kind}_step_{step:06d}", kind, f"{step:06d}"]
                               for step in (0, 10) for kind in ("train", "val")]
@@ -194,7 +193,7 @@ def test_the_texts_of_tokens_joined_are_the_reply(make):
     pieces, ids = view_episodes.Pieces(tokenizer), range(tokenizer.get_vocab_size())
     if make is not byte_level:  # of broken characters each kind makes its own
         ids = [token for token in ids if "\ufffd" not in tokenizer.decode([token])]
-    for _ in range(300):
+    for _ in range(100):
         reply = rng.choices(ids, k=rng.randrange(12))
         texts = pieces.texts(reply)
         assert len(texts) == len(reply)
@@ -225,23 +224,21 @@ def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path
     assert texts(tmp_path) == (["\u27e85\u27e9", "\u27e86\u27e9", "ing"], [])
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b'"a"', b"null", b"\x00", b'{"messages": 1}', b"\xff",
-                                  b'{"messages": [1]}', b'{"messages": [], "turns": [1]}',
-                                  b'{"messages": [], "sub_agents": [{}]}',
-                                  b'{"messages": [], "reward": 1' + b"0" * 400 + b"}", b"[" * 100_000,
-                                  b'{"messages": [], "info": {"a": [1e999]}}',
-                                  b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}',
-                                  b'{"messages": [], "turns": [{"segment": 0}], "segments": [{}]}',
-                                  b"1" * 10_000])
-@pytest.mark.parametrize("last", [False, True])
-def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys, line, last):
-    file = write(a_run, "val_step_000010", line + b"\n" * (not last))
-    if not last:
-        write(a_run, "val_step_000010", episode("after"))
+@pytest.mark.parametrize("line", [
+    b"{", b"[]", b"\xff", b'{"messages": [1]}', b'{"messages": [], "turns": [1]}', b"[" * 100_000,
+    b'{"messages": [], "sub_agents": [{}]}', b'{"messages": [], "reward": 1' + b"0" * 400 + b"}",
+    b'{"messages": [], "info": {"a": [1e999]}}',
+    b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}',
+    b'{"messages": [], "turns": [{"segment": 0}], "segments": [{}]}'])
+def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys, line):
+    file = write(a_run, "val_step_000010", line + b"\n")
+    write(a_run, "val_step_000010", episode("after"))
+    write(a_run, "val_step_000010", b'{"half a line')
     page, report, complaints = page_of(capsys, a_run)
-    assert len(complaints) == 1 and f"{file}, line 8:" in complaints[0] and len(complaints[0]) < 600
-    assert (report["episodes"], report["damaged"]) == (14 + (not last), 1)
-    assert unpacked(page, "index")["damaged"] == ["run/val_step_000010.jsonl:8"]
+    assert [f"{file}, line {number}:" in said and len(said) < 600 for number, said in
+            zip((8, 10), complaints, strict=True)] == [True, True]
+    assert (report["episodes"], report["damaged"]) == (15, 2)
+    assert unpacked(page, "index")["damaged"] == [f"run/val_step_000010.jsonl:{number}" for number in (8, 10)]
 
 
 def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
@@ -301,13 +298,7 @@ def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone
     assert not re.search(r"<[^>]+\s(style|on[a-z]+)=", page.split("<script>\n")[0])
 
 
-def test_the_same_input_gives_the_same_bytes(a_run, tmp_path, capsys):
-    pages = [page_of(capsys, a_run, "--out", tmp_path / f"{name}.html")[0] for name in "ab"]
-    assert pages[0] == pages[1]
-
-
-@pytest.mark.parametrize("inside", ["", "episodes", "episodes/val_step_000010.jsonl", "checkpoints",
-                                    "checkpoints/step_000010", ".."])
+@pytest.mark.parametrize("inside", ["episodes/val_step_000010.jsonl", "checkpoints/step_000010", ".."])
 def test_a_run_is_found_from_within_and_from_above(a_run, tmp_path, capsys, inside):
     (a_run / "checkpoints" / "step_000010").mkdir(parents=True)
     (tmp_path / "other").mkdir()
@@ -333,16 +324,12 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, cap
                         ((a_run, "--out", file / "page.html"), "cannot be written")):
         code, report, before = view(capsys, *flags)
         assert (code, before, list(report)) == (1, [], ["error"]) and says in report["error"], (flags, report)
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and "writing" in path.name or
-            path.suffix == ".html" and path.is_file()] == []
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in left if re.search("writing|html", path.name)]
 
 
 def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4,
-                        "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 1, "--log-episodes", 1,
-                        "--run-dir", run) == 0
-    assert list((run / "episodes").glob("*.jsonl"))
+    run = train(grpo_llm, tmp_path / "run", iterations=1, eval_tasks=4, eval_every=1, log_episodes=1.0)
     page, report, complaints = page_of(capsys, run)
     assert (report["episodes"], report["damaged"], complaints) == (16 + 2 * 8, 0, [])
     for found in unpacked(page, "episodes0"):
