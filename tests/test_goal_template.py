@@ -34,10 +34,7 @@ def test_what_is_saved_is_loaded(tmp_path, shape):
 
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("action_codec_id", "gb4", "action_codec_id is 'gb8', expected 'gb4'"),
-    ("frames_per_step", 12, "frames_per_step is 24, expected 12"), ("stack_k", 1, "stack_k is 2, expected 1"),
-    ("tau", 0.04, "tau is 0.05, expected 0.04"), ("k_consecutive", 5, "k_consecutive is 4, expected 5"),
-    ("pipeline_version", "p2", "pipeline_version is 'p1', expected 'p2'"),
-    ("downsample_w", 80, "downsample_w is 5, expected 80"), ("nonsense", 1, "nonsense is None, expected 1"),
+    ("tau", 0.04, "tau is 0.05, expected 0.04"), ("nonsense", 1, "nonsense is None, expected 1"),
     ("sha256", {"world": "cd" * 32}, "sha256.world is 'abab"),
     ("sha256", {"rom": "cd" * 32}, "sha256.rom is None"),
 ])
@@ -53,11 +50,9 @@ def test_expectations(tmp_path, field, value, message):
 @pytest.mark.parametrize(("frames", "change", "message"), [
     (picture(6, 5).astype(np.int64), {}, "dtype is int64"), (picture(6, 5).tolist(), {}, "expected an array"),
     (picture(5, 6), {}, "shape is (5, 6)"), (picture(3, 6, 5), {}, "shape is (3, 6, 5)"),
-    (picture(6, 5) + np.uint8(1), {}, "shade 4"), (picture(6, 5), {"tau": 0.0}, "tau is 0.0"),
-    (picture(6, 5), {"tau": float("nan")}, "tau is nan"), (picture(6, 5), {"tau": "0.05"}, "tau is '0.05'"),
-    (picture(6, 5), {"stack_k": 0}, "stack_k is 0"), (picture(6, 5), {"stack_k": True}, "stack_k is True"),
-    (picture(6, 5), {"k_consecutive": 2.0}, "k_consecutive is 2.0"),
-    (picture(6, 5), {"shade_levels": 5}, "shade_levels is 5"),
+    (picture(6, 5) + np.uint8(1), {}, "shade 4"), (picture(6, 5), {"tau": float("nan")}, "tau is nan"),
+    (picture(6, 5), {"tau": "0.05"}, "tau is '0.05'"), (picture(6, 5), {"stack_k": 0}, "stack_k is 0"),
+    (picture(6, 5), {"stack_k": True}, "stack_k is True"),
     (picture(6, 5), {"sha256": {"rom": "x"}}, "sha256.rom is 'x'"),
     (picture(6, 5), {"sha256": []}, "sha256 is []"),
 ])
@@ -96,33 +91,25 @@ class Bomb:
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda f: (f / ARRAY).unlink(), "goal_template.npy is missing"),
     (lambda f: (f / META).unlink(), "goal_template.meta.json is missing"),
-    (lambda f: (f / META).write_text("{"), "meta.json cannot be read"),
     (lambda f: (f / META).write_bytes(b"\xff\xfe{}"), "meta.json cannot be read"),
     (lambda f: (f / META).write_text("[" * 100_000), "meta.json cannot be read"),
     (lambda f: (f / META).write_text("[]"), "no object"),
     (lambda f: rewrite(f, schema_version=2), "schema_version is 2, expected 1"),
-    (lambda f: rewrite(f, schema_version="1"), "schema_version is '1', expected int"),
     (lambda f: rewrite(f, schema_version=True), "schema_version is True"),
     (lambda f: rewrite(f, created_at=None), "created_at is missing"),
-    (lambda f: rewrite(f, tau=float("inf")), "tau is inf"),
     (lambda f: rewrite(f, downsample_h=7), "shape is (6, 5), expected (7, 5)"),
     (lambda f: rewrite(f, dist_metric="l2"), "dist_metric is 'l2'"),
-    (lambda f: rewrite(f, sha256={"rom": 5}), "sha256.rom is 5"),
-    (lambda f: rewrite(f, template_sha256="0" * 64), "template_sha256"),
     (lambda f: rewrite(f, pipeline_version="x" * 10**6, k_consecutive="y" * 10**6), "k_consecutive is 'yyy"),
     (lambda f: save_array(f, picture(6, 5, seed=1)), "template_sha256"),
     (lambda f: save_array(f, picture(6, 5).astype(float)), "dtype is float64"),
-    (lambda f: save_array(f, picture(6, 5) + np.uint8(9)), "shade"),
     (lambda f: save_array(f, np.zeros((0, 5), np.uint8)), "goal"),  # empty files cannot be mapped everywhere
     (lambda f: save_array(f, np.array([Bomb()]), allow_pickle=True), "cannot be read"),
-    (lambda f: (f / ARRAY).write_bytes(b""), "cannot be read"),
     (lambda f: (f / ARRAY).write_bytes(os.urandom(500)), "cannot be read"),
     (lambda f: (f / ARRAY).write_bytes((f / ARRAY).read_bytes()[:-5]), "cannot be read"),
     (lambda f: np.savez(open(f / ARRAY, "wb"), a=picture(6, 5)), "no array"),
     (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (9999999, 9999999)}"), "be read"),
     (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (-1, 5)}"), "npy"),
     (lambda f: claim(f, "__import__('os').abort()"), "cannot be read"),
-    (lambda f: claim(f, "((((((((((((((((((((((((((((((((((((((((("), "cannot be read"),
 ])
 def test_damage_is_one_line(tmp_path, damage, message):
     folder = tmp_path / "goal"
@@ -174,14 +161,6 @@ def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange
     save_goal(folder, picture(6, 5, seed=2), force=True, **FIELDS)
     assert [path.name for path in tmp_path.iterdir()] == ["goal"]
     assert (load_goal(folder)[0] == picture(6, 5, seed=2)).all()
-
-
-def test_folders_are_swapped_in_one_step(tmp_path):
-    (tmp_path / "a" / "x").mkdir(parents=True)
-    (tmp_path / "b" / "y").mkdir(parents=True)
-    if not goals._exchange(tmp_path / "a", tmp_path / "b"):
-        pytest.skip("this system cannot")
-    assert (tmp_path / "a" / "y").is_dir() and (tmp_path / "b" / "x").is_dir()
 
 
 def test_distance():

@@ -1,7 +1,6 @@
 """Gymnasium ids as vectorised environments, against single environments stepped by hand."""
 
-import subprocess
-import sys
+import multiprocessing
 
 import gymnasium
 import numpy as np
@@ -23,7 +22,7 @@ class Counter(gymnasium.Env):
             "vector": box(-1e6, 1e6, (2,), np.float64), "grey": box(0, 255, (5, 6), np.uint8),
             "rgb": box(0, 255, (5, 6, 3), np.uint8), "chw": box(0, 255, (3, 5, 6), np.uint8),
             "ram": box(0, 255, (9,), np.uint8), "discrete": gymnasium.spaces.Discrete(9, start=2),
-            "dict": gymnasium.spaces.Dict(a=box(0, 1)), "cube": box(0, 1, (4, 4, 4)),
+            "cube": box(0, 1, (4, 4, 4)),
         }[kind]
         self.end, self.kind, self.memory = end, kind, np.zeros(2)
 
@@ -63,12 +62,11 @@ class Start2(Counter):
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     torch.set_num_threads(1)
-    gymnasium.register("Counter-v0", Counter)
-    gymnasium.register("Held-v0", Held)
-    gymnasium.register("Start2-v0", Start2)
+    for kind in (Counter, Held, Start2):
+        gymnasium.register(f"{kind.__name__}-v0", kind)
     yield
-    for name in ("Counter-v0", "Held-v0", "Start2-v0"):
-        del gymnasium.registry[name]
+    for kind in (Counter, Held, Start2):
+        del gymnasium.registry[f"{kind.__name__}-v0"]
 
 
 def by_hand(env_id, seed, actions, **options):
@@ -88,7 +86,7 @@ def by_hand(env_id, seed, actions, **options):
 
 
 @pytest.mark.parametrize(("env_id", "options"), [
-    ("CartPole-v1", {}), ("CartPole-v1", {"max_episode_steps": "15"}), ("CartPole-v0", {}),
+    ("CartPole-v1", {"max_episode_steps": "15"}), ("CartPole-v0", {}),
     ("CartPole-v1", {"render_mode": "rgb_array", "max_episode_steps": "15"}),
     ("Acrobot-v1", {"max_episode_steps": "7"}),
 ])
@@ -130,8 +128,7 @@ def test_rows_are_single_environments(env_id, options):
         for got, final in zip(info["final_obs"], finals, strict=True):
             assert torch.allclose(got, final, atol=1e-5)
         ends, cuts = ends + int(terminated.sum()), cuts + int(truncated.sum())
-    assert ends + cuts >= 5  # the test has seen what it is about
-    assert cuts > 0 or not options
+    assert ends + cuts >= 5 and cuts > 0  # the test has seen what it is about
     env.close()
 
 
@@ -144,12 +141,7 @@ def test_an_episode_may_end_and_be_cut_in_one_step():
         assert len(info["final_obs"]) == (2 if step == 2 else 0)
     assert info["final_obs"][:, 0].tolist() == [3, 3] and obs[:, 0].tolist() == [0, 0]
     assert torch.equal(info["final_obs"][:, 1], first[:, 1]) and not torch.equal(obs[:, 1], first[:, 1])
-
-
-def test_seeds_give_the_rows():
-    one, two = make_vec("Counter-v0", 3), make_vec("Counter-v0", 3)
-    assert torch.equal(one.reset(7)[1:], two.reset(8)[:2])
-    assert one.reset(7)[:, 1].unique().numel() == 3
+    assert first[0, 1] != first[1, 1]  # each row has a seed of its own
 
 
 @pytest.mark.parametrize(("kind", "shape", "dtype", "high"), [
@@ -209,10 +201,9 @@ def test_actions_start_where_the_space_starts_and_are_checked():
 @pytest.mark.parametrize(("env_id", "options", "message"), [
     ("NoSuchThing-v0", {}, "NoSuchThing"), ("CartPole-v7", {}, "CartPole"),
     ("no_such_module:X-v0", {}, "no_such_module"), ("CartPole-v1", {"gravity": "5"}, "gravity"),
-    ("CartPole-v1", {"max_episode_steps": "soon"}, "max_episode_steps"),
     ("Acrobot-v1", {"max_episode_steps": "0"}, "max_episode_steps"), ("Pendulum-v1", {}, "discrete actions"),
-    ("Blackjack-v1", {}, "Tuple"), ("Counter-v0", {"kind": "dict"}, "Dict"),
-    ("Counter-v0", {"kind": "cube"}, "Box"), ("Counter-v0", {"knid": "grey"}, "knid"),
+    ("Blackjack-v1", {}, "Tuple"), ("Counter-v0", {"kind": "cube"}, "Box"),
+    ("Counter-v0", {"knid": "grey"}, "knid"),
 ])
 def test_bad_input_is_one_line(env_id, options, message):
     with pytest.raises(BadInput) as error:
@@ -226,44 +217,39 @@ def test_log_meta():
                             "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
 
 
-CONTINUE = """
-import sys, torch
-from envs.pixels import make_vec
-env_id, path, out = sys.argv[1:]
-options = dict(max_episode_steps=13) | ({"render_mode": "rgb_array"} if env_id.endswith("+") else {})
-env = make_vec(env_id.rstrip("+"), 3, **options)
-env.reset(seed=99)  # another past
-seen = [env.load_state_dict(torch.load(path, weights_only=True)).clone()]
-generator = torch.Generator().manual_seed(4)
-for _ in range(60):
-    actions = torch.randint(0, env.num_actions, (3,), generator=generator)
-    obs, reward, terminated, truncated, info = env.step(actions)
-    seen += [obs.clone(), reward, terminated, truncated, info["final_obs"].clone()]
-torch.save(seen, out)
-"""
+def played(env, steps, seed):
+    """What each step returned, by random actions of that seed."""
+    generator, seen = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        actions = torch.randint(0, env.num_actions, (3,), generator=generator)
+        obs, reward, terminated, truncated, info = env.step(actions)
+        seen += [obs.clone(), reward, terminated, truncated, info["final_obs"].clone()]
+    return seen
+
+
+def continued(env_id, folder, **options):
+    """In a process of its own, whose environment has another past."""
+    env = make_vec(env_id, 3, **options)
+    env.reset(seed=99)
+    obs = env.load_state_dict(torch.load(folder / "state.pt", weights_only=True)).clone()
+    torch.save([obs, *played(env, 60, 4)], folder / "out.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env_id", ["CartPole-v1+", "CartPole-v1", "FrozenLake-v1", "Taxi-v4"])
-def test_a_saved_environment_continues_bit_for_bit_in_a_fresh_process(env_id, tmp_path):
-    if env_id == "Taxi-v4" and env_id not in gymnasium.registry:
-        env_id = "Taxi-v3"
-    options = dict(max_episode_steps=13) | ({"render_mode": "rgb_array"} if env_id.endswith("+") else {})
-    env = make_vec(env_id.rstrip("+"), 3, **options)
+@pytest.mark.parametrize("env_id, options", [
+    ("CartPole-v1", dict(render_mode="rgb_array")), ("CartPole-v1", {}), ("FrozenLake-v1", {}),
+    ("Taxi-v4", {})])
+def test_a_saved_environment_continues_bit_for_bit_in_a_fresh_process(env_id, options, tmp_path):
+    env = make_vec(env_id, 3, max_episode_steps=13, **options)
     env.reset(seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(40):
-        obs = env.step(torch.randint(0, env.num_actions, (3,), generator=generator))[0]
+    obs = played(env, 40, 2)[-5]
     torch.save(env.state_dict(), tmp_path / "state.pt")
-    seen = [obs.clone()]
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(60):
-        obs, reward, terminated, truncated, info = env.step(
-            torch.randint(0, env.num_actions, (3,), generator=generator))
-        seen += [obs.clone(), reward, terminated, truncated, info["final_obs"].clone()]
+    seen = [obs, *played(env, 60, 4)]
     assert sum(len(final) for final in seen[5::5]) >= 5  # new starts were drawn
-    subprocess.run([sys.executable, "-c", CONTINUE, env_id, tmp_path / "state.pt", tmp_path / "out.pt"],
-                   check=True, timeout=120)
+    process = multiprocessing.get_context("spawn").Process(
+        target=continued, args=(env_id, tmp_path), kwargs=dict(max_episode_steps=13, **options))
+    process.start()
+    process.join(120)
     other = torch.load(tmp_path / "out.pt", weights_only=True)
     assert len(other) == len(seen)
     assert all(torch.equal(left, right) for left, right in zip(seen, other, strict=True))

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import make_rom
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from envs.pixels import make_vec
 from envs.pixels.goals import load_goal
@@ -88,12 +90,12 @@ def test_a_stack_is_reached_by_its_script(script, options, tmp_path, capsys):
 
 def test_actions_come_from_a_file_too(tmp_path, capsys):
     (tmp_path / "way.txt").write_text("# the menu first\nB, down*2  # two down\nUP")
-    results = []
-    for number, words in enumerate((["--actions", "B DOWN*2 UP"], ["--actions-file", tmp_path / "way.txt"])):
-        results.append(run(capsys, *words, "--out", tmp_path / str(number), "--env-kwargs", "pack=2bpp")[1])
-    assert results[0]["template_sha256"] == results[1]["template_sha256"] and results[0]["actions"] == 4
-    meta = load_goal(tmp_path / "1")[1]
-    assert meta["recorded"]["actions"] == "B, down*2 UP" and load_goal(tmp_path / "1")[0].shape == (72, 80)
+    words = ["--out", tmp_path / "goal", "--force", "--env-kwargs", "pack=2bpp"]
+    first, second = (run(capsys, *words, *actions)[1] for actions in (
+        ["--actions", "B DOWN*2 UP"], ["--actions-file", tmp_path / "way.txt"]))
+    assert first["template_sha256"] == second["template_sha256"] and first["actions"] == 4
+    frame, meta = load_goal(tmp_path / "goal")
+    assert meta["recorded"]["actions"] == "B, down*2 UP" and frame.shape == (72, 80)
 
 
 def test_the_worlds_own_goal_is_at_no_distance(tmp_path, capsys):
@@ -113,7 +115,6 @@ def test_the_worlds_own_goal_is_at_no_distance(tmp_path, capsys):
 
 
 def test_the_preview_is_the_picture(tmp_path, capsys):
-    from PIL import Image
 
     run(capsys, "--actions", "B UP", "--stack-k", 2, "--keep-stack", "--env-kwargs", "k_consecutive=1",
         "--out", tmp_path / "goal", "--png", tmp_path / "deep" / "goal.png")
@@ -124,38 +125,29 @@ def test_the_preview_is_the_picture(tmp_path, capsys):
 
 def test_a_goal_is_replaced_by_force_alone(tmp_path, capsys):
     words = ["--out", tmp_path / "goal", "--actions"]
-    first = run(capsys, *words, "B UP")[1]
+    first = run(capsys, *words, "B UP")[1]["template_sha256"]
     status, _, error = run(capsys, *words, "B DOWN*3")
     assert status == 1 and "exists; --force replaces it" in error
-    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == first["template_sha256"]
-    second = run(capsys, *words, "B DOWN*3", "--force")[1]
-    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == second["template_sha256"]
-    assert first["template_sha256"] != second["template_sha256"]
+    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == first
+    assert run(capsys, *words, "B DOWN*3", "--force")[0] == 0
+    assert load_goal(tmp_path / "goal")[1]["template_sha256"] != first
 
 
 @pytest.mark.parametrize("words, says", [
     (["--actions", "B JUMP"], "word 2 of the actions, 'JUMP': expected one of NOOP, A, B, START, UP"),
     (["--actions", "UP*0"], "word 1 of the actions, 'UP*0': expected a count from 1"),
-    (["--actions", "UP*-1"], "word 1 of the actions, 'UP*-1': expected one of"),
-    (["--actions", "UP*2.5"], "'UP*2.5': expected one of"),
     (["--actions", "UP* 3"], "'UP*': expected one of"),
     (["--actions", "UP*9999 DOWN*2"], "word 2 of the actions, 'DOWN*2': expected a count from 1, and 10,000"),
-    (["--actions", "UP*99999999999999"], "expected one of"),
     (["--actions", " # nothing"], "the script holds no action"),
     (["--actions-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
     (["--actions", "B", "--env-id", "chess"], "--env-id chess: expected one of pixel-goal, pyboy"),
     (["--actions", "B", "--env-kwargs", "map=1"], "unknown option 'map'"),
-    (["--actions", "B", "--env-kwargs", "map_seed"], "expected key=value"),
     (["--actions", "B", "--env-kwargs", "num_maps=2"], "recorded with num_maps 1 and num_goals 1"),
     (["--actions", "B", "--stack-k", "2", "--env-kwargs", "stack_k=3"], "stack_k is given twice"),
-    (["--actions", "B", "--stack-k", "0"], "stack_k 0: expected 1 or more"),
     (["--actions", "START"], "out/goal: 234 cells look like the goal within tau 0.05"),
-    (["--actions", "B DOWN*5", "--stack-k", "3", "--keep-stack"], "no walk shows them for 4 steps in a row"),
     (["--actions", "B", "--env-id", "pyboy"], "rom: expected a cartridge file"),
 ])
 def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monkeypatch):
-    if "pyboy" in words:
-        pytest.importorskip("pyboy")
     monkeypatch.chdir(tmp_path)
     status, report, error = run(capsys, *words, "--out", "out/goal")
     assert (status, report) == (1, None) and re.search(re.escape(says), error), error
@@ -164,9 +156,6 @@ def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monk
 
 @pytest.mark.slow
 def test_a_game_boys_screen_is_recorded_and_reached(tmp_path, capsys):
-    pytest.importorskip("pyboy")
-    import make_rom
-
     (tmp_path / "test.gb").write_bytes(make_rom.rom())
     options, script = [f"rom={tmp_path / 'test.gb'}", "workers=1", "tau=0.001"], "LEFT*3 UP A"
     words = ["--env-id", "pyboy", "--env-kwargs", *options, "--out", tmp_path / "goal", "--actions"]
