@@ -67,11 +67,16 @@ def gone(marker, seconds=10.0):
     return not left
 
 
+def groups_of(pid):
+    """The control groups that a process has made for sandboxes."""
+    return list(Path("/sys/fs/cgroup").rglob(f"sandbox-{pid}-*"))
+
+
 def left_behind():
     """What a sandbox could leave on this machine but for processes."""
     texts = [Path(path).read_text() for path in (
         "/proc/self/mountinfo", "/proc/sysvipc/sem", "/proc/sysvipc/shm", "/proc/sysvipc/msg")]
-    groups = [str(path) for path in Path("/sys/fs/cgroup").rglob("sandbox-*")]
+    groups = groups_of(os.getpid())  # others make some, too
     keys = len(Path("/proc/keys").read_text().splitlines())
     # Not every folder there: on a busy machine others make some.
     folders = sorted(path for path in Path(tempfile.gettempdir()).iterdir() if (path / "m.py").exists())
@@ -581,11 +586,16 @@ def kill_a_trainer(start, number, root=ROOT):
     trainer.kill()
     trainer.wait()
     assert gone(marker)
+    return trainer.pid
 
 
 @needs_sandbox
 def test_a_trainer_that_is_killed_leaves_nothing():
-    kill_a_trainer([sys.executable], 16)
+    killed = kill_a_trainer([sys.executable], 16)
+    assert bool(groups_of(killed)) == bool(controllers())
+    check = "from envs.code import sandbox; sandbox.check()"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
+    assert not groups_of(killed)  # control groups go with the next trainer
 
 
 @needs_sandbox
@@ -694,17 +704,67 @@ def test_only_listed_system_calls_are_allowed(machine, monkeypatch):
         "clock_settime", "swapon"}
 
 
+# Seven processes take memory at once, the last of them more than one may have: status 256; of a kill: 9.
+CROWD = """
+import os, time
+for megabytes in [90] * 6 + [200]:
+    if not os.fork():
+        try:
+            held = bytearray(megabytes << 20)
+        except MemoryError:
+            os._exit(1)
+        time.sleep(1)
+        os._exit(0)
+print(sorted(os.wait()[1] for _ in range(7)))
+"""
+# In the control groups named, as many processes as there can be
+FORKS = """
+import os, sys, time
+for path in sys.argv[1:]:
+    open(path, "w").write(str(os.getpid()))
+children = []
+try:
+    while len(children) < 100:
+        if not (child := os.fork()):
+            time.sleep(99)
+        children.append(child)
+except BlockingIOError:
+    pass
+for child in children:
+    os.kill(child, 9)
+print(len(children))
+"""
+
+
+def controllers():
+    """What control groups that this process can make would limit."""
+    found = set()
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        own = Path("/sys/fs/cgroup", names, path.strip("/"))
+        for parent in (own, own.parent) if not names else (own,):
+            with contextlib.suppress(OSError):
+                (trial := parent / f"test-{uuid.uuid4().hex}").mkdir()
+                found |= {file.name.partition(".")[0] for file in trial.glob("*.*")}
+                trial.rmdir()
+    return found & {"memory", "pids"}
+
+
 @needs_sandbox
-def test_a_control_group_bounds_the_sandbox_and_is_removed(tmp_path, monkeypatch):
-    """Over a mere folder: what is written there, not what a kernel makes of it."""
-    monkeypatch.setattr(sandbox, "_groups", lambda: tmp_path)
-    with Sandbox(["cat"], limits=sandbox.Limits(memory=100, disk=10, processes=20)) as box:
-        (group,) = tmp_path.iterdir()
-        told = {path.name: path.read_text().strip() for path in group.iterdir()}
-        assert told == {"memory.max": str(130 << 20), "pids.max": "28", "cgroup.procs": str(box.process.pid)}
-        for path in group.iterdir():
-            path.unlink()  # as the kernel's own files, these go with their folder
-    assert not list(tmp_path.iterdir())
+def test_control_groups_bound_what_limits_of_a_process_do_not():
+    """And where none can be made, those limits hold."""
+    limits, can = dict(memory=120, disk=10, processes=20), controllers()
+    statuses = json.loads(python(CROWD, **limits).output)
+    assert statuses.count(256) == 1 and (9 in statuses) == ("memory" in can)
+    assert statuses.count(0) == 6 or "memory" in can
+
+    with Sandbox(["cat"], limits=sandbox.Limits(**limits)):
+        paths = [str(group / "cgroup.procs") for group in groups_of(os.getpid())]
+        assert bool(paths) == bool(can)
+        # This one has no limits of its own
+        forked = subprocess.run([sys.executable, "-c", FORKS, *paths], stdout=subprocess.PIPE).stdout
+        assert (int(forked) < 28) == ("pids" in can)
+    assert not groups_of(os.getpid())
 
 
 def test_trees_are_laid_over_each_other():

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from envs import BadInput
-from envs.code import syscalls, trees
+from envs.code import cgroups, syscalls, trees
 
 WORK = "/testbed"  # the folder that the code starts in
 MIB = 2**20
@@ -83,7 +83,7 @@ class Sandbox(contextlib.AbstractContextManager):
     def __init__(self, argv, files=None, limits: Limits | None = None, cwd="."):
         self.limits = limits or Limits()
         self.killed = False  # by `wait`, which ran out of patience
-        self.process = self.group = None
+        self.process, self.groups = None, []
         folder = shlex.quote(f"./{trees.inside(cwd, 'cwd')}")
         packed = trees.tar(files or {})
         if len(packed) > self.limits.disk * MIB:
@@ -135,14 +135,11 @@ class Sandbox(contextlib.AbstractContextManager):
         return [*self._grouped(), *_bubblewrap(limits, seccomp), *dropped, *capped, *command]
 
     def _grouped(self) -> list[str]:
-        """What starts a command in a control group of its own, which bounds all of the sandbox together."""
-        if not (parent := _groups()):
-            return []
-        limits, self.group = self.limits, parent / f"sandbox-{os.getpid()}-{secrets.token_hex(8)}"
-        self.group.mkdir()
-        (self.group / "memory.max").write_text(str((limits.memory + 3 * limits.disk) * MIB))
-        (self.group / "pids.max").write_text(str(limits.processes + 8))  # with bubblewrap's own
-        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.group / "cgroup.procs")]
+        """What starts a command in control groups of its own, which bound all of the sandbox together."""
+        memory = (self.limits.memory + 3 * self.limits.disk) * MIB
+        self.groups = cgroups.make(memory, self.limits.processes + 8)  # with bubblewrap's own
+        enter = [f"echo $$ > {shlex.quote(str(group / 'cgroup.procs'))} && " for group in self.groups]
+        return ["/bin/sh", "-c", "".join(enter) + 'exec "$@"', "sh"] if enter else []
 
     def talk(self, stdin=b"", deadline=float("inf")):
         """Write stdin, close it, read to the end of the output. -> output, whether it ended in time."""
@@ -194,12 +191,7 @@ class Sandbox(contextlib.AbstractContextManager):
             self.talk(deadline=time.monotonic() + 5)  # to the end of the last process that could write
             self.process.stdin.close()
             self.process.stdout.close()
-        for _ in range(1000 if self.group else 0):
-            with contextlib.suppress(OSError):  # its last processes are still ending
-                self.group.rmdir()
-            if not self.group.exists():
-                break
-            time.sleep(0.001)
+        cgroups.remove(self.groups)
 
     def __exit__(self, *exc):
         self.close()
@@ -317,22 +309,6 @@ def _bubblewrap(limits, seccomp: int):
         else:
             command += ["--ro-bind-try", path, path]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--", *first]
-
-
-@functools.cache
-def _groups() -> Path | None:
-    """Where control groups with limits of memory and processes can be made: cgroup v2, and a right to."""
-    with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
-        own = Path("/sys/fs/cgroup") / own.lstrip("/")
-        for parent in (own, own.parent):
-            given = (parent / "cgroup.subtree_control").read_text().split()
-            if {"memory", "pids"} <= set(given) and os.access(parent / "cgroup.procs", os.W_OK):
-                for old in parent.glob("sandbox-*"):  # of trainers that were killed
-                    if not os.path.exists(f"/proc/{old.name.split('-')[1]}"):
-                        old.rmdir()
-                return parent
-    return None
 
 
 def _new_user() -> int:
