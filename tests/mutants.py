@@ -379,7 +379,12 @@ MUTANTS = {
         "doubles may pass": ('results.forged |= again.get(name) == "PASSED"', "pass"),
         "a test may say it twice": ("len(results) != len(reports) or", ""),
         "the tree decides over tests": ("if not decides(path)}", "}"),
-        "an end before the end": (' or ["", "END"] not in reports', ""),
+        "an end before the end": (' or ["", "end", ""] not in reports', ""),
+        "a test that was not called": ('"PASSED" if "call" in phases else "FAILED"', '"PASSED"'),
+    },
+    "envs/code/doubles.py": {
+        "canaries at the end": ("before = rng.choice([*tests, None])", "before = None"),
+        "canaries that are expected to fail": ('"xfail" in mark or', ""),
     },
     "envs/pixels/goals.py": {
         "streaks are not broken": ("(streak + 1) * (dist < config.tau)", "streak + (dist < config.tau)"),

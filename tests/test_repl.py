@@ -17,7 +17,7 @@ import pytest
 
 import envs
 from envs import BadInput
-from envs.code import repl, sandbox, trees
+from envs.code import repl, sandbox, testing, trees
 from tests import forgeries
 from tools import executor_server, make_scenarios
 
@@ -226,6 +226,32 @@ def test_tasks_are_the_same_in_every_process():
     found = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, check=True,
                             capture_output=True, text=True).stdout for seed in ("1", "2")]
     assert found[0] == found[1] and len(found[0]) == 65
+
+
+@pytest.mark.parametrize("passing, expected, worth", [
+    (["total", "cheapest"], {}, dict(correct=1, partial=1, modified=1)),
+    (["total"], {}, dict(correct=0, partial=0.5, modified=1)),
+    (["total"], dict(cheapest="FAILED"), dict(correct=0, partial=0.5, modified=1)),  # it gave no result
+    (["total", "cheapest"], dict(cheapest="FAILED"), dict(correct=0, partial=0.5, modified=1)),
+])
+def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, expected, worth):
+    names = {name: f"tests/test_price.py::test_{name}" for name in ("total", "cheapest")}
+    row = ROW | dict(expected_output_json={
+        full: expected.get(name, "PASSED") for name, full in names.items()})
+    folder = write_cache(tmp_path, {"shop-1": row})
+    monkeypatch.setattr(repl, "run_tests", lambda *args, **options: testing.Outcomes(
+        {names[name]: "PASSED" for name in passing}))
+    for mode, part in (("correct", "correct"), ("partial", "partial")):
+        env = make(cache_dir=folder, reward_mode=mode)
+        task = find(env, "shop-1")
+        scenario = env.scenario(task)
+        files = scenario.files | {"shop/new.py": b""}
+        step = repl.ReplEpisode(env, task, scenario, files, depth=0).end("length")
+        assert step.reward == step.info[part] and {name: step.info[name] for name in worth} == worth
+
+        files = scenario.files | {"tests/test_price.py": b"", "tests/test_more.py": b"", "conftest.py": b""}
+        step = repl.ReplEpisode(env, task, scenario, files, depth=0).end("length")
+        assert step.reward == step.info["partial"] == step.info["modified"] == 0
 
 
 # ---- Tiny scenarios

@@ -1,5 +1,6 @@
 """Diffs for issues: what is judged, what is refused, what forges results and fails; rows; the exporter."""
 
+import ast
 import concurrent.futures
 import contextlib
 import json
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -263,8 +265,8 @@ FORGERIES = {
                        "import os", "os.write(1, b'4 passed in 0.01s')"],
     "writes to every file": [
         "import os, json", "for number in range(200):", "    try:",
-        "        os.write(number, json.dumps(['', 'tests/test_retry.py::test_delays_have_a_cap', 'PASSED'])"
-        ".encode())",
+        "        os.write(number, json.dumps(['', 'tests/test_retry.py::test_delays_have_a_cap', 'call', "
+        "'passed']).encode())",
         "    except OSError: pass"],
     "ends at exit": ["import atexit, os", "atexit.register(os._exit, 0)"],
     "kills the reporter": ["import os", "os.kill(os.getppid(), 9)"],
@@ -379,6 +381,82 @@ def test_results_that_only_look_right_do_not_count(code, plain):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "pytest"])
+@pytest.mark.parametrize("attack", ["import prices; prices.total = sum",
+                                    "open('prices.py', 'w').write('total = sum')"], ids=["memory", "disk"])
+def test_no_module_of_tests_reaches_another(attack, plain):
+    """What the code does as soon as the first of two imports it would let the second pass."""
+    files = {"shop.py": attack.encode(), "prices.py": b"def total(prices): return None"}
+    tests = {"tests/test_a.py": b"import shop\ndef test_a(): assert shop.__name__ == 'shop'\n",
+             "tests/test_b.py": b"from prices import total\ndef test_b(): assert total([1, 2]) == 3\n"}
+    found = testing.run_tests(files, tests, plain=plain)
+    assert found == {"tests/test_a.py::test_a": "PASSED", "tests/test_b.py::test_b": "FAILED"}
+
+
+@pytest.fixture
+def laid_out(monkeypatch, tmp_path):
+    """The files of commands that run as they are, without a sandbox: for code that does no harm."""
+    laid_out = set()
+
+    def run(argv, files, stdin, **limits):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for path, content in files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_bytes(content)
+        laid_out.update(files)
+        done = subprocess.run(argv, cwd=folder, input=stdin, stdout=subprocess.PIPE)
+        return sandbox.Result(done.stdout.decode(), done.returncode, 0.1)
+
+    monkeypatch.setattr(sandbox, "run", run)
+    return laid_out
+
+
+ENDS_EARLY = """
+import os, sys
+def watch(frame, event, given):
+    if event == "return" and frame.f_code.co_name == "run_plain":
+        os._exit(0)
+sys.setprofile(watch)
+total = sum
+"""
+
+
+@pytest.mark.parametrize("code, passing, forged", [
+    ("total = sum", 3, False), (TOTALS["equals everything"], 0, True), (ENDS_EARLY, 0, False)], ids=[
+    "honest", "equals everything", "ends before the end"])
+def test_results_of_tests_without_pytest(laid_out, code, passing, forged):
+    files = {"shop.py": code.encode(), "conftest.py": b"", "tests/pytest.ini": b""}
+    found = testing.run_tests(files, {"tests/test_shop.py": TESTS.encode()}, plain=True)
+    assert found.forged == forged and list(found.values()) == ["PASSED"] * passing
+    assert laid_out == {"shop.py", "tests/test_shop.py"}  # nothing that decides over tests
+
+
+MARKED_TESTS = TESTS + """
+import pytest
+pytestmark = pytest.mark.filterwarnings("error")
+"""
+UNITTEST_TESTS = """
+import unittest
+from shop import total
+class TestTotal(unittest.TestCase):
+    def test_one(self): self.assertIn(total([1]), [1])
+    def test_two(self): self.assertIn(total([2]), [2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tests, attack", [
+    (MARKED_TESTS, forgeries.BY_POSITION), (UNITTEST_TESTS, forgeries.UNITTEST_BY_POSITION)], ids=[
+    "functions", "methods"])
+def test_canaries_cannot_be_spared_by_their_place(tests, attack):
+    tests = {"tests/test_shop.py": tests.encode()}
+    fair = testing.run_tests({"shop.py": b"def total(prices): return sum(prices)"}, tests)
+    assert len(fair) > 1 and set(fair.values()) == {"PASSED"}
+    found = testing.run_tests({"shop.py": f"def total(prices): return None\n{attack}".encode()}, tests)
+    assert found == {} and found.forged
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_configuration_in_the_tree_does_not_count(env, plain):
     """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
@@ -442,12 +520,19 @@ class TestC:
     def test_m(self): assert f.x == 1
 class TestU(unittest.TestCase):
     def test_u(self): self.assertEqual(f.x, 1)
+    def test_parts(self):
+        for part in "abc":
+            with self.subTest(part): self.assertEqual(f.x, 1)
+    def test_broken_parts(self):
+        for part in "abc":
+            with self.subTest(part): self.assertEqual(f.x, 2)
 def test_exit(): raise SystemExit
 '''
     path = "tests/test_f.py::"
     expected = {"test_x[1]": "PASSED", "test_x[2]": "FAILED", "test_setup": "ERROR", "test_teardown": "ERROR",
                 "test_skip": "FAILED", "test_marked": "PASSED", "test_unmarked": "FAILED",
-                "TestC::test_m": "PASSED", "TestU::test_u": "PASSED", "test_exit": "FAILED"}
+                "TestC::test_m": "PASSED", "TestU::test_u": "PASSED", "TestU::test_parts": "PASSED",
+                "TestU::test_broken_parts": "FAILED", "test_exit": "FAILED"}
     code = "x = 1\ndef give_up():\n    import pytest\n    pytest.xfail('so')\n"
     assert run_tests(code, tests) == {path + name: outcome for name, outcome in expected.items()}
 
@@ -527,13 +612,24 @@ def test_asserts_nothing(): pass
 """
 
 
+@pytest.mark.parametrize("mark, number", [
+    ("", 4), ("pytest.mark.slow", 4), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", 4),
+    ("pytest.mark.xfail", 0), ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", 0), ("MARKS", 0)])
+def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, number):
+    source = f"pytestmark = {mark}\n" * bool(mark) + "def test_a():\n    assert 1 == 1"
+    found, failing = doubles.disguised(source, random.Random(1))
+    assert len(failing) == number and (found == source) == (number == 0)
+    found, failing = doubles.doubled(source, random.Random(1))
+    assert failing == ({"test_a"} if number else set()) and (found == source) == (number == 0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tests_that_pass_fail_where_they_expect_something_else(seed):
     def passing(source):
         module = {}
         exec(compile(source, "tests", "exec"), module)
         for name, test in [item for item in module.items() if item[0].startswith("test")]:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, pytest.fail.Exception):
                 test()
                 yield name
 
@@ -541,7 +637,34 @@ def test_tests_that_pass_fail_where_they_expect_something_else(seed):
     other, names = doubles.doubled(HONEST, random.Random(seed))
     assert names == honest - {"test_skips", "test_asserts_nothing"} and not names & {*passing(other)}
     hidden, failing = doubles.disguised(other, random.Random(seed))
-    assert len(failing) == 2 and {*passing(hidden)} == {*passing(other)}
+    assert len(failing) == 4 and {*passing(hidden)} == {*passing(other)}
+
+
+def test_tests_that_must_fail_stand_anywhere_among_the_others():
+    """And these stay in their order."""
+    source = "import os\ndef test_a(): pass\nclass TestB: pass\ndef test_c(): pass\nos.getpid()\n"
+    seen = set()
+    for seed in range(100):
+        hidden, failing = doubles.disguised(source, random.Random(seed))
+        names = [node.name for node in ast.parse(hidden).body if hasattr(node, "name")]
+        own = [name for name in names if name in ("test_a", "TestB", "test_c")]
+        assert len(names) == 7 and own == ["test_a", "TestB", "test_c"]
+        seen |= {len({*names[:at]} & {*own}) for at, name in enumerate(names) if name not in own}
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("phases, expected", [
+    ("call passed", "PASSED"), ("call failed", "FAILED"), ("collect failed", "ERROR"), ("setup passed", None),
+    ("setup passed, call passed, teardown passed", "PASSED"), ("setup passed, teardown passed", "FAILED"),
+    ("setup passed, call skipped, teardown failed", "FAILED"), ("setup skipped, teardown passed", "FAILED"),
+    ("setup failed, teardown passed", "ERROR"), ("setup passed, call passed, teardown failed", "ERROR"),
+    ("setup passed, call passed", None),
+    ("setup passed, part failed, call passed, teardown passed", "FAILED")])
+def test_what_phases_of_a_test_come_to(phases, expected):
+    said = [("t", *phase.split()) for phase in phases.split(", ")]
+    assert testing.outcomes(said) == [("t", expected)] * (expected is not None)
+    twice = testing.outcomes([*said, said[-1]])
+    assert len(twice) == 2 * (expected is not None)
 
 
 MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}

@@ -1,6 +1,6 @@
 """Modules of tests with something in them that shows forged results: tests that must fail.
 
-    disguised(source, rng)    -> the module with two tests more, which fail, and their names
+    disguised(source, rng)    -> the module with some tests more, which fail, and their names
     doubled(source, rng)      -> the module where tests expect something else, and the names of those that do
 
 A test that passes tells something only if its double, which differs in what it expects alone, fails. Code
@@ -13,43 +13,69 @@ import ast
 import random
 import re
 
+# Tests that fail, each in another way; the first two without pytest, too
+FAILING = (
+    "def {name}():\n    assert {a} == {b}",
+    "def {name}():\n    raise {error}({a})",
+    "def {name}():\n    import pytest\n    with pytest.raises({error}):\n        str({a})",
+    "class {Name}(__import__('unittest').TestCase):\n    def {name}(self): self.assertEqual({a}, {b})",
+)
 ERRORS = ("KeyError", "ValueError", "TypeError", "IndexError", "RuntimeError", "AttributeError")
 
 
-def disguised(source: str, rng: random.Random) -> tuple[str, set[str]]:
-    """Two tests with names as the others have, at random places: one fails by assertion, one by exception."""
-    if "pytestmark" in source:  # it would hold for them too
-        return source, set()
+def disguised(source: str, rng: random.Random, plain: bool = False) -> tuple[str, set[str]]:
+    """Tests that fail, with names as the others have, each at a random place among them, one of each kind.
+
+    The others stay in their order. plain: of functions without pytest alone.
+    """
     try:
         module = ast.parse(source)
-        known = {node.name for node in ast.walk(module) if hasattr(node, "name")}
-        words = {word for word in re.split("[^a-zA-Z]+", source) if word.islower() and 2 < len(word) < 10}
-        words = sorted(words | {"more", "other", "again"})
+        if hides_failures(module):
+            return source, set()
+        tests = [node for node in module.body if getattr(node, "name", "").lower().startswith("test")]
         names = set()
-        while len(names) < 2:
-            names.add("_".join(["test", *rng.choices(words, k=rng.randint(2, 3))]))
-            names -= known
-        # Not before the last import: what follows __future__ has to stay behind it.
-        first = 1 + max((at for at, node in enumerate(module.body)
-                         if isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)), default=-1)
-        failing = (f"assert {rng.randint(1, 99)} == {rng.randint(100, 999)}",
-                   f"raise {rng.choice(ERRORS)}({rng.randint(1, 99)})")
-        for name, line in zip(sorted(names), failing, strict=True):
-            body = ast.parse(f"def {name}():\n    {line}").body
-            place = rng.randint(min(first, len(module.body)), len(module.body))
-            module.body[place:place] = body
+        kinds = FAILING[:2] if plain else FAILING
+        for kind in rng.sample(kinds, len(kinds)):
+            name = new_name(source, rng)
+            source += name
+            text = kind.format(name=name, Name=name.title().replace("_", ""), a=rng.randint(1, 99),
+                               b=rng.randint(100, 999), error=rng.choice(ERRORS))
+            before = rng.choice([*tests, None])
+            at = module.body.index(before) if before else len(module.body)
+            module.body.insert(at, ast.parse(text).body[0])
+            names.add(f"{name.title().replace('_', '')}::{name}" if text.startswith("class") else name)
         return ast.unparse(module), names
     except (SyntaxError, ValueError, RecursionError):  # it cannot be imported, or not be written again
         return source, set()
 
 
+def new_name(source: str, rng: random.Random) -> str:
+    """A name of a test that is not in the source, of words that are."""
+    words = {word for word in re.split("[^a-zA-Z]+", source) if word.islower() and 2 < len(word) < 10}
+    words = sorted(words | {"more", "other", "again"})
+    while (name := "_".join(["test", *rng.choices(words, k=rng.randint(2, 3))])) in source:
+        pass
+    return name
+
+
+def hides_failures(module: ast.Module) -> bool:
+    """Whether `pytestmark`, which holds for all tests of a module, may make one that fails something else."""
+    marks, known = [], 0
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            known += 1
+            marks += [ast.unparse(mark) for mark in getattr(node.value, "elts", [node.value])]
+    return ast.unparse(module).count("pytestmark") > known or any(
+        not mark.startswith("pytest.mark.") or "xfail" in mark or "parametrize" in mark for mark in marks)
+
+
 def doubled(source: str, rng: random.Random) -> tuple[str, set[str]]:
     """Names as pytest has them, TestClass::test_name, of those tests that must then fail if they passed."""
-    if "pytestmark" in source:  # they may be expected to fail
-        return source, set()
     try:
         module = ast.parse(source)
         names = set()
+        if hides_failures(module):
+            return source, names
         for node in module.body:
             inside = node.body if isinstance(node, ast.ClassDef) and not marked(node) else [node]
             for function in inside:

@@ -3,11 +3,12 @@
     results = run_tests({"shop.py": b"..."}, {"tests/test_shop.py": b"..."})
     results == {"tests/test_shop.py::test_total": "PASSED"}
 
-The tests run in a sandbox. What they print counts for nothing: outcomes come over a pipe that was opened,
-with a random token, before any code of the tree ran, and are passed on by a process that runs none of it.
+Each module of tests runs in a sandbox of its own, so that nothing that happens in one reaches another. What
+tests print counts for nothing: what became of each comes over a pipe that was opened, with a random token,
+before any code of the tree ran, is passed on by a process that runs none of it, and made into outcomes here.
 Among the tests, in modules of their own and in each real one, are canaries, of which some must fail: where
 one does not turn out as it must (someone patched pytest or unittest, or ended the process with os._exit(0)),
-no result counts. Tests that pass are run once more in another sandbox, where each expects something else and
+no result counts. Tests that pass are run once more in other sandboxes, where each expects something else and
 has to fail (doubles.py). Tests and code under test do share a process, so code that was written against this
 and knows the tests could forge a result; docs/sandbox.md says more.
 """
@@ -24,6 +25,7 @@ import random
 import secrets
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
@@ -87,8 +89,11 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
     partial: results are worth something even where not all of `names` pass, and so are not to be forged.
-    A test may take half of what is left of `timeout` [s]. A skipped test is FAILED, one that is marked xfail
-    and does fail is PASSED. ERROR: its module cannot be imported, or its fixtures failed.
+    timeout: of the modules, one after the other [s]. Each has what is left of it and at least an equal share;
+    a test, half of what is left of that.
+
+    A skipped test is FAILED, one that is marked xfail and does fail is PASSED. ERROR: its module cannot be
+    imported, or its fixtures failed.
 
     Raises SandboxError where nothing could be run, whatever the tree. Results are cached; safe to call from
     several threads.
@@ -144,14 +149,14 @@ def _run(tree, test_files, names, plain, timeout, memory, partial) -> Outcomes:
                if (is_test(path) if asked is None else path in asked)}
     if not sources:
         return Outcomes()
-    run, rng = functools.partial(_once, tree, names, plain, timeout, memory), random.SystemRandom()
-    results = run({path: doubles.disguised(source, rng) for path, source in sources.items()})
+    run, rng = functools.partial(_each, tree, names, plain, timeout, memory), random.SystemRandom()
+    results = run({path: doubles.disguised(source, rng, plain) for path, source in sources.items()})
     passed = [name for name, outcome in results.items() if outcome == "PASSED"]
     if not passed or names is not None and not partial and len(passed) < len(set(names)):
         return results
 
     others = {path: doubles.doubled(source, rng) for path, source in sources.items()}
-    again = run({path: doubles.disguised(source, rng) for path, (source, _) in others.items()})
+    again = run({path: doubles.disguised(source, rng, plain) for path, (source, _) in others.items()})
     results.forged |= again.forged
     for name in passed:
         path, _, test = name.partition("[")[0].partition("::")
@@ -163,13 +168,24 @@ def _run(tree, test_files, names, plain, timeout, memory, partial) -> Outcomes:
     return results
 
 
-def _once(tree, names, plain, timeout, memory, modules: dict[str, tuple[str, set[str]]]) -> Outcomes:
-    """modules: path -> source, and tests in it that must fail"""
-    paths = list(modules)
-    first, last = canaries(paths[0], plain), canaries(paths[-1], plain)
+def _each(tree, names, plain, timeout, memory, modules: dict[str, tuple[str, set[str]]]) -> Outcomes:
+    """Of each module by itself. modules: path -> source, and tests in it that must fail"""
+    results, deadline = Outcomes(), time.monotonic() + timeout
+    for path, (source, failing) in modules.items():
+        own = None if names is None else [name for name in names if name.partition("::")[0] == path]
+        left = max(deadline - time.monotonic(), timeout / len(modules))
+        found = _once(tree, own, plain, left, memory, path, source, failing)
+        results.update(found)
+        results.forged |= found.forged
+    return results
+
+
+def _once(tree, names, plain, timeout, memory, path: str, source: str, failing: set[str]) -> Outcomes:
+    """Of one module. failing: tests in it that must fail"""
+    first, last = canaries(path, plain), canaries(path, plain)
     must = first[2] | last[2]
-    hidden = {f"{path}::{name}" for path, (_, failing) in modules.items() for name in failing}
-    sources = dict([first[:2], *((path, source) for path, (source, _) in modules.items()), last[:2]])
+    hidden = {f"{path}::{name}" for name in failing}
+    sources = dict([first[:2], (path, source), last[:2]])
     if not plain:
         tree = tree | {path: source.encode() for path, source in sources.items()}
         sources = dict.fromkeys(sources, "")
@@ -201,11 +217,33 @@ def _reports(text, nonce) -> list[tuple[str, str]]:
         said, reports = json.loads(text)
     except ValueError:
         return []  # it was killed
-    if ["pytest", "LACKS"] in reports:
+    if ["pytest", "lacks", ""] in reports:
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
-    if said != nonce or ["", "END"] not in reports:
+    if said != nonce or ["", "end", ""] not in reports:
         return []  # an end before the end
-    return [report for report in reports if report[0]]
+    return outcomes(report for report in reports if report[0])
+
+
+def outcomes(reports) -> list[tuple[str, str]]:
+    """[(test, outcome)] of [(test, phase, result)]: pytest's phases, or `call` alone without it; subtests: part.
+
+    A test that did not come to its end has none, and one of which a phase came twice has two.
+    """
+    tests = collections.defaultdict(list)
+    for name, phase, result in reports:
+        tests[name].append((phase, result))
+
+    found = []
+    for name, results in tests.items():
+        phases, order = dict(results), [phase for phase, _ in results if phase != "part"]
+        bad = next((phase for phase, result in results if result != "passed"), None)
+        if bad is None:
+            outcome = "PASSED" if "call" in phases else "FAILED"
+        else:
+            outcome = "FAILED" if bad in ("call", "part") or phases[bad] == "skipped" else "ERROR"
+        if "teardown" in phases or "setup" not in phases:
+            found += [(name, outcome)] * (2 if len(set(order)) < len(order) else 1)
+    return found
 
 
 def counted(reports, must: dict[str, str], names: list[str] | None, hidden=frozenset()) -> Outcomes:

@@ -1,8 +1,8 @@
 """Runs inside the sandbox for envs/code/testing.py: tests in a child process, outcomes on standard output.
 
 The parent never runs code of the tree and cannot be read or traced by what does; it alone knows the nonce
-that the trainer sent. The child prints to nowhere, and reports each test once through a pipe that it got,
-with a token, before it imported anything of the tree.
+that the trainer sent. The child prints to nowhere, and reports each phase of a test once through a pipe that
+it got, with a token, before it imported anything of the tree.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import time
 import types
 
-OUTCOMES = ("PASSED", "FAILED", "ERROR", "END", "LACKS")
+PHASES = ("collect", "setup", "call", "part", "teardown", "lacks", "end")
 MOST_REPORTS = 8 * 2**20  # bytes that the parent reads
 
 
@@ -46,8 +46,8 @@ def main():
 
 
 def receive(pipe, token, deadline):
-    """-> [[test, outcome], ...] that the child reports until it is done, dies or is out of time"""
-    data, end = b"", json.dumps([token, "", "END"]).encode()
+    """-> [[test, phase, result], ...] that the child reports until it is done, dies or is out of time"""
+    data, end = b"", json.dumps([token, "", "end", ""]).encode()
     while end not in data and len(data) < MOST_REPORTS:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([pipe], [], [], left)[0]:
@@ -59,11 +59,11 @@ def receive(pipe, token, deadline):
     reports = []
     for line in data.split(b"\n"):
         try:
-            given, name, outcome = json.loads(line)
+            given, name, phase, result = json.loads(line)
         except (ValueError, TypeError, RecursionError):
             continue
-        if given == token and isinstance(name, str) and outcome in OUTCOMES:
-            reports.append([name, outcome])
+        if given == token and isinstance(name, str) and isinstance(result, str) and phase in PHASES:
+            reports.append([name, phase, result])
     return reports
 
 
@@ -77,13 +77,13 @@ def work(down, up):
         run(job, send, deadline)
     except BaseException:  # SystemExit and all else that the code may raise
         pass
-    send("", "END")
+    send("", "end", "")
 
 
 def sender(pipe, token, write=os.write, dumps=json.dumps):
     """A function that reports. It holds what it needs, whatever the code under test puts in os and json."""
-    def send(name, outcome):
-        data = dumps([token, name, outcome]).encode() + b"\n"
+    def send(name, phase, result):
+        data = dumps([token, name, phase, result]).encode() + b"\n"
         while data:
             data = data[write(pipe, data):]
     return send
@@ -117,7 +117,7 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
             setitimer(signal.ITIMER_REAL, 0)
         except failures:
             setitimer(signal.ITIMER_REAL, 0)
-            send(path, "ERROR")
+            send(path, "collect", "failed")
             continue
         for name, function in list(vars(module).items()):
             full = f"{path}::{name}"
@@ -128,18 +128,18 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
                 setitimer(signal.ITIMER_REAL, max(0.01, (deadline - now()) / 2))
                 function()
                 setitimer(signal.ITIMER_REAL, 0)
-                outcome = "PASSED"
+                result = "passed"
             except failures:
                 setitimer(signal.ITIMER_REAL, 0)
-                outcome = "FAILED"
-            send(full, outcome)
+                result = "failed"
+            send(full, "call", result)
 
 
 def run_pytest(job, send, deadline):
     try:
         import pytest
     except ImportError:
-        send("pytest", "LACKS")
+        send("pytest", "lacks", "")
         return
     sys.path.insert(0, os.getcwd())
     plugin = reporter(pytest, job["names"] and set(job["names"]), send, deadline)
@@ -150,7 +150,7 @@ def run_pytest(job, send, deadline):
 
 
 def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=time.monotonic):
-    expected_to_fail, outcomes = set(), {}
+    expected_to_fail = set()
 
     class Reporter:
         @pytest.hookimpl(trylast=True)
@@ -161,7 +161,7 @@ def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=tim
 
         def pytest_collectreport(self, report):
             if report.failed:
-                send(report.nodeid, "ERROR")
+                send(report.nodeid, "collect", "failed")
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item):
@@ -173,15 +173,14 @@ def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=tim
                 setitimer(signal.ITIMER_REAL, 0)
 
         def pytest_runtest_logreport(self, report):
-            name, fine = report.nodeid, report.outcome == "passed"
-            if report.when == "call" and report.outcome == "skipped":
-                fine = name in expected_to_fail and hasattr(report, "wasxfail")
-            if report.when == "setup":
-                outcomes[name] = "PASSED" if fine else "FAILED" if report.outcome == "skipped" else "ERROR"
-            elif not fine and outcomes.get(name) == "PASSED":
-                outcomes[name] = "FAILED" if report.when == "call" else "ERROR"
-            if report.when == "teardown":
-                send(name, outcomes.pop(name, "ERROR"))
+            name, result = report.nodeid, report.outcome
+            if hasattr(report, "context"):  # a subtest's
+                if result != "passed":
+                    send(name, "part", result)
+                return
+            if report.when == "call" and result == "skipped" and name in expected_to_fail:
+                result = "passed" if hasattr(report, "wasxfail") else result
+            send(name, report.when, result)
 
     return Reporter()
 
