@@ -225,7 +225,7 @@ def _reports(text, nonce) -> list[tuple[str, str]]:
 
 
 def outcomes(reports) -> list[tuple[str, str]]:
-    """[(test, outcome)] of [(test, phase, result)]: pytest's phases, or `call` alone without it; subtests: part.
+    """[(test, outcome)] of [(test, phase, result)]: pytest's phases, or `call` alone; `part` of subtests.
 
     A test that did not come to its end has none, and one of which a phase came twice has two.
     """
