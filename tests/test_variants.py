@@ -1,6 +1,8 @@
-"""Each docs/variants/*.diff applies to its script as it is, is short, trains, resumes, and is its equation."""
+"""Each of docs/variants/*.diff applies to its script, is short, trains and resumes, and is its equation."""
 
+import collections
 import math
+import multiprocessing
 import re
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import envs
 from tests.run_folders import (
     LAST,
     ROOT,
@@ -16,7 +19,6 @@ from tests.run_folders import (
     TINY,
     episodes,
     load_script,
-    process,
     records,
     same_end,
     slow_but,
@@ -31,17 +33,19 @@ from tests.test_updates import (
     forward,
     learnable,
     near,
+    noisy_run,
     response_of,
     surrogate,
     weight_of,
 )
+from tools import docs_tables
 from tools.validate_train_log import validate
 
 PAGE = (ROOT / "docs" / "variants.md").read_text()
 DIFFS = sorted(path.name for path in (ROOT / "docs" / "variants").glob("*.diff"))
 COMMANDS = {diff: (script, name) for script, diff, name in
             re.findall(r"patch (\w+\.py) docs/variants/(\S+\.diff) -o (\w+\.py)", PAGE)}
-FLAGS = {"distill.diff": ["--teacher", TINY]}  # that a variant cannot run without
+FLAGS = {"distill.diff": dict(teacher=TINY)}  # that a variant cannot run without
 TO_RENEW = "make it anew: docs/variants.md, 'One that no longer applies'"
 
 
@@ -70,32 +74,26 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
 @pytest.mark.parametrize("diff", DIFFS)
 def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, tmp_path):
     script, name = COMMANDS[diff]
-    small = SMALL[script.removesuffix(".py")] | dict(iterations=4, eval_every=0, checkpoint_every=1,
-                                                     keep_checkpoints=0)
-    flags = [word for flag, value in small.items() for word in (f"--{flag.replace('_', '-')}", value)]
-    flags += FLAGS.get(diff, [])
+    known = [flag.name for flag in docs_tables.flags(variants()[name])]
+    flags = SMALL[script.removesuffix(".py")] | dict(
+        eval_every=0, checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
+    flags = {flag: value for flag, value in flags.items() if flag in known} | FLAGS.get(diff, {})
+    module, whole, folder = load_script(variants()[name]), tmp_path / "whole", tmp_path / "killed"
+    module.main(module.Args(**flags, run_dir=str(whole)))
 
-    def start(folder):
-        return process(variants()[name], *flags, "--run-dir", tmp_path / folder)
-
-    whole = start("whole")
-    out, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, out[-2000:]
-    assert validate(tmp_path / "whole", strict=True)["ok"]
-
-    killed = start("killed")
-    while not (tmp_path / "killed" / "checkpoints" / "step_000002").is_dir():
-        assert killed.poll() is None, killed.communicate()[0][-2000:]
+    killed = multiprocessing.get_context("fork").Process(
+        target=module.main, args=[module.Args(**flags, run_dir=str(folder))])
+    killed.start()
+    while not (folder / "checkpoints" / "step_000002").is_dir():
+        assert killed.is_alive()
     killed.kill()
-    killed.communicate()
-    assert killed.returncode == -9
+    killed.join()
+    assert killed.exitcode == -9
 
-    resumed = start("killed")
-    out, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, out[-2000:]
-    assert validate(tmp_path / "killed", strict=True)["ok"]
-    assert "resume" in (tmp_path / "killed" / "train_log.jsonl").read_text()
-    same_end(tmp_path / "whole", tmp_path / "killed", LAST)
+    module.main(module.Args(**flags, run_dir=str(folder)))
+    assert '{"resume"' in (folder / "train_log.jsonl").read_text()
+    same_end(whole, folder, LAST)
+    assert validate(whole, strict=True)["ok"] and validate(folder, strict=True)["ok"]
 
 
 # distill.diff
@@ -167,3 +165,82 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
                          (tmp_path / "none", "it cannot be loaded")):
         with pytest.raises(script.BadInput, match=f"^--teacher {re.escape(str(folder))}: {says}.*$"):
             script.main(script.Args(teacher=str(folder), run_dir=str(tmp_path / "run")))
+
+
+# curriculum.diff
+
+
+def test_a_task_is_drawn_by_its_share_of_p_times_1_minus_p():
+    script = load_script(variants()["grpo_curriculum.py"])
+    solved, played = torch.tensor([0.0, 0.0, 8.0, 4.0, 1.0]), torch.tensor([0.0, 8.0, 8.0, 8.0, 8.0])
+    drawn = [script.draw_tasks(solved, played, 1, (1, cursor))[0] for cursor in range(3000)]
+    chance = [1 / 2 * 1 / 2, 1 / 10 * 9 / 10, 9 / 10 * 1 / 10, 5 / 10 * 5 / 10, 2 / 10 * 8 / 10]
+    for task, share in enumerate(chance):
+        share /= sum(chance)
+        assert abs(drawn.count(task) - 3000 * share) < 4 * math.sqrt(3000 * share * (1 - share))
+    assert all(sorted(script.draw_tasks(solved, played, 5, seed)) == [*range(5)] for seed in range(20))
+    assert len(script.draw_tasks(solved, played, 9, 1)) == 9  # more than there are
+
+
+@pytest.mark.slow
+def test_draws_follow_what_the_episodes_have_earned(tmp_path):
+    script, folder = load_script(variants()["grpo_curriculum.py"]), tmp_path / "run"
+    script.main(script.Args(**SMALL["grpo_llm"] | RUN | dict(
+        iterations=3, pool=6, dynamic_sampling=1, env_kwargs=("test_tasks=32",), run_dir=str(folder))))
+    env = envs.make("countdown")
+    ids = [env.task("train", script.task_index(place, 1, env.num_tasks("train"))).id for place in range(6)]
+    solved, played, cursor = collections.Counter(), collections.Counter(), 0
+    for iteration in (1, 2, 3):
+        found, _ = episodes(folder, f"train_step_{iteration:06d}")
+        counts = [torch.tensor([float(count[task]) for task in ids]) for count in (solved, played)]
+        rounds = len(found) // 16
+        expected = [script.draw_tasks(*counts, 4, (1, cursor + 4 * number)) for number in range(rounds)]
+        places = [place for some in expected for place in some]
+        assert [episode["task_id"] for episode in found[::4]] == [ids[place] for place in places]
+        cursor += 4 * rounds
+        for episode in found:
+            solved[episode["task_id"]] += episode["correct"]
+            played[episode["task_id"]] += 1
+        _, state = checkpoint(folder, iteration)
+        assert state["cursor"] == cursor
+        assert state["solved"].tolist() == [solved[task] for task in ids]
+        assert state["played"].tolist() == [played[task] for task in ids]
+        assert records(folder)[iteration]["curriculum/played"] == pytest.approx(len(played) / 6)
+
+
+# reinforce.diff
+
+
+REINFORCE = {"default": {}, "turns": dict(TURNS, prompts_per_iteration=5, microbatch_tokens=60,
+                                          temperature=0.7)}
+
+
+@pytest.mark.parametrize("case", slow_but(("default",), REINFORCE))
+def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp_path, monkeypatch):
+    flags = REINFORCE[case]
+    script, folder = load_script(variants()["reinforce_llm.py"]), tmp_path / "run"
+    monkeypatch.setitem(SMALL, "reinforce_llm", dict(prompts_per_iteration=16, env_kwargs=("test_tasks=32",)))
+    noisy_run(script, folder, monkeypatch, **flags)
+    played, _ = episodes(folder, "train_step_000002")
+    rewards = [episode["reward"] for episode in played]
+    assert len(set(rewards)) > 1
+    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
+    model, trained, loss = base_model(), learnable(before), 0.0
+    adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
+    segments = [s for episode in played for s in episode["segments"]]
+    for number, episode in enumerate(played):
+        others = rewards[:number] + rewards[number + 1:]
+        earned = rewards[number] - sum(others) / len(others)
+        for s in episode["segments"]:
+            chosen = torch.tensor(s["response_mask"]) > 0
+            assert s["advantages"] == pytest.approx([earned] * len(chosen))
+            out = forward(model, trained, s["prompt_ids"] + s["response_ids"])
+            _, logprobs, entropy = response_of(s, *out, flags.get("temperature", 1.0))
+            sampled = torch.tensor(s["rollout_logprobs"], dtype=torch.float64)
+            weight = torch.exp(logprobs.detach() - sampled)
+            loss = loss - (earned * weight * logprobs + 0.02 * entropy)[chosen].sum()
+    adam.step(loss / sum(sum(s["response_mask"]) for s in segments))
+    adam.check(after, end["optimizer"], 1e-4)
+    near({name: after[name] - before[name] for name in trained},
+         {name: trained[name].detach() - before[name] for name in trained}, 2e-2)
+    assert records(folder)[-1]["train/grad_norm"] == pytest.approx(adam.norms[0], rel=2e-3)
