@@ -24,7 +24,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
-    MixtralConfig,
     Qwen2Config,
 )
 
@@ -294,15 +293,12 @@ def poison(stored):
 
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 BROKEN = {  # file, what is done to it, what is said
-    "no-adapter": ("adapter", shutil.rmtree, ["/adapter: there is no adapter_config.json"]),
     "no-config": (CONFIG, Path.unlink, ["/adapter: there is no adapter_config.json"]),
     "no-weights": (WEIGHTS, Path.unlink, ["/adapter: there is no adapter_model.safetensors"]),
     "torn-config": (CONFIG, truncate, ["/adapter: its adapter_config.json cannot be read"]),
-    "list-config": (CONFIG, lambda path: path.write_text("[]"), ["adapter_config.json", "not an object"]),
     "wrong-config": (CONFIG, lambda path: change_json(path, task_type="DANCE"), [
         "its adapter_config.json cannot be read", "DANCE"]),
     "torn-weights": (WEIGHTS, truncate, ["/adapter: its adapter_model.safetensors cannot be read"]),
-    "empty-weights": (WEIGHTS, lambda path: os.truncate(path, 0), ["its adapter_model.safetensors"]),
     "nan": (WEIGHTS, lambda path: break_weights(path, poison), ["layers.1.self_attn.v_proj.lora_B", "NaN"]),
     "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PROMPT_TUNING"), [
         "expected a LoRA adapter", "PROMPT_TUNING"]),
@@ -316,10 +312,8 @@ BROKEN = {  # file, what is done to it, what is said
     "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), [
         "models/none", "/adapter", "expected a folder with config.json and weights"]),
     "torn-base": ("base/model.safetensors", truncate, ["/base", "/adapter", "cannot be loaded"]),
-    "weightless-base": ("base/model.safetensors", Path.unlink, ["/base", "cannot be loaded"]),
-    "torn-base-config": ("base/config.json", truncate, ["/base", "config.json cannot be read"]),
-    "odd-base-config": ("base/config.json", lambda path: change_json(path, model_type="abacus"), [
-        "/base", "cannot be loaded", "abacus"]),
+    "list-base-config": ("base/config.json", lambda path: path.write_text("[]"), [
+        "/base", "config.json cannot be read (not an object"]),
     "longer-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=3), [
         "/base", "the files lack model.layers.2.input_layernorm.weight and 8 more"]),
     "shorter-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=1), [
@@ -341,7 +335,6 @@ def test_broken_input_is_one_clear_line(case, pair, tmp_path, capsys):
 
 
 GPT2 = dict(kind=GPT2Config, n_embd=16, n_head=4, n_layer=2)
-GATED = dict(kind=MixtralConfig, num_local_experts=2)
 TIES = ["cannot be merged", "the base ties its embedding to its head, and the adapter changes them"]
 MISFITS = {  # the base that the adapter was made on, the adapter, what is said of the tied base with 2 layers
     "width": (dict(hidden_size=32), {}, [
@@ -352,9 +345,6 @@ MISFITS = {  # the base that the adapter was made on, the adapter, what is said 
     "shallower": (dict(num_hidden_layers=1), {}, [
         "does not fit", "the adapter lacks model.layers.1.self_attn.o_proj.lora_A.weight and 5 more"]),
     "other-family": (GPT2, dict(target_modules=["c_attn"]), ["does not fit", "(LlamaForCausalLM)", "c_attn"]),
-    "more-modules": (GATED, dict(target_modules=["q_proj", "gate"]), [
-        "does not fit", "the base has no place for model.layers.0.mlp.gate.lora_A.weight"]),
-    "vocabulary": (dict(vocab_size=41, tie_word_embeddings=True), SAVED_TIED, ["does not fit", "[41, 16]"]),
     "untied": (dict(tie_word_embeddings=False), SAVED_TIED, [
         "does not fit", "the adapter lacks lm_head.weight"]),
     "more-layers": (TIED, dict(layer_replication=[[0, 2], [1, 2]]), [
@@ -362,11 +352,9 @@ MISFITS = {  # the base that the adapter was made on, the adapter, what is said 
     "alora": (TIED, dict(alora_invocation_tokens=[3]), ["cannot be merged", "aLoRA"]),
     "lora-bias": (TIED, dict(lora_bias=True), ["cannot be merged", "lora_bias"]),
     # What changes one of two tied tensors, or what PEFT adds to both of them, that is to the one twice.
-    "saved-head": (TIED, dict(modules_to_save=["lm_head"]), [*TIES, "it would have 5,104 parameters, and "]),
-    "saved-embedding": (TIED, dict(modules_to_save=["embed_tokens"]), [*TIES, "the base has 4,512"]),
-    "head": (TIED, dict(target_modules=["lm_head"]), [*TIES, "its logits would be"]),
+    "saved-head": (TIED, dict(modules_to_save=["lm_head"]), [
+        *TIES, "it would have 5,104 parameters, and the base has 4,512"]),
     "embedding": (TIED, dict(target_modules=["q_proj", "embed_tokens"]), [*TIES, "its logits would be"]),
-    "both": (TIED, dict(target_modules=["lm_head", "embed_tokens"]), TIES),
     "both-twice": (TIED, dict(target_modules=["embed_tokens"], ensure_weight_tying=True), TIES),
     "tokens-of-the-head": (TIED, dict(trainable_token_indices={"lm_head": [3, 9]}), TIES),
 }
@@ -458,11 +446,10 @@ def test_vllm_loads_merged_models(tmp_path):
              (base, write_adapter(tmp_path / "adapter", base, target_modules="all-linear"))]
     merged = [tmp_path / f"merged{number}" for number in range(len(pairs))]
     for (base, adapter), out in zip(pairs, merged, strict=True):
-        command = [sys.executable, ROOT / "tools" / "merge_adapter.py", "--adapter", adapter,
-                   "--base-model", base, "--output-dir", out]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0 and not done.stderr and json.loads(done.stdout)["out"] == str(out)
-    done = subprocess.run(command, capture_output=True, text=True)  # there is one now
+        words = ["--adapter", str(adapter), "--base-model", str(base), "--output-dir", str(out)]
+        assert merge_adapter.main(words) == 0
+    command = [sys.executable, ROOT / "tools" / "merge_adapter.py", *words]  # there is one now
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
     assert "expected a new folder" in json.loads(done.stderr)["error"]
 
