@@ -194,38 +194,23 @@ GOOD = [  # a line of JSONL, the texts of its messages, its response
 BLANK = [pair("a", response) for response in ("", " \n\t\u3000", None, [], blocks(""), blocks(" ", "\n"))]
 BAD = {  # a line of JSONL, what the message says
     "number": (pair(3, "a"), "column prompt: .*3"),
-    "true": (pair(True, "a"), "column prompt: .*True"),
-    "null": (pair(None, "a"), "column prompt: .*None"),
-    "dict": (pair({"a": 1}, "a"), "column prompt: "),
     "empty list": (pair([], "a"), "column prompt: "),
     "list of texts": (pair(["a"], "a"), "column prompt, message 1: .*'a'"),
-    "nested lists": (pair([[user("a")]], "a"), "column prompt, message 1: "),
-    "no role": (pair([user("a"), {"content": "a"}], "a"), "column prompt, message 2: .*role"),
     "role": (pair([{"role": 1, "content": "a"}], "a"), "column prompt, message 1: .*role"),
     "content": (pair([user(1.5)], "a"), "column prompt, message 1: .*1.5"),
-    "content of false": (pair([user(False)], "a"), "column prompt, message 1: .*False"),
     "image": (pair([user([*blocks("see"), {"type": "image", "url": "x"}])], "a"),
               "column prompt, message 1: .*image"),
     "block without text": (pair([user([{"type": "text"}])], "a"), "column prompt, message 1: "),
     "answer number": (pair("a", 4), "column response: .*4"),
-    "answer nan": (b'{"prompt": "a", "response": NaN}', "column response: .*nan"),
-    "answer false": (pair("a", False), "column response: .*False"),
-    "answer dict": (pair("a", {"a": "b"}), "column response: "),
     "answer list": (pair("a", [1]), "column response: .*1"),
-    "answer nested": (pair("a", [[["b"]]]), "column response: "),
-    "answer image": (pair("a", [{"type": "image_url"}]), "column response: "),
     "missing": ({"prompt": "a"}, "column response: missing"),
-    "no columns": ({}, "column prompt: missing"),
     "a list": ([1, 2], r"column prompt: missing; it has \[1, 2\]"),
-    "a text": ("prompt response", "column prompt: missing"),
-    "a null": (None, "column prompt: missing"),
     "torn": (b'{"prompt": "a", "resp', "JSON"),
     "two in one": (b'{"prompt": "a", "response": "b"}{}', "JSON"),
     "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', "JSON"),
     "deep but whole": (b'{"prompt": ' + DEEP[99_300:100_700] + b', "response": "a"}', "column prompt, mess"),
     "huge": (b'{"prompt": ' + b"9" * 5000 + b', "response": "a"}', "JSON|column prompt"),
     "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', "JSON"),
-    "nul": (b"\0\0\0", "JSON"),
     "long": (pair("a" * 400, "a"), r"--max-length 300: .* 40\d tokens"),
 }
 
@@ -271,9 +256,7 @@ def test_a_bad_row_ends_the_run_with_its_file_and_line(case, tmp_path):
 
 BROKEN = {  # a file, its rows, what the message says behind its name
     "no.jsonl": (None, ": expected an existing"),
-    "no.parquet": (None, ": expected an existing"),
     "words.jsonl": ([*pairs(3), b"a response"], ", row 4, expected a line of JSON"),
-    "torn.jsonl": ([*pairs(3), b'{"prompt": "a", "resp'], ", row 4, expected a line of JSON"),
     "column.jsonl": ([*pairs(3), {"prompt": "a"}], ", row 4, column response: missing"),
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "half.parquet": (pairs(60), ": cannot be read after row 0 .*footer"),
@@ -307,7 +290,7 @@ def plain_rows(numbers, name=""):
 
 def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
     name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(10), {"prompt": 1}])
-    for ratio, held_out in ((0.0, 0), (0.01, 1), (0.3, 3), (1.0, 9)):
+    for ratio, held_out in ((0.0, 0), (0.01, 1), (1.0, 9)):
         folder = tmp_path / str(ratio)
         counts, rows = train(folder, train_files=(name,), val_ratio=ratio, on_bad_row="skip")
         assert counts == (10 - held_out, held_out, 0, len(BLANK), 1) and rows == plain_rows(range(10))
@@ -357,9 +340,8 @@ def test_a_row_that_is_all_response_gives_up_its_first_token(tmp_path):
 
 
 @pytest.mark.parametrize("column", [
-    pyarrow.array([1, 2]), pyarrow.array([0.5, math.nan]), pyarrow.array([True, False]),
-    pyarrow.array([b"a", b"b"]), pyarrow.array([{"a": 1}, {"a": 2}]), pyarrow.array([[["a"]], [["b"]]]),
-    pyarrow.array([1, 2], pyarrow.timestamp("us"))], ids=lambda column: re.sub(r"\W+", "-", str(column.type)))
+    pyarrow.array([0.5, math.nan]), pyarrow.array([b"a", b"b"]), pyarrow.array([[["a"]], [["b"]]])],
+    ids=["numbers", "bytes", "lists"])
 def test_a_parquet_column_of_another_type_is_refused_row_by_row(column, tmp_path):
     name = str(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": column}), name)
@@ -563,10 +545,8 @@ def test_a_template_that_says_no_makes_a_bad_row_and_names_why(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("words", [
-    "{% for a, b in m.more %}{{ a }}{% endfor %}", "{{ 1 // (m.more | length - 1) }}", "{{ m.more + 1 }}",
-    "{{ m.more.a.b }}", "{{ m.none[0] }}", "{{ m.more | tojson }}",
-    "{{ m.content | int | string | format(1) }}", "{{ 'x'.join(m.more) }}", "{{ 'ab'.index('c') }}",
-    "{{ m.content.nothing() }}"])
+    "{{ 1 // (m.more | length - 1) }}", "{{ m.more + 1 }}", "{{ m.more.a.b }}", "{{ m.more | tojson }}",
+    "{{ 'ab'.index('c') }}"])
 def test_whatever_a_template_stumbles_over_is_a_bad_row(words):
     """Fields beyond role and content are as the data has them, and a template takes them for granted."""
     deep = []
@@ -671,10 +651,9 @@ def test_a_template_that_writes_no_eos_is_refused(template, tmp_path, capsys):
     """No reply would ever end. Another token than the tokenizer's eos is none either."""
     (tmp_path / "chat.jinja").write_text(template)
     name = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("<eos>"), assistant("b")]}] * 3)
-    for mode in ("error", "skip"):
-        line = refused(capsys, tmp_path / "run", "--train-files", name, "--messages-key", "chat",
-                       "--chat-template", tmp_path / "chat.jinja", "--on-bad-row", mode)
-        assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
+    line = refused(capsys, tmp_path / "run", "--train-files", name, "--messages-key", "chat",
+                   "--chat-template", tmp_path / "chat.jinja", "--on-bad-row", "skip")
+    assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
 
 
 def test_a_conversation_without_a_template_and_a_template_that_is_none_are_one_line(tmp_path, capsys):
@@ -781,11 +760,9 @@ def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
 @pytest.mark.parametrize(("flag", "value", "message"), [
     ("--response-key", "say", "row 1, column say: missing"),
     ("--messages-key", "chats", "row 1, column chats: missing"),
-    ("--response-key", "number", "row 1, column number: .*0"),
-    ("--splits", "validation", "split validation: .*"), ("--splits", "train val", "split val: .*"),
+    ("--splits", "train val", "split val: .*"),
     ("--dataset", "owner/name:third", ".*third"), ("--dataset", "owner/names", ".*owner/names"),
-    ("--dataset", "owner", ".*"), ("--dataset", ":first", ".*"), ("--dataset", "owner/name/again:x", ".*"),
-    ("--dataset", "../name", ".*"), ("--dataset", "owner/broken", ".*")])
+    ("--dataset", ":first", ".*"), ("--dataset", "../name", ".*"), ("--dataset", "owner/broken", ".*")])
 def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flag, value, message, owner, capsys):
     (owner / "owner" / "broken").mkdir()
     (owner / "owner" / "broken" / "train.parquet").write_bytes(b"PAR1 and then nothing")
@@ -838,7 +815,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_a_data_set_comes_over_the_wire(owner):
-    """To processes of their own, whose hub is a server of this one."""
+    """To a process of its own, whose hub is a server of this one."""
     Hub.files = {path.name: path.read_bytes() for path in (owner / "owner" / "name").iterdir()}
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -846,20 +823,16 @@ def test_a_data_set_comes_over_the_wire(owner):
                        HF_HOME=str(owner / "hf"), NO_PROXY="127.0.0.1", HF_HUB_DISABLE_TELEMETRY="1")
     small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
     try:
-        for name, code in (("name:first", 0), ("nothing", 1)):
-            run = process("sft.py", *small, "--dataset", f"owner/{name}", "--splits", "train", "test",
-                          "--run-dir", owner / f"run{code}", "--output-dir", owner / f"model{code}",
-                          env=environment)
-            output = run.communicate(timeout=240)[0]
-            assert run.returncode == code, output
+        run = process("sft.py", *small, "--dataset", "owner/name:first", "--splits", "train", "test",
+                      "--run-dir", owner / "run", "--output-dir", owner / "model", env=environment)
+        output = run.communicate(timeout=240)[0]
+        assert run.returncode == 0, output
     finally:
         server.shutdown()
-    assert taken(owner / "run0") == plain_rows(range(5))
-    assert taken(owner / "run0", "val") == plain_rows(range(3), "t")
+    assert taken(owner / "run") == plain_rows(range(5))
+    assert taken(owner / "run", "val") == plain_rows(range(3), "t")
     assert any("resolve" in path and "train-00000" in path for path in Hub.asked)
     assert not list((owner / "hf").rglob("*.parquet"))  # read as it came, not downloaded first
-    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: --dataset owner/nothing, split train: ") and "Traceback" not in output
 
 
 def numbered(number, response=lambda i: f"answer {i}"):
@@ -915,14 +888,9 @@ ROWS = ["--train-files", "{d}/rows.jsonl"]
     (["--val-files", "{d}/rows.jsonl"], r"--val-files \S+rows.jsonl: expected --train-files"),
     (["--dataset", "owner/name", "--val-files", "{d}/rows.jsonl"], r"--val-files \S+rows.jsonl"),
     (["--splits", "test"], "--splits test: expected --dataset"),
-    ([*ROWS, "--splits", "train", "test"], "--splits train test: expected --dataset"),
     (["--messages-key", "chat"], "--messages-key chat: expected --train-files or --dataset"),
-    ([*ROWS, "--val-files", "{d}/no.jsonl"], r"--val-files \S+no.jsonl: expected an existing"),
-    (["--train-files", "{d}/folder.jsonl"], r"--train-files \S+folder.jsonl: expected an existing"),
     (["--train-files", "{d}/rows.JSONL"], r"--train-files \S+rows.JSONL: expected .* .parquet or .jsonl"),
     ([*ROWS, "--val-ratio", "1.1"], r"val_ratio\W.* less than or equal to 1"),
-    ([*ROWS, "--val-ratio", "nan"], r"val_ratio\W"),
-    ([*ROWS, "--max-length", "0"], r"max_length\W.* greater than or equal to 1"),
     ([*ROWS, "--truncation", "middle"], r"middle.*truncation.*error.*left.*right"),
     ([*ROWS, "--steps", "0", "--epochs", "0"], r"--steps 0"),
     ([*ROWS, "--chat-template", "{d}/no.jinja"], r"--chat-template \S+no.jinja: expected model, plain"),
@@ -931,7 +899,6 @@ def test_flags_that_contradict_each_other_are_one_line(flags, message, tmp_path,
     monkeypatch.setenv("COLUMNS", "500")  # of the box that tyro draws
     write_jsonl(tmp_path / "rows.jsonl", pairs(3))
     write_jsonl(tmp_path / "rows.JSONL", pairs(3))
-    (tmp_path / "folder.jsonl").mkdir()
     flags = [flag.replace("{d}", str(tmp_path)) for flag in flags]
     code = command_line("sft.py", *flags, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model")
     error = " ".join(capsys.readouterr().err.split())

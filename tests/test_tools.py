@@ -94,11 +94,10 @@ A2C_RECORD = 4
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-@pytest.mark.parametrize("strict", [False, True])
-def test_sound_logs_pass(algo, strict, tmp_path):
+def test_sound_logs_pass(algo, tmp_path):
     made = write(tmp_path / "train_log.jsonl", sample_log(algo, seed=3))
     for path in (made, tmp_path, DATA / f"{algo}.jsonl"):
-        verdict = validate(path, strict=strict)
+        verdict = validate(path, strict=True)
         assert verdict["anomalies"] == [] and verdict["warnings"] == [] and verdict["ok"] is True
         counts = (verdict["records"], verdict["resumes"], verdict["errors"])
         assert counts == (12 if algo == "a2c" else 13, 1, 1)
@@ -143,6 +142,8 @@ def test_every_required_key_is_missed(algo, tmp_path):
     lines = sample_log(algo)
     number = A2C_RECORD if algo == "a2c" else RECORD
     resume = next(index for index, line in enumerate(lines, start=1) if "resume" in line)
+    del lines[number:resume - 1], lines[number + 3:]  # the others are alike, and take their time
+    resume = number + 1
     of_meta = META | (META_A2C if algo == "a2c" else META_LLM)
     cases = [(1, key, f"meta.{key}") for key in of_meta]
     cases += [(number, key, key) for key in COMMON | REQUIRED[algo]]
@@ -281,10 +282,9 @@ def test_what_is_no_file_fails(tmp_path):
     assert complaints(tmp_path) == [(None, "file")]
 
 
-@pytest.mark.parametrize("algo", ALGOS)
-def test_a_cut_off_last_line_fails_when_strict(algo, tmp_path):
+def test_a_cut_off_last_line_fails_when_strict(tmp_path):
     """Wherever the last line is cut it is a warning, but a line that is whole and wrong is not cut off."""
-    whole = write(tmp_path / "whole.jsonl", sample_log(algo)[:5]).read_bytes()
+    whole = write(tmp_path / "whole.jsonl", sample_log("grpo")[:5]).read_bytes()
     last = json.dumps({"run_id": 'é "} \\', "trace_id": {"a": [{}]}}, ensure_ascii=False).encode()
     path = tmp_path / "log.jsonl"
     for cut in range(1, len(last)):
@@ -305,7 +305,7 @@ def test_nothing_that_a_file_holds_raises(tmp_path):
     rng = random.Random(0)
     path = tmp_path / "log.jsonl"
     failed = 0
-    for round_ in range(400):
+    for round_ in range(160):
         raw = bytearray(b"\n".join(json.dumps(line).encode() for line in sample_log(ALGOS[round_ % 4])[:6]))
         for _ in range(rng.choice([1, 3, 30])):
             at = rng.randrange(len(raw))
@@ -318,7 +318,7 @@ def test_nothing_that_a_file_holds_raises(tmp_path):
                 raw[at:at] = rng.choice(rb'{ } [ " , NaN 1e999 null \u0000 \ud800 - true'.split() + [b"\n"])
         path.write_bytes(raw)
         failed += bool(complaints(path, strict=bool(round_ % 2)))
-    assert failed > 300
+    assert failed > 120
     for size in (1, 10, 1000, 100_000):
         path.write_bytes(rng.randbytes(size))
         assert complaints(path)
@@ -425,13 +425,10 @@ PANELS = dict(sft=4, grpo=6, ppo=8, a2c=6)
 
 @pytest.mark.parametrize("algo", slow_but(("sft",), PANELS))
 def test_each_algorithm_gets_its_panels(algo, logs, tmp_path, capsys):
-    panels = PANELS[algo]
-    for count, words in ((1, []), (3, ["--x", "wall_time_s", "--smoothing", 5])):
-        words = [*logs[algo][:count], *words]
-        out = tmp_path / "new" / f"{count}.png"
-        status, report, warnings = plot("--log", *words, "--out", out, capsys=capsys)
-        assert (status, warnings, len(report["panels"])) == (0, [], panels)
-        assert_drawn(out, panels)
+    out, words = tmp_path / "new" / "a.png", [*logs[algo], "--x", "wall_time_s", "--smoothing", 5]
+    status, report, warnings = plot("--log", *words, "--out", out, capsys=capsys)
+    assert (status, warnings, len(report["panels"])) == (0, [], PANELS[algo])
+    assert_drawn(out, PANELS[algo])
 
 
 def read_rows(path: Path, metric: str, group: str = "") -> np.ndarray:
