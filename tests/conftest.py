@@ -1,11 +1,14 @@
 """Fixtures that several files of tests share. Nothing heavy is imported before a test asks for it."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# A job that a shell runs in the background ignores Ctrl-C, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ import importlib
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -464,7 +463,6 @@ def run_tests(folder, arguments, told):
 
     os.chdir(folder)
     sys.path[0], sys.argv[1:] = str(folder), []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

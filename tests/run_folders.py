@@ -69,7 +69,7 @@ def command_line(script, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *map(str, flags)])
         try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)

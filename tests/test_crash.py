@@ -80,7 +80,8 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
 
 def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypatch, capsys):
     """A run falls back from two of them and is stopped in between: the one that it wrote has to stay."""
-    flags = dict(iterations=3, checkpoint_every=1, eval_every=0, eval_tasks=1, eval_samples=1)
+    flags = dict(iterations=3, checkpoint_every=1, eval_every=0, eval_tasks=1, eval_samples=1,
+                 prompts_per_iteration=2, group_size=2)
     folder = train(grpo_llm, tmp_path / "run", keep_checkpoints=0, **flags)
     for step in (2, 3):
         (folder / "checkpoints" / f"step_{step:06d}" / "trainer_state.pt").write_bytes(b"torn")

@@ -46,7 +46,7 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG = 20  # steps
+LONG = 10  # steps
 DRIVER = """
 import json, os, runpy, sys
 for number, (script, words) in enumerate(json.loads(open(sys.argv[1]).read())):
@@ -218,16 +218,15 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
     assert validate(folder)["errors"] == 0
 
 
-@pytest.mark.parametrize("name", ["grpo-lora"])
-def test_torchrun_starts_again_after_the_kill_of_a_process(name, alone, tmp_path):
+def test_torchrun_starts_again_after_the_kill_of_a_process(alone, tmp_path):
     folder = tmp_path / "run"
-    started = start(words_of(name, folder), 2, "--standalone", "--max-restarts=2")
+    started = start(words_of("grpo-lora", folder), 2, "--standalone", "--max-restarts=2")
     wait_for(lambda: any(folder.glob("checkpoints/step_*")), started)
     trainers_of(started)[1].kill()
     said, _ = started.communicate(timeout=600)
     assert started.returncode == 0, said[-5000:]
     assert [line for line in log_lines(folder) if "resume" in line]
-    assert_same_run(alone(name), folder)
+    assert_same_run(alone("grpo-lora"), folder)
 
 
 FAILING = """
@@ -239,18 +238,14 @@ def reward(rollout):
     if "train" in rollout.task.id:
         print("drew", os.environ["RANK"], torch.rand(()).item(), flush=True)
     if os.environ.get("RANK") == "1" and len(calls) > 50:
-        {what}
+        raise ValueError("the reward of rank 1 broke")
     return sum(step.reward for step in rollout.steps)
 """
 
 
-@pytest.mark.parametrize("what, message", [
-    ("raise ValueError('the reward of rank 1 broke')", "ValueError: the reward of rank 1 broke"),
-    ("return float('nan')", "FloatingPointError: the reward of task"),
-])
-def test_a_failing_process_ends_all_with_its_message_and_receipt(what, message, tmp_path):
-    path = tmp_path / "failing.py"
-    path.write_text(FAILING.format(what=what))
+def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
+    path, message = tmp_path / "failing.py", "ValueError: the reward of rank 1 broke"
+    path.write_text(FAILING)
     code, said = run(words_of("grpo", tmp_path / "run", "--reward-fn", f"{path}:reward"), 2, check=False)
     assert code != 0 and said.count(message) == 1, said[-5000:]
     (receipt,) = (tmp_path / "run").glob("receipts/*:1/receipt.json")

@@ -1,12 +1,8 @@
-"""The equations of ppo_llm.py against float64 references, written token by token, as the papers have them.
-
-What a whole iteration makes of them is in test_updates.py.
-"""
+"""Equations of ppo_llm.py against float64 references, token by token. The losses are in test_updates.py."""
 
 import itertools
 import math
 import random
-import statistics
 
 import numpy as np
 import pytest
@@ -14,8 +10,6 @@ import torch
 
 import ppo_llm
 from ppo_llm import Args
-
-CLIP = 0.2
 
 
 def random_mask(rng, size):
@@ -63,30 +57,7 @@ def test_gae_is_the_weighted_mean_of_all_k_step_advantages(gamma, lam):
             assert row == pytest.approx(reference_gae(*columns, gamma, lam), rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("gamma", [0.8, 1.0])
-def test_a_perfect_critic_leaves_no_advantage(gamma, lam):
-    rewards, values, mask = gae_table(6)
-    for row, to_go, chosen in zip(rewards, values, mask, strict=True):
-        steps = [t for t, m in enumerate(chosen) if m]
-        for i, t in enumerate(steps):
-            to_go[t] = sum(gamma**j * row[u] for j, u in enumerate(steps[i:]))
-    found = ppo_llm.gae(*(torch.tensor(x, dtype=torch.float64) for x in (rewards, values, mask)), gamma, lam)
-    assert found.abs().max() < 1e-12
-
-
 # Whitening
-
-
-def test_whitening_takes_mean_and_population_deviation_of_the_chosen_alone():
-    x, _, mask = gae_table(7)
-    found = ppo_llm.whiten(*(torch.tensor(y, dtype=torch.float64) for y in (x, mask))).tolist()
-    places = [(b, t) for b, row in enumerate(mask) for t, m in enumerate(row) if m]
-    chosen = [x[b][t] for b, t in places]
-    mean, deviation = statistics.fmean(chosen), statistics.pstdev(chosen)
-    expected = [[(value - mean) / deviation * m for value, m in zip(*rows, strict=True)]
-                for rows in zip(x, mask, strict=True)]
-    assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -103,52 +74,10 @@ def test_equal_advantages_are_whitened_to_nothing(dtype):
 # Losses
 
 
-def loss_table(seed, size=200):
-    """Three rows of numbers, of which the second is near the first."""
-    rng = random.Random(seed)
-    first = [rng.gauss(-1, 1) for _ in range(size)]
-    return first, [x + rng.gauss(0, 0.5) for x in first], [rng.gauss(0, 1) for _ in range(size)]
-
-
-def check_loss(found, row, others, of_token, binds):
-    """The script's losses and flags at `row`, against a formula for one token; no gradient where it binds."""
-    x = torch.tensor(row, dtype=torch.float64, requires_grad=True)
-    per_token, flags = found(x, *(torch.tensor(other, dtype=torch.float64) for other in others))
-    per_token.sum().backward()
-    tokens = list(zip(row, *others, strict=True))
-    assert per_token.tolist() == pytest.approx([of_token(*token) for token in tokens], abs=1e-12)
-    assert flags.tolist() == [binds(*token) for token in tokens] and set(flags.tolist()) == {True, False}
-    assert not x.grad[flags].any() and x.grad[~flags].all()
-
-
-def test_the_policy_loss_is_the_clipped_surrogate():
-    old, new, advantages = loss_table(1)
-
-    def of_token(new, old, advantage):  # arXiv:1707.06347, eq. 7
-        ratio = math.exp(new) / math.exp(old)
-        return -min(ratio * advantage, min(max(ratio, 1 - CLIP), 1 + CLIP) * advantage)
-
-    def binds(new, old, advantage):
-        ratio = math.exp(new - old)
-        return ratio > 1 + CLIP and advantage > 0 or ratio < 1 - CLIP and advantage < 0
-
-    check_loss(lambda *x: ppo_llm.clipped_policy_loss(*x, CLIP), new, (old, advantages), of_token, binds)
-
-
-def test_the_value_loss_is_the_larger_of_the_free_and_the_clipped_error():
-    old, values, returns = loss_table(1)
-
-    def of_token(value, old, target):
-        return max((value - target)**2, (min(max(value, old - 0.3), old + 0.3) - target)**2)
-
-    def binds(value, old, target):  # it has left for where the return is, which earns no more
-        return value > old + 0.3 and target > (value + old + 0.3) / 2 \
-            or value < old - 0.3 and target < (value + old - 0.3) / 2
-
-    check_loss(lambda *x: ppo_llm.clipped_value_loss(*x, 0.3), values, (old, returns), of_token, binds)
+def test_rounding_of_the_values_is_not_clipping():
     torch.manual_seed(1)
     apart = torch.randn(3, 1000) * torch.tensor([[1], [1e-3], [1]])
-    assert not ppo_llm.clipped_value_loss(*apart, clip=10.0)[1].any()  # rounding is not clipping
+    assert not ppo_llm.clipped_value_loss(*apart, clip=10.0)[1].any()
 
 
 # The penalty and its controller

@@ -17,13 +17,13 @@ import time
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import envs
 import grpo_llm
 from envs import Step
 from grpo_llm import Args, Segment
-from tests.run_folders import full_forward, records
+from tests.run_folders import full_forward, records, slow_but
 
 # Whose rollouts are played: a test holds their code to be the same to the letter, so one will do in a hurry.
 SCRIPTS = ["grpo_llm", pytest.param("ppo_llm", marks=pytest.mark.slow)]
@@ -55,27 +55,34 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
     problems += [problems[1], problems[0], [tokenizer.bos_token_id]]
 
     rng = random.Random(1)  # random weights write any token, and their replies end anywhere
-    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(30)]
+    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(12)]
 
-    for model, prompts, limit in ((trained, problems, 16), (random_llama(vocab_size=6), noise, 30)):
+    torch.manual_seed(3)
+    sliding = Qwen2ForCausalLM(Qwen2Config(  # its layers bring a cache of their own each
+        vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"],
+    )).double().eval()
+
+    for model, prompts, limit in ((trained, problems, 16), (sliding, noise[:6], 24),
+                                  (random_llama(vocab_size=6), noise, 30)):
         replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer)
         assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, limit) for p in prompts]
         check_logprobs(model, prompts, replies, 1.0)
     assert len({len(ids) for ids, _ in replies}) > 4
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_replies_that_part_or_end_do_not_mix_up_the_others(random_llama, countdown_tiny, temperature):
+def test_replies_that_part_or_end_do_not_mix_up_the_others(random_llama, countdown_tiny):
     """Replies part and end one after another, so rows move many times; none may read another's cache."""
     model, tokenizer = random_llama(vocab_size=12), countdown_tiny[1]
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 12) for _ in range(rng.randrange(1, 9))] for _ in range(20)] * 3
     prompts += [prompts[0]] * 40
     torch.manual_seed(1)
-    replies = grpo_llm.generate(model, prompts, 60, temperature, tokenizer)
+    replies = grpo_llm.generate(model, prompts, 60, 0.6, tokenizer)
     lengths = [len(ids) for ids, _ in replies]
     assert len(set(lengths)) > 15 and max(lengths) > 40
-    check_logprobs(model, prompts, replies, temperature)
+    check_logprobs(model, prompts, replies, 0.6)
 
 
 @pytest.mark.parametrize("more", [[2, 5], 5])  # a generation config may name more than the tokenizer
@@ -142,7 +149,6 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion():
 CHATML = ("{% for m in messages %}{% if m.role == 'martian' %}{{ raise_exception('no role') }}{% endif %}"
           "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SYSTEM = "<|im_start|>system\nAnswer the question. Keep each reply short.<|im_end|>\n" + CHATML
 # Llama 3: contents are trimmed; its tokenizer's eos is another mark than the one that closes a turn.
 LLAMA3 = ("<bos>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
           "{{ m.content | trim }}<|eot_id|>{% endfor %}"
@@ -382,7 +388,7 @@ def wrong(env):
     return f"{a} + {b} = {a + b}"
 
 
-TEMPLATES = {"words": None, "chatml": CHATML, "system": SYSTEM, "plain": None,
+TEMPLATES = {"words": None, "chatml": CHATML, "plain": None,
              "other-mark": CHATML.replace("<|im_end|>", "<|eot_id|>")}
 
 
@@ -509,7 +515,7 @@ def conversation(episode, reply):
     return over() if turn == 5 else Step([{"role": role, "content": f" a{turn}\n"}], 0.0, False, False, {})
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", slow_but(("llama3", "qwen3"), CONVERSATIONS))
 def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
         trainer, random_llama, monkeypatch, name):
     """The sampler is the model itself: each segment's log-probabilities are those of its own full forward."""
@@ -856,15 +862,13 @@ class Hostile(World):
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
-@pytest.mark.parametrize("groups", [25])
-def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
-        trainer, capsys, groups, blocking):
+def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(trainer, capsys, blocking):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
     args = trainer.Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
                         episode_timeout=0.5 if blocking else 0)
     rng = random.Random(1)
     engine = Speaker(tokenizer, lambda text: rng.choice(["r", "<think>a</think>\n\nb", "\n", [65] * 8]))
-    tasks = [world.task("train", n) for n in range(groups)]
+    tasks = [world.task("train", n) for n in range(25)]
     rollouts = trainer.rollout(engine, tokenizer, world, tasks, 4, 1.0, args, trainer.episode_reward)
 
     check_tokens(rollouts)
@@ -874,9 +878,9 @@ def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(
     assert world.all_closed_once and "never" not in capsys.readouterr().err
 
     ends = collections.Counter(r.termination for r in rollouts)
-    assert {"done", *(("length", "context", "error") if groups > 99 else ())} <= set(ends)
-    assert set(ends) <= {"done", "truncated", "length", "context", "turns", "timeout", "error"}
-    assert ("timeout" in ends) == blocking and sum(ends.values()) == 4 * groups
+    assert "done" in ends and set(ends) <= {
+        "done", "truncated", "length", "context", "turns", "timeout", "error"}
+    assert ("timeout" in ends) == blocking and sum(ends.values()) == 4 * 25
     assert not any(r.reward for r in rollouts if r.termination == "error")
     world = World(three_turns, blocking=blocking)
     again = trainer.rollout(engine, tokenizer, world, [world.task("train", 3)], 1, 1.0, args,
@@ -995,20 +999,15 @@ def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkey
         return over(float(teaches))
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Third(behave))
-    flags = dict(iterations=2, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1)
-    for rounds in (0, 3):
-        drawn.clear()
-        folder = tmp_path / str(rounds)
-        grpo_llm.main(Args(**flags, dynamic_sampling=rounds, run_dir=str(folder)))
-        lines = records(folder)[1:]
-        submitted = [line["rollout/groups_submitted"] for line in lines]
-        assert drawn[:6] == drawn[6:12]  # the first ones are looked at before the model is loaded
-        del drawn[:6]
-        assert len(drawn) == len(set(drawn)) == sum(submitted)
-        for line in lines:
-            enough, count = line["rollout/groups_trainable"] >= 6, line["rollout/groups_submitted"]
-            assert count == 6 if not rounds else enough or count == 24
-        assert max(submitted) > 6 or not rounds
+    grpo_llm.main(Args(iterations=2, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1,
+                       dynamic_sampling=3, run_dir=str(tmp_path)))
+    lines = records(tmp_path)[1:]
+    submitted = [line["rollout/groups_submitted"] for line in lines]
+    assert drawn[:6] == drawn[6:12]  # the first ones are looked at before the model is loaded
+    del drawn[:6]
+    assert len(drawn) == len(set(drawn)) == sum(submitted) and max(submitted) > 6
+    assert all(line["rollout/groups_trainable"] >= 6 or line["rollout/groups_submitted"] == 24
+               for line in lines)
 
 
 def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):

@@ -18,6 +18,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from tests.run_folders import (
     command_line,
     copy_run,
     episodes,
+    full_forward,
     kill_at,
     killed_after,
     log_lines,
@@ -179,15 +181,12 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished):
         before = record
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
-def test_tensorboard_gets_the_numbers_of_the_log(script, resumed, finished, tmp_path):
+def test_tensorboard_gets_the_numbers_of_the_log(finished, tmp_path):
     """... and what a resume makes again takes the place of what it was before."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = whole = finished(script, **RICH[script])
-    if resumed:
-        folder = go_on(script, killed_after(whole, tmp_path / "run", 3), whole, **RICH[script])
+    whole, flags = finished(grpo_llm, **RICH[grpo_llm]), RICH[grpo_llm]
+    folder = go_on(grpo_llm, killed_after(whole, tmp_path / "run", 3), whole, **flags)
     board = EventAccumulator(str(folder)).Reload()
     names = {key for record in records(folder) for key in record} - {
         "run_id", "trace_id", "iteration", "env_steps", "opt_steps"}
@@ -290,10 +289,13 @@ class Signalled(Countdown):
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("script", slow_but((grpo_llm, sft), LLM))
-def test_a_signal_within_an_evaluation(script, name, finished, tmp_path, monkeypatch, capsys):
+SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in LLM for name in ("SIGTERM", "SIGINT")}
+
+
+@pytest.mark.parametrize("case", slow_but(["grpo_llm-SIGTERM", "sft-SIGINT"], SIGNALS))
+def test_a_signal_within_an_evaluation(case, finished, tmp_path, monkeypatch, capsys):
     """SIGTERM: the iteration is logged and saved; Ctrl-C: a receipt, the last checkpoint counts."""
+    script, name = SIGNALS[case]
     # sft.py looks at the test tasks once more, to learn from none of them.
     path = write(tmp_path, SIGNALLED.format(name=name, second=3 if script is sft else 2))
     skill = ("skill=mixed",) if script is sft else ()
@@ -337,11 +339,11 @@ def test_neither_evaluations_nor_the_log_change_what_is_trained(script, finished
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_the_seed_decides_everything_random(script, tmp_path):
-    own = dict(eval_tasks=2, lora_rank=2) if script is not a2c else {}
-    own |= dict(model=TINY) if script is sft else {}
-    one, other = (train(script, tmp_path / str(seed), seed=seed, **own) for seed in (1, 2))
-    assert timeless(one)[1] != timeless(other)[1]
-    mine, others = (weights_of(folder / "checkpoints" / LAST) for folder in (one, other))
+    flags = dict(steps=1, model=TINY) if script is sft else dict(iterations=1, checkpoint_every=1)
+    flags |= dict(eval_every=0) if script is a2c else dict(eval_every=0, eval_tasks=2, lora_rank=2)
+    one, other = (train(script, tmp_path / str(seed), seed=seed, **flags) for seed in (1, 2))
+    assert timeless(one)[-1] != timeless(other)[-1]
+    mine, others = (weights_of(folder / "checkpoints" / "step_000001") for folder in (one, other))
     for name in [name for name in mine if "lora_A" in name or name.startswith("policy.weight")]:
         assert not torch.allclose(mine[name], others[name], atol=1e-2)
 
@@ -363,35 +365,31 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
     assert numbers == (script is sft and re.sub("commit [0-9a-f]+", "", card.read_text()))
-    for flags, named in ((dict(seed=2), r"--seed 2 \(it was 1\)"), (dict(learning_rate=1e-4), "--learning"),
+    both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
+    for flags, named in ((dict(seed=2, learning_rate=0.25), both),
                          (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
                          CHANGED[script]):
         with pytest.raises(envs.BadInput, match=named):
             go_on(script, folder, whole, **flags)
+    if script is grpo_llm:
+        with pytest.raises(envs.BadInput, match="a run of another script, grpo"):
+            train(ppo_llm, folder)
     assert timeless(folder) == before
-
-
-def test_a_run_of_another_script_and_all_flags_that_differ_are_named(finished, tmp_path):
-    folder = copy_run(finished(grpo_llm), tmp_path / "run")
-    with pytest.raises(envs.BadInput, match="a run of another script, grpo"):
-        train(ppo_llm, folder)
-    with pytest.raises(envs.BadInput, match=r"--seed 2 .it was 1., --learning-rate 0.25 .it was "):
-        go_on(grpo_llm, folder, finished(grpo_llm), seed=2, learning_rate=0.25)
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
     length = "steps" if script is sft else "iterations"
     constant = dict(schedule="constant") if script is sft else dict(final_learning_rate=1.0)
-    flags = dict(eval_every=0, eval_tasks=1) | constant
-    whole = train(script, tmp_path / "whole", **flags | {length: 4})
-    folder = train(script, tmp_path / "run", **flags | {length: 2})
-    train(script, folder, **flags | {length: 4})
-    same_tree(*(load_file(run / "checkpoints/step_000004/model.safetensors") for run in (whole, folder)))
+    flags = dict(eval_every=0, eval_tasks=1, model=TINY) | constant
+    whole = train(script, tmp_path / "whole", **flags | {length: 2})
+    folder = train(script, tmp_path / "run", **flags | {length: 1})
+    train(script, folder, **flags | {length: 2})
+    same_tree(*(load_file(run / "checkpoints/step_000002/model.safetensors") for run in (whole, folder)))
     decays = dict(schedule="cosine") if script is sft else dict(final_learning_rate=0.1)
-    other = train(script, tmp_path / "other", **flags | decays | {length: 2})
-    with pytest.raises(envs.BadInput, match=f"--{length} 4 .it was 2."):
-        train(script, other, **flags | decays | {length: 4})
+    other = train(script, tmp_path / "other", **flags | decays | {length: 1})
+    with pytest.raises(envs.BadInput, match=f"--{length} 2 .it was 1."):
+        train(script, other, **flags | decays | {length: 2})
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
@@ -419,8 +417,13 @@ def test_another_reward_function_or_model_is_refused(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_an_evaluation_alone_needs_no_iteration(script, tmp_path):
-    folder = train(script, tmp_path / "run", iterations=0)
+def test_an_evaluation_alone_needs_no_iteration_and_a_run_no_folder(script, tmp_path, monkeypatch):
+    """From anywhere: the default model lies beside the script."""
+    monkeypatch.chdir(tmp_path)
+    train(script, "", iterations=0, experiment="mine")
+    (folder,) = (tmp_path / "runs" / "mine").iterdir()
+    assert folder.name == records(folder)[0]["run_id"]
+    assert re.fullmatch(rf"\d{{8}}_\d{{6}}__{script.__name__[:-4]}__countdown__s1", folder.name)
     (record,) = before = timeless(folder)
     assert record["iteration"] == 0 and record["val/countdown/greedy"] > 0 and validate(folder)["ok"]
     assert not list((folder / "checkpoints").glob("step_*"))
@@ -446,7 +449,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("script", "damage"), [
-    (sft, "missing"), (a2c, "cut"), *((grpo_llm, damage) for damage in DAMAGE if damage != "missing")])
+    (sft, "missing"), (a2c, "cut"), (grpo_llm, "weights"), (grpo_llm, "manifest"),
+    (grpo_llm, "manifest-text")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         script, damage, tmp_path, finished, capsys):
     """New checkpoints are then older by name than the damaged one, which must not push them out."""
@@ -478,8 +482,7 @@ def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, fin
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, tmp_path):
     """From the third checkpoint on, no file may grow to the size of the weights; the log still may grow."""
-    flags = {sft: dict(model=TINY, eval_tasks=1), a2c: dict(hidden_size=64)}.get(
-        script, dict(log_episodes=0.0, eval_tasks=1))
+    flags = dict(hidden_size=64) if script is a2c else {}
     whole, folder = finished(script, **flags), tmp_path / "run"
     copy_run(whole, folder)
     for step in ("step_000003", LAST):
@@ -530,10 +533,9 @@ COMMON_BAD = {
     "option-value": (["--env-kwargs", "max_operands=99"], r"max_operands.*99"),
     "option-form": (["--env-kwargs", "max_operands"], r"max_operands.*key=value"),
     "flag": (["--learning-speed", "1"], r"--learning-speed"),
-    "flag-type": (["--eval-tasks", "many"], r"eval-tasks.*many"),
+    "flag-nan": (["--learning-rate", "nan"], r"learning.rate.*(finite|greater than 0)"),
     "flag-choice": (["--dtype", "float8"], r"float8.*--dtype"),
     "flag-range": (["--eval-tasks", "0"], r"eval.tasks.*greater than or equal to 1"),
-    "flag-nan": (["--learning-rate", "nan"], r"learning.rate.*(finite|greater than 0)"),
     "no-model": (["--model", "{d}/nowhere"], r"--model \S*nowhere.*config\.json"),
     "empty-model": (["--model", "{d}/empty"], r"--model \S*empty.*config\.json|--model \S*empty: it cannot"),
     "weightless": (["--model", "{d}/weightless"], r"--model \S*weightless.*"),
@@ -551,7 +553,6 @@ RL_BAD = {
     "endless": (["--model", "{d}/endless"], r"--model \S*endless.*no eos token"),
     "reward": (["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
     "lora": (["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
-    "seed": (["--seed", "-1"], r"seed.*greater than or equal to 0"),
 }
 ALL_SAY = {"option", "flag-range", "torn-weights", "run-folder", "lora"}  # the others are told by one's code
 BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in LLM
@@ -563,7 +564,6 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
     "grpo-adapter": (grpo_llm, ["--lora-rank", "2", "--lora-adapter-path", "a"], r"--lora-rank 2: .*adapter"),
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
     "ppo-lambda": (ppo_llm, ["--gae-lambda", "2"], r"gae.lambda.*less than or equal to 1"),
-    "ppo-critic": (ppo_llm, ["--critic", "mine"], r"mine.*--critic.*own.*shared.*none"),
     "sft-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
     "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
     "sft-output": (sft, ["--output-dir", "{d}/file/model"], r"--output-dir \S*file/model: cannot be written"),
@@ -573,15 +573,11 @@ BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for scr
     "a2c-option-value": (a2c, ["--env-kwargs", "tau=2"], "tau.*2"),
     "a2c-goal": (a2c, ["--env-kwargs", "goal_dir={d}/nothing"], "nothing.*is missing"),
     "a2c-rom": (a2c, ["--env-id", "pyboy"], "rom"),
-    "a2c-flag": (a2c, ["--learning-speed", "1"], "--learning-speed"),
-    "a2c-flag-choice": (a2c, ["--network", "resnet"], "resnet.*--network"),
     "a2c-flag-range": (a2c, ["--num-envs", "0"], "num_envs.*greater than or equal to 1"),
-    "a2c-flag-nan": (a2c, ["--learning-rate", "nan"], r"learning.rate.*(finite|greater than 0)"),
     "a2c-multiple": (a2c, ["--iterations", "3", "--update-every", "2"], "--iterations 3: .* multiple"),
     "a2c-one-step": (a2c, ["--num-envs", "1", "--num-steps", "1"], "--normalize-advantages"),
     "a2c-many": (a2c, ["--num-envs", "20000"], "20000.*16384"),
     "a2c-run-folder": (a2c, ["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
-    "a2c-run-meta": (a2c, ["--run-dir", "{d}/meta"], r"meta/train_log\.jsonl: expected a meta line"),
 }
 
 
@@ -682,25 +678,20 @@ def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_sk
     assert validate(folder)["ok"]
 
 
-@pytest.mark.parametrize("lora_rank", slow_but((0,), [0, 2]))
-@pytest.mark.parametrize("script", RL)
-def test_the_reference_of_the_kl_penalty_is_the_starting_model(script, tmp_path, lora_rank):
+@pytest.mark.parametrize("lora_rank", slow_but((2,), [0, 2]))
+def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path, lora_rank):
     """In every iteration its log-probabilities of the episodes, whatever the policy has become."""
-    own = dict(critic_warmup=0) if script is ppo_llm else {}
-    folder = train(script, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
-                   warmup_iterations=0, iterations=2, eval_every=0, eval_tasks=1, log_episodes=1.0, **own)
-    kl = [record["train/kl_loss"] for record in records(folder)[1:]]
-    assert kl[1] > 1e-3 and (script is grpo_llm or abs(kl[0]) < 1e-9)  # PPO takes it before the updates
-    if script is ppo_llm:  # what GRPO compares with is not in its episodes
-        base = AutoModelForCausalLM.from_pretrained(TINY)
-        for episode in episodes(folder, "train_step_000002")[0]:
-            for s in episode["segments"]:
-                ids = torch.tensor([s["prompt_ids"] + s["response_ids"]])
-                with torch.no_grad():
-                    logprobs = base(ids).logits[0, :-1].log_softmax(-1)
-                chosen = logprobs.gather(1, ids[0, 1:, None])[len(s["prompt_ids"]) - 1:, 0]
-                assert s["ref_logprobs"] == pytest.approx(chosen.tolist(), abs=1e-4)
-                assert s["old_logprobs"] != pytest.approx(s["ref_logprobs"], abs=1e-3)
+    folder = train(ppo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
+                   warmup_iterations=0, iterations=2, eval_every=0, eval_tasks=1, log_episodes=1.0,
+                   critic_warmup=0)
+    first, second = (record["train/kl_loss"] for record in records(folder)[1:])
+    assert abs(first) < 1e-9 and second > 1e-3
+    base = AutoModelForCausalLM.from_pretrained(TINY).double()
+    for episode in episodes(folder, "train_step_000002")[0]:
+        for s in episode["segments"]:
+            expected, _ = full_forward(base, grpo_llm.Segment(s["prompt_ids"], s["response_ids"]), 1.0)
+            assert s["ref_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
+            assert s["old_logprobs"] != pytest.approx(s["ref_logprobs"], abs=1e-3)
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
@@ -718,28 +709,10 @@ def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path, capsy
     assert validate(folder)["ok"]
 
 
-FLAKY = """
-import zlib
-from envs.countdown import Countdown
-
-class Flaky(Countdown):
-    def start(self, task, seed):
-        episode = super().start(task, seed)
-        step = episode.step
-        def fails(reply):
-            if "train" in task.id and zlib.crc32(reply.encode()) % 100 < {often}:
-                raise ConnectionError("no answer")
-            return step(reply)
-        episode.step = fails
-        return episode
-"""
-
-
 @pytest.mark.parametrize("script", RL)
 def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
-    path = write(tmp_path, FLAKY.format(often=80))
     size = dict(prompts_per_iteration=16) if script is ppo_llm else {}
-    folder = train(script, tmp_path / "run", env=f"{path}:Flaky", log_episodes=1.0, eval_tasks=1,
+    folder = train(script, tmp_path / "run", env="tests/two_turn.py:Flaky", log_episodes=1.0, eval_tasks=1,
                    eval_every=0, iterations=2, **size)
     assert validate(folder, strict=True)["ok"]
     for record in records(folder)[1:]:
@@ -763,8 +736,8 @@ def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsys):
-    path = write(tmp_path, FLAKY.format(often=100))
-    folder = train(script, tmp_path / "run", env=f"{path}:Flaky", eval_every=0, eval_tasks=2, iterations=2)
+    folder = train(script, tmp_path / "run", env="tests/two_turn.py:Broken", eval_every=0, eval_tasks=2,
+                   iterations=2)
     assert "the environment failed: ConnectionError('no answer')" in capsys.readouterr().err
     verdict = validate(folder, strict=True)
     assert verdict["ok"] and verdict["errors"] == 0, verdict
@@ -807,12 +780,12 @@ def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatc
     assert Path(TINY, "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_chat_template_of_a_file_takes_the_place_of_the_models(script, tmp_path):
     """The same text trains the same, another one otherwise; and it may not change under a run."""
     path = tmp_path / "chat.jinja"
     path.write_text(Path(TINY, "chat_template.jinja").read_text())
-    flags = dict(iterations=0, eval_tasks=8)
+    flags = dict(iterations=0, eval_tasks=2)
     mine = train(script, tmp_path / "mine", chat_template=str(path), **flags)
     assert timeless(mine) == timeless(train(script, tmp_path / "models", **flags))
     path.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
@@ -882,15 +855,6 @@ def test_where_no_task_is_held_out_nothing_is_evaluated_and_the_log_is_sound(scr
 
 
 # Settings
-
-
-def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
-    """From anywhere: the default model lies beside the script."""
-    monkeypatch.chdir(tmp_path)
-    train(grpo_llm, "", iterations=0, experiment="mine")
-    (folder,) = (tmp_path / "runs" / "mine").iterdir()
-    assert folder.name == records(folder)[0]["run_id"] and validate(folder)["ok"]
-    assert re.fullmatch(r"\d{8}_\d{6}__grpo__countdown__s1", folder.name)
 
 
 @pytest.mark.slow
@@ -1029,10 +993,11 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
 def test_rewards_that_are_all_equal_explain_nothing(tmp_path):
     """And nothing that is logged is infinite, though the critic moves."""
     (tmp_path / "same.py").write_text("def reward(rollout):\n    return [0.1]\n")
-    folder = train(ppo_llm, tmp_path / "run", reward_fn=f"{tmp_path / 'same.py'}:reward", gae_lambda=1.0)
+    folder = train(ppo_llm, tmp_path / "run", reward_fn=f"{tmp_path / 'same.py'}:reward", gae_lambda=1.0,
+                   iterations=2, eval_every=0, eval_tasks=1)
     assert validate(folder, strict=True)["ok"]
     log = records(folder)[1:]
-    assert [record["critic/vf_explained_var"] for record in log] == [0] * 4
+    assert [record["critic/vf_explained_var"] for record in log] == [0, 0]
     assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
 
 
@@ -1057,8 +1022,8 @@ def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monke
 
 @pytest.mark.parametrize("critic", ["none", "shared"])
 def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, tmp_path):
-    folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=3, eval_every=0,
-                   eval_tasks=2, warmup_iterations=0)
+    folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=2, eval_every=0,
+                   eval_tasks=1, warmup_iterations=0)
     assert validate(folder, strict=True)["ok"]
     log = records(folder)[1:]
     for record in log:
@@ -1072,7 +1037,7 @@ def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, 
         assert all(record[f"critic/{name}/max"] == record["critic/score/max"] for record in log
                    for name in ("returns", "advantages"))
     else:
-        assert all(log[2][name] != 0 for name in names)
+        assert all(log[1][name] != 0 for name in names)
 
 
 # Slow: processes of their own
@@ -1085,16 +1050,16 @@ def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_tracking_mirrors_the_log_offline(tmp_path):
+def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
     """The numbers, the validation's samples as a table; and a continued run is the same run there."""
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
+    for name, value in dict(MODE="offline", SILENT="true", PROJECT="elsewhere").items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    flags = ["--track", "--prompts-per-iteration", 2, "--eval-tasks", 4, "--final-learning-rate", 1]
     for iterations in (2, 3):
-        run = process("grpo_llm.py", "--track", "--iterations", iterations, "--prompts-per-iteration", 2,
-                      "--eval-tasks", 4, "--run-dir", folder, "--final-learning-rate", 1,
-                      env=dict(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_PROJECT="elsewhere"))
-        output, _ = run.communicate(timeout=300)
-        assert run.returncode == 0, output
+        assert command_line("grpo_llm.py", *flags, "--iterations", iterations, "--run-dir", folder) == 0
+        time.sleep(1.0)  # the folders there are named by the second
     first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
     names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")
@@ -1113,7 +1078,8 @@ KILL = {
                    "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 10, "--checkpoint-every", 3,
                    "--log-episodes", 0.1],
     "sft.py": ["--batch-size", 16, "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 6,
-               "--log-every", 2, "--checkpoint-every", 2],
+               "--log-every", 2, "--checkpoint-every", 2, "--model", TINY, "--dtype", "float32", "--packing",
+               "--learning-rate", 1e-3, "--train-files", "{d}/rows.jsonl"],
     "a2c_vecenv.py": ["--num-envs", 8, "--log-every", 10, "--eval-every", 100, "--checkpoint-every", 10,
                       "--eval-episodes", 4, "--eval-envs", 2, "--hidden-size", 16],
 }
@@ -1124,25 +1090,30 @@ KILL = {
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
     kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length = (150 if script == "a2c_vecenv.py" else 30) * kills
-    flags = [*KILL[script], "--steps" if script == "sft.py" else "--iterations", length]
-
-    def start(name):
-        folder = tmp_path / name
-        output = ["--output-dir", tmp_path / f"{name}-model"] if script == "sft.py" else []
-        return folder, process(script, *flags, *output, "--run-dir", folder)
-
-    whole, run = start("whole")
+    flags = [str(flag).replace("{d}", str(tmp_path)) for flag in KILL[script]]
+    flags += ["--steps" if script == "sft.py" else "--iterations", length]
     moments = [("writing", "log", "start")[n % 3] for n in range(kills)]
-    killed = torn = 0
+    if script == "sft.py":  # which reads its rows, for some seconds, before all else
+        env, moments[0] = envs.make("countdown", skill="mixed"), "encoding"
+        tasks = [env.task("train", index) for index in range(2500)]
+        rows = [dict(prompt=task.messages[-1]["content"], response=env.solution(task)) for task in tasks]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def words(name):
+        output = ["--output-dir", tmp_path / f"{name}-model"] if script == "sft.py" else []
+        return script, *flags, *output, "--run-dir", tmp_path / name
+
+    torch.set_num_threads(1)
+    folder, whole, torn = tmp_path / "killed", tmp_path / "whole", 0
     for moment in moments:
-        folder, other = start("killed")
-        killed += kill_at(moment, other, folder, rng, pause=0.01)
-        torn += any((folder / "checkpoints").glob(".step_*.writing"))
-    folder, other = start("killed")
-    for ended in (run, other):
-        output, _ = ended.communicate(timeout=600)
-        assert ended.returncode == 0, output
-    assert killed == kills and torn >= 1, (killed, torn)
+        pause = 0.3 if moment == "encoding" else 0.01
+        assert kill_at(moment, process(*words("killed")), folder, rng, pause)
+        torn += any((folder / "checkpoints").glob(".step_*.writing")) or any(folder.glob("data/.*.writing"))
+    assert torn >= 1
+    run = process(*words("killed"))
+    assert command_line(*words("whole")) == 0
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output
     same_end(whole, folder, f"step_{length:06d}")
     verdict = validate(folder)
     assert verdict["ok"] and not verdict["warnings"], verdict
@@ -1151,5 +1122,6 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
                for f in (whole, folder)]
     assert written[0] == written[1] and (script in ("sft.py", "a2c_vecenv.py") or written[0])
     if script == "sft.py":
-        same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors")
-                    for name in ("whole", "killed")))
+        states = [json.loads((f / "checkpoints" / "state.json").read_text()) for f in (whole, folder)]
+        assert states[0] == states[1] and not list(folder.glob("data/.*"))
+        same_tree(*(load_file(f"{run}-model/model.safetensors") for run in (whole, folder)))

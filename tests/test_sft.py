@@ -7,8 +7,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import random
 import shutil
 from pathlib import Path
 
@@ -36,9 +34,7 @@ from tests.run_folders import (
     LAST,
     TINY,
     command_line,
-    kill_at,
     log_lines,
-    process,
     records,
     same_end,
     same_tree,
@@ -57,17 +53,11 @@ ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"
         ("2 5 -> 7", "2 + 5 = 7"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]
 
 
-def write_rows(tmp_path, kind, rows=ROWS, chat=False):
-    path = tmp_path / f"rows.{kind}"
-    data = [{"prompt": [{"role": "user", "content": prompt}] if chat else prompt, "response": response}
-            for prompt, response in rows]
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in data))
-    else:
-        import pyarrow
-        import pyarrow.parquet
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), path)
-    return path
+def write_rows(tmp_path, rows=ROWS):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(dict(prompt=prompt, response=response)) + "\n"
+                            for prompt, response in rows))
+    return str(path)
 
 
 # The loss and its gradient, however the batch is cut
@@ -151,7 +141,7 @@ CUTS = {"alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90)
         "packed": dict(packing=True, microbatch_tokens=130), "one-row": dict(packing=True)}
 
 
-@pytest.mark.parametrize("kind", slow_but(("llama", "mistral"), KINDS))
+@pytest.mark.parametrize("kind", slow_but(["llama"], KINDS))
 def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind, tmp_path, monkeypatch):
     flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", kind))
     for cut, sizes in CUTS.items():
@@ -174,6 +164,8 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
                   lora_target_modules="q_proj,lm_head,embed_tokens")
     assert records(first)[-1]["train/loss"] != records(first)[1]["train/loss"]
     adapter = f"{tmp_path}/first-model"
+    assert modules_of(load_file(f"{adapter}/adapter_model.safetensors")) == {
+        "q_proj", "lm_head", "embed_tokens"}
     for cut in ("padded", "packed"):
         *found, rows = one_step(tmp_path / cut, **flags, lora_adapter_path=adapter, **CUTS[cut])
         model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(flags["model"]), adapter,
@@ -181,7 +173,7 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
         assert_close(found, reference(model, rows), 1e-4)
 
 
-@pytest.mark.parametrize("kind", slow_but(("mamba", "qwen3-next"), LEAKING))
+@pytest.mark.parametrize("kind", slow_but(["mamba"], LEAKING))
 def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
     """The first rows are too long to share a packed row, and the later ones are not."""
     model, order = write_model(tmp_path / "model", kind), sft.permutation(1, 12)
@@ -189,7 +181,7 @@ def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
     rows = {int(index): ("1 1 -> 2", "1 + 1 = 2; " * 17) if place < 6 else short[place % 4]
             for place, index in enumerate(order)}
     flags = dict(model=model, dtype="bfloat16", val_ratio=0.0, steps=1, log_every=1, checkpoint_every=1,
-                 train_files=(str(write_rows(tmp_path, "jsonl", [rows[n] for n in range(12)])),))
+                 train_files=(write_rows(tmp_path, [rows[n] for n in range(12)]),))
     with pytest.raises(envs.BadInput) as told:
         train(sft, tmp_path / "run", packing=True, **flags)
     said = str(told.value)
@@ -200,14 +192,14 @@ def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
 
 def test_packed_rows_are_kept_apart_by_the_mask_alone(tmp_path, monkeypatch):
     flags = dict(model=write_model(tmp_path / "model", "llama"), dtype="bfloat16", packing=True, steps=1,
-                 train_files=(str(write_rows(tmp_path, "jsonl")),))
+                 train_files=(write_rows(tmp_path),))
     # It is the mask made of position_ids that keeps them apart.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     with pytest.raises(envs.BadInput, match="--packing"):
         train(sft, tmp_path / "leaking", **flags)
 
 
-@pytest.mark.parametrize("chunk_elements", [10**6, 23 * 50, 4 * 50 + 7, 7])
+@pytest.mark.parametrize("chunk_elements", [10**6, 4 * 50 + 7, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
     torch.manual_seed(0)
@@ -244,7 +236,7 @@ DROPOUT = {"llama": dict(attention_dropout=0.5),
            "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)}
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("llama", 2), ("gpt2", 0)])
+@pytest.mark.parametrize(("kind", "lora"), [("llama", 2), pytest.param("gpt2", 0, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path, monkeypatch):
     """... with dropout in the model's configuration, which stays off."""
     folder, runs, computed = write_model(tmp_path / "model", kind, **DROPOUT[kind]), [], []
@@ -270,7 +262,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, 
 
 def test_a_model_with_dropout_is_trained_without(tmp_path):
     folder = write_model(tmp_path / "model", "gpt2", **DROPOUT["gpt2"])
-    rows = (str(write_rows(tmp_path, "jsonl", ROWS[:2])),)
+    rows = (write_rows(tmp_path, ROWS[:2]),)
     run = train(sft, tmp_path / "run", model=folder, train_files=rows, val_files=rows, batch_size=2, steps=1,
                 eval_every=0, checkpoint_every=1)
     before, after = records(run)
@@ -302,90 +294,73 @@ def folder_hashes(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
 
 
-@pytest.fixture
-def lora_run(tmp_path):
-    """Flags of a run that adapts a copy of countdown-tiny to rows."""
-    shutil.copytree(TINY, tmp_path / "base")
-    return dict(model=str(tmp_path / "base"), lora_rank=4, learning_rate=1e-2,
-                train_files=(str(write_rows(tmp_path, "jsonl")),))
+def modules_of(adapter):
+    """The names of what the tensors of an adapter adapt."""
+    return {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_lora_trains_the_adapter_and_nothing_else(dtype, lora_run, tmp_path):
-    before = folder_hashes(tmp_path / "base")
-    folder = train(sft, tmp_path / "run", dtype=dtype, packing=True, **lora_run)
-    assert folder_hashes(tmp_path / "base") == before
-    adapter = load_file(tmp_path / "run-model" / "adapter_model.safetensors")
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory):
+    """A finished run that adapts a copy of countdown-tiny to rows. -> its flags, its folder, the adapter's"""
+    base = shutil.copytree(TINY, tmp_path_factory.mktemp("adapting") / "base")
+    flags = dict(model=str(base), lora_rank=4, learning_rate=1e-2, train_files=(write_rows(base.parent),))
+    before, folder = folder_hashes(base), base.parent / "run"
+    train(sft, folder, dtype="bfloat16", packing=True, **flags)
+    assert folder_hashes(base) == before
+    return flags, folder, f"{folder}-model"
+
+
+def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_and_merges_it(adapting, tmp_path, capsys):
+    flags, folder, out = adapting
+    adapter = load_file(f"{out}/adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 3 and all("lora_" in name for name in adapter)
+    assert modules_of(adapter) == {f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down", "gate")}
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     assert all(tensor.abs().max() > 0 for tensor in adapter.values())  # B, too, which starts at zero
-    assert not list((tmp_path / "run-model").glob("model*.safetensors"))
+    assert not list(Path(out).glob("model*.safetensors"))
     norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in adapter.values()))
     assert records(folder)[-1]["train/weight_norm"] == pytest.approx(norm, rel=1e-5)
     assert records(folder)[-1]["train/loss"] < records(folder)[1]["train/loss"]
+    assert flags["model"] in Path(out, "README.md").read_text()
 
-
-def test_the_exported_adapter_is_loaded_by_peft_and_merged(lora_run, tmp_path, capsys):
-    out = tmp_path / "run-model"
-    train(sft, tmp_path / "run", **lora_run)
     ids = AutoTokenizer.from_pretrained(out)("<bos> 6 18 14 -> 38 : 18 + 14", return_tensors="pt").input_ids
-    with torch.no_grad():
-        base = AutoModelForCausalLM.from_pretrained(lora_run["model"])(ids).logits
-        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out)(ids).logits
-    assert (loaded - base).abs().max() > 0.1
-    capsys.readouterr()
-    assert merge_adapter.main(["--adapter", str(out), "--output-dir", str(tmp_path / "merged")]) == 0
+    merge_adapter.main(["--adapter", out, "--output-dir", str(tmp_path / "merged")])
     assert json.loads(capsys.readouterr().out)["modules"] == 7 * 3
     with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(flags["model"])(ids).logits
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    assert (loaded - base).abs().max() > 0.1
     torch.testing.assert_close(merged, loaded, rtol=1e-4, atol=1e-4)
-    assert lora_run["model"] in (out / "README.md").read_text()
 
 
-ADAPTED = {  # flags, what is adapted
-    "default": (dict(), "qkvoudg"),
-    "named": (dict(lora_target_modules="q_proj,lm_head,embed_tokens"), "qle"),
-}
-
-
-@pytest.mark.parametrize("case", ADAPTED)
-def test_the_vocabulary_is_adapted_only_when_it_is_named(case, lora_run, tmp_path):
-    flags, letters = ADAPTED[case]
-    train(sft, tmp_path / "run", **lora_run | dict(steps=1, eval_every=0) | flags)
-    adapter = load_file(tmp_path / "run-model" / "adapter_model.safetensors")
-    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name}
-    names = dict(q="q_proj", k="k_proj", v="v_proj", o="o_proj", u="up_proj", d="down_proj", g="gate_proj",
-                 l="lm_head", e="embed_tokens")
-    assert adapted == {names[letter] for letter in letters}
-
-
-def test_an_adapter_is_gone_on_from(lora_run, tmp_path):
-    first = train(sft, tmp_path / "first", **lora_run)
-    flags = {name: value for name, value in lora_run.items() if name != "lora_rank"}
-    adapter = str(tmp_path / "first-model")
-    folder = train(sft, tmp_path / "second", lora_adapter_path=adapter, lora_alpha=1, **flags)
+def test_an_adapter_is_gone_on_from(adapting, tmp_path):
+    flags, first, made = adapting
+    adapter = str(shutil.copytree(made, tmp_path / "adapter"))
+    flags = flags | dict(lora_rank=0, lora_adapter_path=adapter, lora_alpha=1, dtype="bfloat16", packing=True,
+                         steps=2)
+    folder = train(sft, tmp_path / "second", **flags)
     before, after = records(first)[-1], records(folder)
     assert after[0]["val/loss"] == before["val/loss"] != records(first)[0]["val/loss"]
     assert after[-1]["val/loss"] != after[0]["val/loss"]
     config = json.loads((tmp_path / "second-model" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 32)
-    assert "lora_rank" not in flags and log_lines(folder)[0]["meta"]["args"]["lora_adapter_path"] == adapter
+    assert log_lines(folder)[0]["meta"]["args"]["lora_adapter_path"] == adapter
     # Another adapter at its place would make the run another run.
     shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
     with pytest.raises(envs.BadInput, match="the model"):
-        train(sft, folder, lora_adapter_path=adapter, lora_alpha=1, **flags)
+        train(sft, folder, **flags)
 
 
-def test_an_adapter_of_another_model_is_refused(lora_run, tmp_path):
-    other = write_model(tmp_path / "other", "llama")
-    train(sft, tmp_path / "first", **lora_run)
-    flags = lora_run | dict(model=other, lora_rank=0, lora_adapter_path=str(tmp_path / "first-model"))
-    with pytest.raises(envs.BadInput, match="--lora-adapter-path .*first-model") as told:
-        train(sft, tmp_path / "second", **flags)
+def test_an_adapter_of_another_model_is_refused(adapting, tmp_path):
+    flags, _, adapter = adapting
+    flags = flags | dict(model=write_model(tmp_path / "other", "llama"), lora_rank=0)
+    with pytest.raises(envs.BadInput, match="--lora-adapter-path .*run-model") as told:
+        train(sft, tmp_path / "second", lora_adapter_path=adapter, **flags)
     assert "\n" not in str(told.value)
     for path in ("nowhere", TINY):
         with pytest.raises(ValueError, match=f"--lora-adapter-path {path}: .*adapter_"):
-            train(sft, tmp_path / "third", **flags | dict(lora_adapter_path=path))
+            train(sft, tmp_path / "third", lora_adapter_path=path, **flags)
 
 
 # Validation, and the checkpoint with the lowest loss
@@ -399,8 +374,8 @@ BACKWARDS = [(f"{a} {b} -> {c}", f"{c} + {b} = {a}") for a, b, c in (
 def overfitting(tmp_path):
     """Flags with which val/loss falls to step 7 and rises from there on: a form to learn, and few rows."""
     (tmp_path / "val").mkdir()
-    return dict(model=TINY, train_files=(str(write_rows(tmp_path, "jsonl", BACKWARDS[:3])),),
-                val_files=(str(write_rows(tmp_path / "val", "jsonl", BACKWARDS[3:])),), batch_size=3,
+    return dict(model=TINY, train_files=(write_rows(tmp_path, BACKWARDS[:3]),),
+                val_files=(write_rows(tmp_path / "val", BACKWARDS[3:]),), batch_size=3,
                 steps=14, learning_rate=2e-3, schedule="constant", eval_every=1, checkpoint_every=2)
 
 
@@ -431,7 +406,7 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     (dict(eval_every=99, batch_size=25), [*range(10)])])
 def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_path):
     """Ten rows in batches of four: the epochs end in the steps 3, 5 and 8."""
-    path = write_rows(tmp_path, "jsonl", (ROWS + BACKWARDS)[:11])
+    path = write_rows(tmp_path, (ROWS + BACKWARDS)[:11])
     folder = train(sft, tmp_path / "run", model=TINY, train_files=(str(path),), steps=9, log_every=2,
                    checkpoint_every=4, **dict(batch_size=4) | flags)
     assert [record["iteration"] for record in records(folder) if "val/loss" in record] == evaluated
@@ -442,7 +417,7 @@ def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_
 
 
 def test_a_run_without_held_out_rows(tmp_path):
-    folder = train(sft, tmp_path / "run", model=TINY, train_files=(str(write_rows(tmp_path, "jsonl")),),
+    folder = train(sft, tmp_path / "run", model=TINY, train_files=(write_rows(tmp_path),),
                    val_ratio=0.0, batch_size=7, eval_every=1)
     assert not [key for record in records(folder) for key in record if key.startswith("val/")]
     assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (7, 0)
@@ -458,7 +433,7 @@ def test_a_run_without_held_out_rows(tmp_path):
 
 def test_each_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which."""
-    rows = (str(write_rows(tmp_path, "jsonl", ROWS[:6])),)
+    rows = (write_rows(tmp_path, ROWS[:6]),)
     flags = dict(train_files=rows, val_ratio=0.0, model=TINY, batch_size=1, steps=0, learning_rate=1e-30)
     folder = train(sft, tmp_path / "run", **flags, epochs=2.5)
     losses = [round(record["train/loss"], 5) for record in records(folder)[1:]]
@@ -470,7 +445,7 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("form", [[f"--model={TINY}"], []])
 def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys):
-    words = ["--train-files", write_rows(tmp_path, "jsonl"), "--batch-size", 2, "--warmup-steps", 1,
+    words = ["--train-files", write_rows(tmp_path), "--batch-size", 2, "--warmup-steps", 1,
              "--steps", 1, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model"]
     assert command_line("sft.py", *words, *form) == 0, capsys.readouterr().err
     args = log_lines(tmp_path / "run")[0]["meta"]["args"]
@@ -493,7 +468,7 @@ def test_padding_and_tokens_are_counted(tmp_path):
     """The rows by hand: bos, prompt, `:`, response without `=` and `;`, eos."""
     lengths = [len(f"<bos> {prompt} : {response} <eos>".replace("=", "").replace(";", "").split())
                for prompt, response in ROWS]
-    rows = (str(write_rows(tmp_path, "jsonl")),)
+    rows = (write_rows(tmp_path),)
     total, longest, shares = sum(lengths), max(lengths), []
     for name, flags in dict(one=dict(microbatch_tokens=1), all={}, packed=dict(packing=True)).items():
         folder = train(sft, tmp_path / name, train_files=rows, val_files=rows, model=TINY, batch_size=7,
@@ -529,7 +504,7 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
     card = (out / "README.md").read_text()
     assert f"val/loss | {records(folder)[-1]['val/loss']:.3f}" in card
     # What was there before is kept beside it.
-    train(sft, tmp_path / "again", output_dir=str(out), seed=2)
+    train(sft, tmp_path / "again", output_dir=str(out), seed=2, steps=1, eval_every=0, eval_tasks=1)
     kept = load_file(tmp_path / "run-model.previous" / "model.safetensors")
     same_tree(kept, exported)
     with pytest.raises(AssertionError):
@@ -539,43 +514,12 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
 
 def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
     rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
-    path = write_rows(tmp_path, "jsonl", rows)
+    path = write_rows(tmp_path, rows)
     folder = train(sft, tmp_path / "run", train_files=(str(path),), batch_size=2, steps=2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run-model")
     for text in rows[0]:
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
     assert validate(folder)["ok"]
-
-
-# Slow: processes of their own
-
-
-@pytest.mark.slow
-def test_kills_while_rows_are_encoded_and_later_change_nothing(tmp_path):
-    rng, env = random.Random(os.environ.get("KILLS_SEED", "1")), envs.make("countdown", skill="mixed")
-    tasks = [env.task("train", index) for index in range(2500)]
-    rows = [(task.messages[-1]["content"], env.solution(task)) for task in tasks]
-    flags = ["--model", TINY, "--train-files", write_rows(tmp_path, "jsonl", rows), "--packing",
-             "--batch-size", 16, "--dtype", "float32", "--learning-rate", 1e-3, "--steps", 20,
-             "--eval-tasks", 40, "--eval-every", 6, "--log-every", 3, "--checkpoint-every", 2]
-
-    def start(name):
-        folder, out = tmp_path / name, tmp_path / f"{name}-model"
-        return folder, process("sft.py", *flags, "--run-dir", folder, "--output-dir", out)
-
-    for moment in ("encoding", "log"):
-        folder, run = start("killed")
-        assert kill_at(moment, run, folder, rng, pause=0.3 if moment == "encoding" else 0.01)
-        assert moment != "encoding" or any((folder / "data").glob(".train.arrow.writing"))
-    for name in ("killed", "whole"):
-        folder, run = start(name)
-        output, _ = run.communicate(timeout=600)
-        assert run.returncode == 0, output
-    same_end(tmp_path / "killed", folder, "step_000020")
-    assert checkpoints(tmp_path / "killed") == checkpoints(folder)
-    assert validate(tmp_path / "killed")["ok"] and 1 <= validate(tmp_path / "killed")["resumes"] <= 2
-    same_tree(*(load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "killed")))
-    assert not list((tmp_path / "killed" / "data").glob(".*"))
 
 
 def test_options_that_are_countdowns_by_default_are_for_countdown_alone():

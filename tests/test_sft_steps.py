@@ -16,9 +16,7 @@ from tests.run_folders import TINY, killed_after, records, same_end, train
 ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"),
         ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"), ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60")]
 CASES = {
-    "default": {},
     "small-passes": dict(microbatch_tokens=20, weight_decay=3.0, beta2=0.7),
-    "packed": dict(packing=True, microbatch_tokens=60, schedule="constant"),
     "lora": dict(lora_rank=2, learning_rate=1e-2, gradient_checkpointing=True),
 }
 

@@ -94,11 +94,10 @@ def k3(log_ratio):
 
 
 def surrogate(kind, new, old, advantage, chosen, low, high):
-    """PPO eq. 7, CISPO eq. 4, GSPO eq. 14.  -> loss, whether the clip binds"""
+    """PPO eq. 7, CISPO eq. 4, GSPO eq. 5.  -> loss, whether the clip binds"""
     ratio = torch.exp(new - old)
     if kind == "gspo":
-        mean = torch.exp((new - old)[chosen].detach().mean())
-        ratio = mean * torch.exp(new) / torch.exp(new.detach())
+        ratio = torch.exp((new - old)[chosen].mean()).expand_as(new)
     clipped = torch.clamp(ratio, 1 - low, 1 + high)
     if kind == "cispo":
         return -clipped.detach() * advantage * new, ratio != clipped
@@ -236,8 +235,8 @@ def mean_of(sums, segments, times=1):
 
 
 GRPO = {
-    "default": {},
     "cut": dict(microbatch_tokens=20),
+    "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=6),
     "cap": dict(tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
@@ -245,14 +244,12 @@ GRPO = {
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.3),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.0),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
-    **{f"{loss}-{aggregation}": dict(loss=loss, aggregation=aggregation, epochs=2, **more)
-       for loss, more in (("clip", {}), ("cispo", {}), ("gspo", dict(clip_low=0.02, clip_high=0.02)))
-       for aggregation in ("token", "sequence", "constant")},
+    "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
+    "gspo-constant": dict(loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2),
 }
 
 
-@pytest.mark.parametrize("case", slow_but((
-    "default", "cap", "turns", "lora", "dynamic", "loo", "cispo-sequence", "gspo-constant"), GRPO))
+@pytest.mark.parametrize("case", slow_but([name for name in GRPO if name not in ("cut", "balance")], GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
@@ -300,6 +297,7 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
     assert case != "turns" or record["rollout/segments"] > 1
     assert case != "dynamic" or len(groups) > 3
+    assert case != "failing" or record["rollout/groups_incomplete"] > 0 < len(groups)
 
 
 PPO = {

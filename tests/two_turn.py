@@ -5,6 +5,8 @@
 Small enough for the word-level model: the answer is the problem itself, such as `6 18 14 -> 38`.
 """
 
+import zlib
+
 from envs import Episode, Step
 from envs.countdown import Countdown
 
@@ -21,6 +23,28 @@ class FourTurn(TwoTurn):
     """Long enough for a history to outgrow a context of 45 tokens."""
 
     replies = 4
+
+
+class Flaky(Countdown):
+    """Fails in training, at most replies."""
+
+    often = 80  # of 100
+
+    def start(self, task, seed):
+        episode = super().start(task, seed)
+        step = episode.step
+
+        def fails(reply):
+            if "train" in task.id and zlib.crc32(reply.encode()) % 100 < self.often:
+                raise ConnectionError("no answer")
+            return step(reply)
+
+        episode.step = fails
+        return episode
+
+
+class Broken(Flaky):
+    often = 100
 
 
 class Chances(Episode):
