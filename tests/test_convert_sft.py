@@ -77,9 +77,6 @@ def refused(tmp_path, capsys, *says, flags=(), **options):
     assert not list((tmp_path / "out").glob("*")) and not list(tmp_path.rglob("*.writing"))
 
 
-# A row
-
-
 USER, ANSWER = say("user", " Fix it.\n"), say("assistant", "Done.")
 SHELL = {"type": "tool_use", "id": "1", "name": "bash", "input": {"command": "ls", "more": None}}
 SHAPES = {  # the row, its prompt, its response
@@ -202,9 +199,6 @@ def test_nesting_too_deep_is_a_malformed_row(tmp_path, capsys, monkeypatch):
     refused(tmp_path, capsys, "rows.jsonl, row 1, column messages: nested too deeply")
 
 
-# Sources
-
-
 def folder(tmp_path, rows, name="saved"):
     datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / name)
     return name
@@ -293,9 +287,6 @@ def test_a_hub_id_is_loaded_when_it_is_named(tmp_path, capsys, monkeypatch):
     assert asked == [(("some/set",), {"split": "train"})]
 
 
-# Split and limits
-
-
 def test_whole_groups_are_held_out_and_never_all():
     rng = random.Random(1)
     for _ in range(300):
@@ -368,9 +359,6 @@ def test_what_is_dropped_is_counted(tmp_path, capsys):
 def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", [simple(1)])
     refused(tmp_path, capsys, says, flags=[flag.replace("{d}", str(tmp_path)) for flag in flags])
-
-
-# Writing
 
 
 def test_files_are_replaced_only_when_asked(tmp_path, capsys):
@@ -448,9 +436,6 @@ def test_a_kill_between_the_two_files_leaves_no_half_and_no_mixture(tmp_path, ca
     assert read(tmp_path / "out", "val")[0]["instance_id"] in ("task-3", "task-4")
     convert(tmp_path, capsys, "--overwrite")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x_train.parquet", "x_val.parquet"]
-
-
-# Training
 
 
 def test_sft_trains_on_what_it_writes(tmp_path, capsys):

@@ -3,6 +3,7 @@
 Real processes with gloo. a2c_vecenv.py has tests/test_a2c_distributed.py.
 """
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import time
 import psutil
 import pytest
 import torch
-from filelock import FileLock
 from run_folders import ROOT, TINY, command_line, episodes, log_lines, records
 from safetensors.torch import load_file
 
@@ -84,50 +84,31 @@ def run(words, count, *torchrun, check=True):
     return started.returncode, said
 
 
-@pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """name, make -> the folder that make(folder) has filled, once for all workers of pytest."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-
-    def made(name, make):
-        folder = base / name
-        with FileLock(f"{folder}.lock"):
-            if not (folder / "made").exists():
-                folder.mkdir()
-                make(folder)
-                (folder / "made").touch()
-        return folder
-    return made
-
-
-@pytest.fixture(scope="session")
-def alone(made):
-    """name -> the folder of that run in this one process"""
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """name -> the folder of that run in this one process; each is made once."""
+    @functools.cache
     def alone(name):
-        def make(folder):
-            torch.set_num_threads(1)
-            script, words = words_of(name, folder / "run")
-            assert command_line(script, *words) == 0
-        return made(f"alone-{name}", make) / "run"
+        torch.set_num_threads(1)
+        folder = tmp_path_factory.mktemp("alone") / "run"
+        script, words = words_of(name, folder)
+        assert command_line(script, *words) == 0
+        return folder
     return alone
 
 
-@pytest.fixture(scope="session")
-def together(made):
-    """name -> the same run in two processes, which torchrun starts once for all of them"""
-    def together(name):
-        def make(folder):
-            (folder / "driver.py").write_text(DRIVER)
-            plan = [words_of(name, folder / name) for name in CASES]
-            (folder / "plan.json").write_text(json.dumps(plan))
-            done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                 str(folder / "driver.py"), str(folder / "plan.json")], capture_output=True, text=True,
-                cwd=ROOT, env=environment(), timeout=900)
-            assert done.returncode == 0, done.stderr[-5000:]
-        return made("together", make) / name
-    return together
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """The folder of the same runs in two processes, which torchrun starts once for all of them."""
+    folder = tmp_path_factory.mktemp("together")
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "plan.json").write_text(json.dumps([words_of(name, folder / name) for name in CASES]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(folder / "driver.py"), str(folder / "plan.json")], capture_output=True, text=True,
+        cwd=ROOT, env=environment(), timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder
 
 
 def assert_same_run(one, other):
@@ -155,7 +136,7 @@ def assert_same_run(one, other):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_as_one_does(name, alone, together):
-    one, two = alone(name), together(name)
+    one, two = alone(name), together / name
     assert_same_run(one, two)
     assert {record["system/processes"] for record in records(two)} == {2}
     if "lora" in name:
@@ -165,9 +146,6 @@ def test_two_processes_train_as_one_does(name, alone, together):
             (played, summary), (expected, other) = (episodes(folder, step) for folder in (two, one))
             assert [e["messages"] for e in played] == [e["messages"] for e in expected]
             assert summary == other and summary["logged"] == len(played)
-
-
-# Ends and beginnings
 
 
 def trainers_of(started):

@@ -57,9 +57,6 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-# Sampling with the trained weights
-
-
 def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
     model, tokenizer = countdown_tiny
     prompts = [tokenizer(f"<bos> {n} 14 8 -> 26 :").input_ids for n in range(1, 13)]
@@ -203,7 +200,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
     turns = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",)) if lora_rank else {}
     own = dict(critic_warmup=0) if script is ppo_llm else {}
     folder = train(script, tmp_path / "run", **asking(*servers), **turns, **own, lora_rank=lora_rank,
-                   temperature=0.7, iterations=2, group_size=3, prompts_per_iteration=4)
+                   temperature=0.7, iterations=2, group_size=3, prompts_per_iteration=3, minibatches=1)
     verdict = validate(folder, strict=True)
     assert verdict["ok"] and verdict["records"] == 3, verdict
     for record in records(folder)[1:]:
@@ -378,9 +375,6 @@ def check_run(folder, iterations, errors=0):
     log = records(folder)
     assert [record["iteration"] for record in log] == list(range(iterations + 1))
     assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
-
-
-# LoRA: an adapter to go on from
 
 
 @pytest.fixture(scope="module")
@@ -606,9 +600,6 @@ def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path):
     memory = [record["system/memory_usage"] for record in records(folder)]
     assert memory[59] - memory[20] < 0.03  # GiB
     assert len(list((folder / "sync").glob("*/*"))) == 1
-
-
-# Real servers, and two processes of torchrun
 
 
 class Server:

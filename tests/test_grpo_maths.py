@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 import grpo_llm
 from grpo_llm import Args
 
-# Advantages
-
 
 def reference_advantages(group, scale, baseline, balance):
     result = []
@@ -46,9 +44,6 @@ def test_advantages_follow_their_formulas_and_who_did_not_play_has_no_part(basel
         assert row == pytest.approx([next(expected) if there else 0.0 for there in here], abs=1e-7)
 
 
-# KL
-
-
 def test_k3_is_kl_in_expectation_and_never_negative():
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
@@ -60,9 +55,6 @@ def test_k3_is_kl_in_expectation_and_never_negative():
         assert float((log_p.exp() * estimates).sum()) == pytest.approx(kl, rel=1e-12)
         expected = [b / a - 1 - math.log(b / a) for a, b in zip(p, q, strict=True)]
         assert estimates.tolist() == pytest.approx(expected, rel=1e-9)
-
-
-# From hidden states to log-probabilities
 
 
 def head_inputs(num_tokens=11, width=6, vocab=23):
@@ -134,9 +126,6 @@ def test_no_logits_are_kept_for_the_backward_pass():
 
     assert kept(40 * 500) > 40 * 500
     assert kept(8 * 500) < 500
-
-
-# Schedule
 
 
 def test_the_learning_rate_warms_up_and_decays_to_its_share():

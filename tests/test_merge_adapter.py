@@ -120,9 +120,6 @@ def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-# What it writes
-
-
 QWEN = dict(kind=Qwen2Config, max_window_layers=2)
 TIED = dict(tie_word_embeddings=True)
 SAVED_TIED = dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
@@ -244,9 +241,6 @@ def test_a_hub_id_is_looked_up_in_the_cache_at_the_adapters_revision(tmp_path, c
     report = merge(tmp_path, capsys, "--base-model", "some/model", out="newer")
     assert_merged(tmp_path, report, base="main", out="newer")
     assert "no/model" in merge(tmp_path, capsys, "--base-model", "no/model", out="none")["error"]
-
-
-# What it refuses
 
 
 @pytest.fixture(scope="module")
@@ -409,9 +403,6 @@ def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(merge_adapter, "save", damaging)
     refused(tmp_path, capsys, "/merged: read again, its logits are off by", flags=flags)
-
-
-# The real engine
 
 
 VLLM = """

@@ -29,9 +29,6 @@ def check_whitened(learned):
     assert advantages == pytest.approx([(x - mean) / deviation for x in returns], abs=1e-6)
 
 
-# Where rewards land
-
-
 def test_a_single_reward_is_that_of_the_last_turn_even_if_it_was_cut(tmp_path):
     """Up to five turns in one or more segments. That of each turn is in test_runs.py."""
     code = tmp_path / "custom.py"
@@ -52,9 +49,6 @@ def number(r): return 0.5 - len(r.turns)
     assert any(len(episode["segments"]) > 1 for episode in played)
     assert {"done", "length"} <= {episode["termination"] for episode in played}
     assert summary["reward_sum"] == pytest.approx(sum(episode["reward"] for episode in played))
-
-
-# Who learns
 
 
 PROBLEM = [{"role": "user", "content": PROBLEMS[3]}]

@@ -19,9 +19,6 @@ def random_mask(rng, size):
     return mask
 
 
-# Generalised advantage estimation
-
-
 def reference_gae(rewards, values, mask, gamma, lam):
     """arXiv:1506.02438, eq. 16 in its first form: the mean of the k-step advantages, weighted by lambda^k.
 
@@ -57,9 +54,6 @@ def test_gae_is_the_weighted_mean_of_all_k_step_advantages(gamma, lam):
             assert row == pytest.approx(reference_gae(*columns, gamma, lam), rel=1e-12, abs=1e-12)
 
 
-# Whitening
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_advantages_are_whitened_to_nothing(dtype):
     _, _, mask = gae_table(8, rows=40)
@@ -71,16 +65,10 @@ def test_equal_advantages_are_whitened_to_nothing(dtype):
     assert rounded  # for some of them the mean is not exact, and there is a difference to blow up
 
 
-# Losses
-
-
 def test_rounding_of_the_values_is_not_clipping():
     torch.manual_seed(1)
     apart = torch.randn(3, 1000) * torch.tensor([[1], [1e-3], [1]])
     assert not ppo_llm.clipped_value_loss(*apart, clip=10.0)[1].any()
-
-
-# The penalty and its controller
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -114,9 +102,6 @@ def test_the_coefficient_follows_its_proportional_controller():
     for kl, target in itertools.product((-0.1, 0.0, 0.45, 0.5, 0.55, 0.61, 0.9, 1.0, 1.1, 9.0), (1.0, 0.5)):
         error = np.clip((kl - target) / target, -0.2, 0.2)  # arXiv:1909.08593, section 2.2
         assert ppo_llm.adapt_kl_coef(0.3, kl, target) == pytest.approx(0.3 * (1 + 0.1 * error), rel=1e-12)
-
-
-# Schedule
 
 
 @pytest.mark.parametrize(("iterations", "warmup", "final", "start", "expected"), [

@@ -30,9 +30,6 @@ SCRIPTS = ["grpo_llm", pytest.param("ppo_llm", marks=pytest.mark.slow)]
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
 
 
-# Sampling
-
-
 def check_logprobs(model, prompts, replies, temperature):
     """Each reply's log-probabilities are those of its own prompt's full forward."""
     with torch.no_grad():
@@ -141,9 +138,6 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion():
     tokens, _ = grpo_llm.sample(logits.expand(len(uniform), -1), 1.0, uniform)
     expected = [max(0, 1 + int((u - 0.5) * 400_000)) for u in uniform.tolist()]
     assert tokens.tolist() == pytest.approx(expected, abs=2)
-
-
-# Tokenizers, templates, samplers and environments to play with
 
 
 CHATML = ("{% for m in messages %}{% if m.role == 'martian' %}{{ raise_exception('no role') }}{% endif %}"
@@ -374,9 +368,6 @@ def noise(caplog, monkeypatch):
     assert not died and not [record for record in caplog.records if record.name == "asyncio"]
 
 
-# One episode: its tokens, its masks, its end
-
-
 @pytest.fixture
 def two_turn():
     return envs.make("tests/two_turn.py:TwoTurn")
@@ -438,9 +429,6 @@ def test_a_reply_cut_at_the_limit_never_reaches_the_environment(play, countdown_
     assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
 
 
-# The context budget
-
-
 def expected_segments(tokenizer, env, said, budget, limit):
     """Prompt ids and response ids of each segment, by brute force over what may be kept of the history."""
     task = env.task("train", 0)
@@ -496,9 +484,6 @@ def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_
     flags["max_context_tokens"] -= 1
     (r,), prompts = play(tokenizer, two_turn, [], **flags)
     assert (r.termination, r.reward, r.segments[0].response_ids, prompts) == ("context", 0.0, [], [])
-
-
-# Extend or fork
 
 
 LETTERS = "".join(dict.fromkeys("system user assistant tool\n<0123456789>! abc"))
@@ -562,9 +547,6 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
     assert sum(len(r.turns) > 2 for r in rollouts) > 3 and sum(len(r.family) == 3 for r in rollouts) > 3
 
 
-# Many episodes: how many at once, and how they end
-
-
 def test_no_more_episodes_are_in_play_than_allowed_and_results_are_the_same(visit):
     found = []
     for limit in (0, 1, 3, 99):
@@ -612,9 +594,6 @@ def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason
     assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and failing.all_closed_once
 
 
-# Time
-
-
 @blocking_alone
 def test_a_step_that_hangs_ends_its_episode_and_holds_up_no_other(visit):
     """It comes back when the episode is closed (t1), or long after the rollout (t4)."""
@@ -654,9 +633,6 @@ def test_what_comes_as_or_after_the_time_is_up_is_closed_all_the_same(visit):
     assert [r.termination for r in visit(world, 2, say=say, episode_timeout=0.2)] == ["timeout"] * 2
     until(lambda: len(world.closed) == len(world.started) == 2)
     assert world.all_closed_once
-
-
-# Environments that fail
 
 
 def failing(times):
@@ -731,9 +707,6 @@ def test_forged_results_are_counted(trainer, monkeypatch, tmp_path):
     assert sum(shares) and records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(shares) / len(shares))
 
 
-# Sub-agents
-
-
 def family(episode, reply):
     """t0 asks three sub-agents: the first asks one of its own, the second never ends, the third fails."""
     world, task = episode.world, episode.task
@@ -803,9 +776,6 @@ def test_a_time_out_ends_sub_agents_and_theirs(visit):
     forever.set()
     until(lambda: len(world.closed) == 7)  # with the sub-agents that came too late
     assert world.all_closed_once
-
-
-# Whatever an environment does, the run goes on
 
 
 class Hostile(World):
@@ -955,9 +925,6 @@ def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(trainer, to
     assert depths[3] and set(depths) <= {1, 2, 3}  # a reply that was cut calls nobody
 
 
-# The sampler: what it answers together, and whether it can be trusted
-
-
 def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(trainer, random_llama):
     """The engine answers all together once every episode waits for it: no batch depends on who was first."""
     tokenizer = byte_tokenizer(None, alphabet=LETTERS)
@@ -979,9 +946,6 @@ def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(trainer, ran
                                    1.0, args, trainer.episode_reward)
         found.append([[member.segments for member in r.family] for r in rollouts])
     assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
-
-
-# Groups and evaluation
 
 
 def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkeypatch, tmp_path):
@@ -1033,9 +997,6 @@ def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
         assert metrics[f"val/{source}/pass@4"] == pytest.approx(sum(any(drawn[i]) for i in mine) / len(mine))
         assert metrics[f"val/{source}/greedy"] == pytest.approx(sum(greedy[i] for i in mine) / len(mine))
         assert metrics[f"val/{source}/correct"] == metrics[f"val/{source}/pass@1"]
-
-
-# Demonstrations: what sft.py learns is what a rollout will read and write
 
 
 GAMES = {

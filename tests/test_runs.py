@@ -113,9 +113,6 @@ def weights_in(folder):
     return load_file(next(folder.glob("*model.safetensors")))
 
 
-# The scripts
-
-
 LINES = {"grpo_llm.py": 1903, "ppo_llm.py": 2073, "sft.py": 1508, "a2c_vecenv.py": 797}  # at most
 
 
@@ -125,9 +122,6 @@ def test_scripts_stay_short_and_have_few_flags(script):
     assert len(text.splitlines()) <= LINES[Path(script.__file__).name]
     (args,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "Args")
     assert 10 < sum(isinstance(node, ast.AnnAssign) for node in args.body) <= (55 if script in RL else 45)
-
-
-# The log
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -197,9 +191,6 @@ def test_tensorboard_gets_the_numbers_of_the_log(finished, tmp_path):
                          for r in records(folder) if name in r]
 
 
-# Continuing a run
-
-
 ROWS_OF_FILES = dict(model=TINY, batch_size=5, train_files=("{d}/rows.jsonl",))
 RESUMED = {
     "grpo": (grpo_llm, RICH[grpo_llm]),
@@ -232,8 +223,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but((
-    "grpo", "grpo-lora", "ppo", "ppo-shared", "sft-packing", "a2c"), RESUMED))
+@pytest.mark.parametrize("case", slow_but(("grpo", "ppo", "sft-packing", "a2c"), RESUMED))
 def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, tmp_path):
     script, flags = RESUMED[case]
     whole = finished(script, **flags)
@@ -356,7 +346,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm, a2c), ALL))
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(script, finished, tmp_path):
     whole = finished(script)
     folder, before = copy_run(whole, tmp_path / "run"), timeless(whole)
@@ -430,9 +420,6 @@ def test_an_evaluation_alone_needs_no_iteration_and_a_run_no_folder(script, tmp_
     assert timeless(train(script, folder, iterations=0)) == before
 
 
-# Damage
-
-
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -498,9 +485,6 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
         "state.json", "step_000001", "step_000002"}
     assert validate(folder)["errors"] == 1 and validate(folder)["ok"]
     same_end(whole, go_on(script, folder, whole, **flags))
-
-
-# Bad input: one clear line that names the thing
 
 
 @pytest.fixture(scope="module")
@@ -598,48 +582,35 @@ def test_bad_input_is_one_clear_message_that_names_it(case, bad_folder, tmp_path
     assert not (tmp_path / "model").exists() and not list(tmp_path.glob("run/events*"))  # nothing began
 
 
-# Failing
+REWARDS = {  # what a function returns in training, how the run ends
+    "nan": (grpo_llm, "float('nan')", SystemExit,
+            r"error: FloatingPointError: the reward of task countdown-train-\d+ is nan"),
+    "error": (grpo_llm, "1 / 0", ZeroDivisionError, "division by zero"),  # the user's own, with its traceback
+    "too-many": (ppo_llm, "[step.reward for step in r.steps] + [1.0]", SystemExit,
+                 r"error: .*(1 rewards for 0|2 rewards for 1) turns"),
+}
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_a_reward_that_is_not_finite_leaves_a_receipt_and_a_sound_log(script, tmp_path, capsys):
-    path = write(tmp_path, "def nan(r):\n    return float('nan') if 'train' in r.task.id else 0.0\n")
-    sizes = ["--minibatches", 2, "--critic-minibatches", 2] if script is ppo_llm else []
-    code = command_line(f"{script.__name__}.py", "--reward-fn", f"{path}:nan", "--run-dir", tmp_path / "run",
-                        "--eval-tasks", 4, "--eval-samples", 2, "--prompts-per-iteration", 2,
-                        "--iterations", 2, *sizes)
-    said = capsys.readouterr().err
-    assert code == 1 and "Traceback" not in said
-    assert re.search(r"^error: FloatingPointError: the reward of task countdown-train-\d+ is nan", said, re.M)
+@pytest.mark.parametrize("case", REWARDS)
+def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(case, tmp_path):
+    script, returned, error, says = REWARDS[case]
+    path = write(tmp_path, f"def score(r):\n    return {returned} if 'train' in r.task.id else 0.0\n")
+    with pytest.raises(error, match=says):
+        train(script, tmp_path / "run", reward_fn=f"{path}:score", eval_tasks=1, eval_samples=1)
     verdict = validate(tmp_path / "run")
     assert verdict["ok"] and verdict["errors"] == 1, verdict
-    (error,) = (line for line in log_lines(tmp_path / "run") if "error" in line)
-    receipt = tmp_path / "run" / error["error"]["receipt"]
-    told = json.loads((receipt / "receipt.json").read_text())
-    assert told["type"] == "FloatingPointError" and told["seed"] == 1
-    assert told["args"]["prompts_per_iteration"] == 2
-    assert {"versions", "git_sha", "traceback", "iteration", "opt_steps"} <= set(told)
-    text = (receipt / "evidence.json").read_text()
-    assert json.loads(text)[0]["messages"][0]["role"] == "user" and "NaN" not in text
-
-
-def test_an_error_in_the_users_code_keeps_its_traceback_and_leaves_a_receipt(tmp_path):
-    path = write(tmp_path, "def oops(r):\n    return 1 / (0 if 'train' in r.task.id else 1)\n")
-    with pytest.raises(ZeroDivisionError):
-        train(grpo_llm, tmp_path / "run", reward_fn=f"{path}:oops", eval_tasks=1)
-    verdict = validate(tmp_path / "run")
-    assert verdict["ok"] and verdict["errors"] == 1
-    (receipt,) = (tmp_path / "run" / "receipts").iterdir()
-    assert "custom.py" in "".join(json.loads((receipt / "receipt.json").read_text())["traceback"])
-
-
-def test_more_rewards_than_turns_are_one_line_and_nothing_is_trained(tmp_path):
-    path = write(tmp_path, "def more(r):\n    return [step.reward for step in r.steps] + "
-                           "[1.0] * ('train' in r.task.id)\n")
-    with pytest.raises(SystemExit, match=r"error: .*(1 rewards for 0|2 rewards for 1) turns"):
-        train(ppo_llm, tmp_path / "run", reward_fn=f"{path}:more", eval_tasks=1)
     assert [r["opt_steps"] for r in records(tmp_path / "run")] == [0]
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    (line,) = (line for line in log_lines(tmp_path / "run") if "error" in line)
+    receipt = tmp_path / "run" / line["error"]["receipt"]
+    told = json.loads((receipt / "receipt.json").read_text())
+    assert told["seed"] == 1 and told["args"]["reward_fn"] == f"{path}:score"
+    assert {"versions", "git_sha", "iteration", "opt_steps"} <= set(told)
+    assert ("custom.py" in "".join(told["traceback"])) is (case == "error")
+    text = (receipt / "evidence.json").read_text()
+    if case == "nan":
+        assert told["type"] == "FloatingPointError"
+        assert json.loads(text)[0]["messages"][0]["role"] == "user" and "NaN" not in text
 
 
 TOO_FAST = {
@@ -662,9 +633,6 @@ def test_weights_that_are_not_finite_end_the_run(case, tmp_path):
     assert verdict["ok"] and verdict["errors"] == 1, verdict
     for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
         assert all(tensor.isfinite().all() for tensor in weights_of(path).values())
-
-
-# What is sampled
 
 
 def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_skipped(tmp_path):
@@ -794,9 +762,6 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models(script, tmp_pat
         train(script, mine, chat_template=str(path), **flags)
 
 
-# Episodes
-
-
 HOSTILE = """
 import dataclasses
 from envs.countdown import Countdown
@@ -854,9 +819,6 @@ def test_where_no_task_is_held_out_nothing_is_evaluated_and_the_log_is_sound(scr
     assert not any(key.startswith("val/") for record in records(folder) for key in record)
 
 
-# Settings
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm", "sft", "a2c_vecenv"])
 def test_a_dotenv_file_is_read_before_anything_else_reads_the_environment(script, tmp_path):
@@ -875,9 +837,6 @@ def test_a_copy_without_git_runs_too(missing, tmp_path, monkeypatch):
     monkeypatch.setenv(name, str(value))
     folder = train(grpo_llm, tmp_path / "run", eval_tasks=1, iterations=0)
     assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
-
-
-# PPO: what its log says of the episodes, and when its policy begins to move
 
 
 LONG_GAME = """
@@ -1038,9 +997,6 @@ def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, 
                    for name in ("returns", "advantages"))
     else:
         assert all(log[1][name] != 0 for name in names)
-
-
-# Slow: processes of their own
 
 
 def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys):

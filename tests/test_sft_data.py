@@ -101,9 +101,6 @@ def args_of(**flags):
     return sft.Args(**dict(train_files=("x.jsonl",), max_length=10_000) | flags)
 
 
-# The reference: tokens of bytes, and where in the text each token begins
-
-
 MARKERS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
            "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "</s>"]
 
@@ -172,9 +169,6 @@ def merging_tokenizer(template, eos, texts):
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token=eos,
                                    unk_token="<unk>", additional_special_tokens=MARKERS,
                                    chat_template=template)
-
-
-# Prompts and responses
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -297,9 +291,6 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
         assert ("val/loss" in records(folder)[0]) == (held_out > 0)
 
 
-# Truncation
-
-
 def test_a_long_row_is_refused_or_loses_the_right_end_and_its_first_token_is_never_learned(tmp_path, capsys):
     """Each kind of row at, under and over the length; what is left of it is known token for token."""
     tokenizer = sft.new_tokenizer(None)
@@ -336,9 +327,6 @@ def test_a_row_that_is_all_response_gives_up_its_first_token(tmp_path):
         train(tmp_path / "one", **flags | dict(max_length=1, truncation="left"))
 
 
-# Parquet
-
-
 @pytest.mark.parametrize("column", [
     pyarrow.array([0.5, math.nan]), pyarrow.array([b"a", b"b"]), pyarrow.array([[["a"]], [["b"]]])],
     ids=["numbers", "bytes", "lists"])
@@ -350,9 +338,6 @@ def test_a_parquet_column_of_another_type_is_refused_row_by_row(column, tmp_path
     files = (name, write_jsonl(tmp_path / "good.jsonl", pairs(3)))
     counts, rows = train(tmp_path / "run", train_files=files, on_bad_row="skip", val_ratio=0.0)
     assert rows == plain_rows(range(3)) and counts == (3, 0, 0, 0, 2)
-
-
-# Conversations: templates in the manner of the well-known ones, each with what it writes, piece by piece
 
 
 CHATML = (  # Qwen2.5
@@ -582,9 +567,6 @@ def test_a_half_of_a_character_anywhere_in_a_row_is_a_bad_row_at_most(tmp_path, 
     assert counts[0] + counts[4] == 6 and counts[4] >= 4
 
 
-# Templates that do not only append
-
-
 QWEN3 = (
     "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -667,9 +649,6 @@ def test_a_conversation_without_a_template_and_a_template_that_is_none_are_one_l
     assert "--chat-template nothing" in refused(capsys, tmp_path / "run", *flags, "nothing")
 
 
-# Prompt and response
-
-
 @pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
@@ -692,9 +671,6 @@ def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
             ids, mask = sft.encode_row(pair(form, response), tokenizer, args_of(), [])
             assert ids == before + after
             assert list(mask) == [0] * len(before) + [int(bool((response or "").strip()))] * len(after)
-
-
-# Reading as one goes
 
 
 def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
@@ -721,9 +697,6 @@ def test_a_run_that_goes_on_learns_from_the_rows_it_began_with(tmp_path):
     assert (tmp_path / "run" / "data" / "train.arrow").stat().st_mtime_ns == written_at
     assert again == (5, 1, 0, 1, 1) and rows == plain_rows(range(6))
     assert any("resume" in line for line in log_lines(tmp_path / "run"))
-
-
-# Data sets of the hub
 
 
 @pytest.fixture
@@ -875,9 +848,6 @@ def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
         assert f"row {number}, is the last" in said
     assert path.stat().st_size > 2e7 and peaks[1] < peaks[0] + 4e6, peaks
-
-
-# Flags
 
 
 ROWS = ["--train-files", "{d}/rows.jsonl"]

@@ -87,9 +87,6 @@ def test_a_step_of_sft_is_the_update_that_is_written(case, rows, tmp_path):
     assert found == pytest.approx([loss.item(), norm.item(), rate], rel=1e-4)
 
 
-# Going on
-
-
 def test_a_run_goes_on_between_two_records(rows, tmp_path):
     """The record after the checkpoint of step 3 speaks of that step, too."""
     flags = dict(model=TINY, train_files=(rows,), steps=4, batch_size=2, eval_every=0, log_every=4,
@@ -129,9 +126,6 @@ def test_accuracy_is_that_of_replies_that_end_and_greedy_ones_are_transformers(t
         found[limit] = [start[f"val/countdown/{name}"] for name in ("greedy", "pass@1", "pass@2")]
     assert found[8] == [0, 0, 0]
     assert 0.2 < found[9][0] == sum(expected) / 16 < 1 and 0 < found[9][1] < found[9][2] <= 2 * found[9][1]
-
-
-# Demonstrations of several turns
 
 
 def test_a_conversation_is_cut_only_where_it_does_not_fit():

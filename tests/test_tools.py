@@ -41,9 +41,6 @@ DATA = ROOT / "tests" / "data"
 ALGOS = ("sft", "ppo", "grpo", "a2c")
 
 
-# Sample logs: plausible numbers, every key of the contract, one resume and one error.
-
-
 def sample_log(algo: str, seed: int = 1) -> list[dict]:
     """The lines of tests/data/<algo>.jsonl; of another seed the run learns a little less."""
     lines = [json.loads(line) for line in (DATA / f"{algo}.jsonl").read_text().splitlines()]
@@ -88,9 +85,6 @@ def complaints(path: Path, **options) -> list[tuple]:
 DROP = object()
 META_LINE, STEP_0, RECORD, ERROR_LINE, RESUME_LINE = 1, 2, 5, 9, 10  # line numbers in an LLM's sample
 A2C_RECORD = 4
-
-
-# The validator on sound logs.
 
 
 @pytest.mark.parametrize("algo", ALGOS)
