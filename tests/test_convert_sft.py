@@ -3,9 +3,6 @@
 import json
 import random
 import resource
-import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -394,48 +391,35 @@ def test_data_that_change_between_the_two_passes_are_noticed(after, tmp_path, ca
     refused(tmp_path, capsys, "rows.jsonl: changed while it was read")
 
 
-def test_an_interruption_leaves_what_was_there(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("moment", ["as it is written", "between the two"])
+def test_an_interruption_leaves_no_half_and_no_mixture(moment, tmp_path, capsys, monkeypatch):
+    """And the next run goes on as if nothing had been."""
     write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
     convert(tmp_path, capsys)
     old = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
+    replace = Path.replace
 
-    def interrupted(path):
-        assert path.name == ".x_train.parquet.writing" and pq.read_table(path).num_rows == 1
+    def interrupted(path, target=None):
+        assert pq.read_table(path).num_rows == 1
+        if target:
+            replace(path, target)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_sft, "flush_to_disk", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if moment == "as it is written":
+            patch.setattr(convert_sft, "flush_to_disk", interrupted)
+        else:
+            patch.setattr(Path, "replace", interrupted)
         convert(tmp_path, capsys, "--overwrite")
-    assert old == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-
-
-KILLED = """
-import os, signal, sys
-from tools import convert_sft
-replace = convert_sft.Path.replace
-def killed(*names):
-    replace(*names)
-    os.kill(os.getpid(), signal.SIGKILL)
-convert_sft.Path.replace = killed
-convert_sft.main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_between_the_two_files_leaves_no_half_and_no_mixture(tmp_path, capsys):
-    """In another process, for real. The next run goes on as if nothing had been."""
-    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
-    convert(tmp_path, capsys)
-    write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
-    flags = ["--data", tmp_path / "rows.jsonl", "--name", "x", "--output-dir", tmp_path / "out",
-             "--overwrite"]
-    done = subprocess.run([sys.executable, "-c", KILLED, *flags], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert sorted(path.name for path in (tmp_path / "out").glob("x_*")) == ["x_val.parquet"]
-    assert read(tmp_path / "out", "val")[0]["instance_id"] in ("task-3", "task-4")
+    left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    if moment == "as it is written":
+        assert left == old
+    else:
+        assert list(left) == ["x_val.parquet"] and left != old
+        assert read(tmp_path / "out", "val")[0]["instance_id"] in ("task-3", "task-4")
     convert(tmp_path, capsys, "--overwrite")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x_train.parquet", "x_val.parquet"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(old)
 
 
 def test_sft_trains_on_what_it_writes(tmp_path, capsys):

@@ -399,6 +399,7 @@ def adapted(folder):
 @RL_SLOW
 def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdown_tiny, tmp_path):
     own = dict(critic_warmup=0, critic_learning_rate=1e-30) if script is ppo_llm else {}
+    adapter, other = (shutil.copytree(adapter, tmp_path / name) for name in ("adapter", "other"))
     flags = dict(lora_adapter_path=str(adapter), eval_every=0, eval_tasks=2, kl_coef=0.1, keep_checkpoints=0,
                  checkpoint_every=1, **FAST, **own)
     before = Path(TINY, "model.safetensors").read_bytes()
@@ -426,6 +427,13 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdo
     folder = killed_after(whole, tmp_path / "run", 1)
     train(script, folder, **flags, iterations=2)
     same_end(whole, folder, "step_000002")
+    # Another one does not go on with the run, nor does one that took its name.
+    with pytest.raises(envs.BadInput, match="--lora-adapter-path"):
+        train(script, folder, **flags | dict(lora_adapter_path=str(other)), iterations=2)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(envs.BadInput, match="the model changed"):
+        train(script, folder, **flags, iterations=2)
 
 
 def spoil(kind, adapter, folder):
@@ -460,20 +468,6 @@ def test_a_wrong_adapter_is_one_line_that_names_it(kind, adapter, tmp_path, caps
     ends_with_one_line(capsys, rf"--lora-adapter-path {folder}: (no adapter for|expected a folder with adap)",
                        grpo_llm, tmp_path / "run", lora_adapter_path=folder, iterations=0, eval_tasks=1)
     assert not list((tmp_path / "run").glob("events*"))
-
-
-def test_another_adapter_is_refused_when_a_run_goes_on(adapter, tmp_path):
-    folder, other = tmp_path / "adapter", tmp_path / "other"
-    shutil.copytree(adapter, folder)
-    flags = dict(lora_adapter_path=str(folder), iterations=0, eval_tasks=1)
-    run = train(grpo_llm, tmp_path / "run", **flags)
-    shutil.copytree(adapter, other)
-    with pytest.raises(envs.BadInput, match="--lora-adapter-path"):
-        train(grpo_llm, run, **flags | dict(lora_adapter_path=str(other)))
-    tensors = load_file(folder / "adapter_model.safetensors")  # another one under the same name
-    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    with pytest.raises(envs.BadInput, match="the model changed"):
-        train(grpo_llm, run, **flags)
 
 
 # vLLM itself. Every engine of this process stays: one that goes takes along what they share.
@@ -541,56 +535,6 @@ def largest_difference(model, played, temperature):
         mask = torch.tensor(s["response_mask"]) == 1
         found.append((own - torch.tensor(s["rollout_logprobs"]))[mask].abs().max())
     return float(max(found))
-
-
-FEW_SHOT = """
-import dataclasses, zlib
-from envs.countdown import Countdown
-
-class FewShot(Countdown):
-    def task(self, split, index):
-        task = super().task(split, index)
-        shots = [super(FewShot, self).task("train", n).messages[-1]["content"] for n in range(40)]
-        text = " ".join([*shots, task.messages[-1]["content"]])
-        return dataclasses.replace(task, messages=[dict(role="user", content=text)])
-
-def reward(r):
-    return zlib.crc32(r.messages[-1]["content"].encode()) % 2
-"""
-
-
-def without_the_head(vllm, patch):
-    """As vLLM takes a tied head for one of its own, whose weights do not arrive."""
-    rpc = vllm.LLM.collective_rpc
-    patch.setattr(vllm.LLM, "collective_rpc", lambda llm, method, kwargs: rpc(llm, method, kwargs=dict(
-        weights_iterator=[(n, w) for n, w in kwargs["weights_iterator"] if n != "lm_head.weight"])))
-
-
-def without_temperature(vllm, patch):
-    create = vllm.LLM.__init__
-    patch.setattr(vllm.LLM, "__init__", lambda *rest, logprobs_mode, **options: create(
-        *rest, logprobs_mode="raw_logprobs", **options))
-
-
-BROKEN = {
-    "head": (without_the_head, 0),
-    "prefix-cache": (lambda vllm, patch: patch.setattr(vllm.LLM, "reset_prefix_cache", lambda llm: True), 1),
-    "temperature": (without_temperature, 0),
-    "weights": (lambda vllm, patch: patch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None), 0),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_hand_over_to_vllm_ends_the_run_before_a_step(vllm, kind, tmp_path, monkeypatch):
-    """At once; a stale prefix cache as soon as weights have moved, with prompts that begin alike."""
-    breaks, sound = BROKEN[kind]
-    breaks(vllm, monkeypatch)
-    (tmp_path / "few_shot.py").write_text(FEW_SHOT)
-    with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* tolerated are 1e-06"):
-        train(grpo_llm, tmp_path / "run", **VLLM, env=f"{tmp_path}/few_shot.py:FewShot",
-              reward_fn=f"{tmp_path}/few_shot.py:reward", learning_rate=2e-3)
-    assert records(tmp_path / "run")[-1]["opt_steps"] == sound
 
 
 @pytest.mark.slow

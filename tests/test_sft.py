@@ -401,19 +401,7 @@ def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_
     assert not any("data/rows" in record for record in records(folder)[1:])
 
 
-def test_a_run_without_held_out_rows(tmp_path):
-    folder = train(sft, tmp_path / "run", model=TINY, train_files=(write_rows(tmp_path),),
-                   val_ratio=0.0, batch_size=7, eval_every=1)
-    assert not [key for record in records(folder) for key in record if key.startswith("val/")]
-    assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (7, 0)
-    assert [record["train/epoch"] for record in records(folder)[1:]] == [1, 2, 3, 4]
-    assert checkpoints(folder) == ([2, 4], {"last": LAST})
-    card = (tmp_path / "run-model" / "README.md").read_text()
-    assert f"train/loss | {records(folder)[-1]['train/loss']:.3f}" in card and "val/loss" not in card
-    assert validate(folder)["ok"]
-
-
-def test_each_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path):
+def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_held_out(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which."""
     rows = (write_rows(tmp_path, ROWS[:6]),)
     flags = dict(train_files=rows, val_ratio=0.0, model=TINY, batch_size=1, steps=0, learning_rate=1e-30)
@@ -423,6 +411,12 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path):
         [n / 6 for n in range(1, 16)])
     assert len(set(losses)) == 6 and set(losses[:6]) == set(losses[6:12]) and losses[:6] != losses[6:12]
     assert len(set(losses[12:])) == 3
+
+    assert not [key for record in records(folder) for key in record if key.startswith("val/")]
+    assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (6, 0)
+    assert checkpoints(folder)[1] == {"last": "step_000015"} and validate(folder)["ok"]
+    card = (tmp_path / "run-model" / "README.md").read_text()
+    assert f"train/loss | {records(folder)[-1]['train/loss']:.3f}" in card and "val/loss" not in card
 
 
 @pytest.mark.parametrize("form", [[f"--model={TINY}"], []])

@@ -590,37 +590,31 @@ def test_a_template_that_drops_thoughts_is_refused_where_it_does_and_nowhere_els
         assert written(ids, mask, tokenizer) == "".join(reply + "<|im_end|>" for reply in replies)
 
 
-@pytest.mark.parametrize(("tagged", "messages", "learned"), [
+TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
+        "{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}")
+
+
+@pytest.mark.parametrize(("template", "messages", "learned"), [
     # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
-    ("{% generation %}{{ m.content }}<eos>{% endgeneration %}",
+    (TAGS.format("{% generation %}{{ m.content }}<eos>{% endgeneration %}"),
      [assistant(""), user("no"), assistant("b")], "b<eos>"),
-    ("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}",
+    (TAGS.format("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}"),
      [user("no"), assistant("é"), user("no")], "é<eos>👩"),
-    ("{% generation %} {{ m.content }}<eos> {% endgeneration %}",
-     [user("a"), assistant("b"), user("no")], " b<eos>"),
-    ("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}",
+    (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
-], ids=["first", "last-character", "spaces", "leading-space"])
+    # "Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins.
+    ("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
+     "{% if add_generation_prompt %}assistant: {% endif %}",
+     [user(" a "), assistant(" b "), user("c"), assistant("d e")], " b <eos>d e<eos>"),
+], ids=["first", "last-character", "leading-space", "space-before"])
 @pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
-def test_generation_tags_are_kept_to_the_letter(tagged, messages, learned, trims):
+def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
     """Offsets without the space that a token begins or ends with are GPT-NeoX's, for one."""
-    tokenizer = byte_tokenizer("{% for m in messages %}{% if m.role == 'assistant' %}" + tagged +
-                               "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    tokenizer = byte_tokenizer(template)
     if trims:
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     ids, mask = row_of(messages, tokenizer, ["<eos>"])
-    assert written(ids, mask, tokenizer).rstrip(" ") == learned
-
-
-@pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
-def test_the_space_before_an_answer_is_the_prompts(trims):
-    """"Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins."""
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
-                               "{% if add_generation_prompt %}assistant: {% endif %}")
-    if trims:
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    ids, mask = row_of([user(" a "), assistant(" b "), user("c"), assistant("d e")], tokenizer, ["<eos>"])
-    assert written(ids, mask, tokenizer) == " b <eos>d e<eos>"
+    assert written(ids, mask, tokenizer) == learned
 
 
 @pytest.mark.parametrize("template", [
