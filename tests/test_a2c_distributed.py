@@ -10,16 +10,17 @@ import subprocess
 import sys
 import time
 
+import make_rom
 import psutil
 import pytest
 import torch
 
 import a2c_vecenv as a2c
 from envs.pixels import join_states, make_vec, state_of_rows
+from envs.pixels.game_boy import Config, goal_meta, record_frames
+from envs.pixels.goals import save_goal
 from tests.run_folders import ROOT, killed_after, log_lines, records, slow_but, timeless
 from tools.validate_train_log import validate
-
-SPLITS = [(3, 4), (2, 2, 3)]  # of seven rows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,11 +34,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def game(tmp_path_factory):
     """Options of a Game Boy of our own, whose goal is two steps to the right."""
-    import make_rom
-
-    from envs.pixels.game_boy import Config, goal_meta, record_frames
-    from envs.pixels.goals import save_goal
-
     folder = tmp_path_factory.mktemp("game")
     (folder / "game.gb").write_bytes(make_rom.rom())
     config = Config(rom=str(folder / "game.gb"), tau=0.001, k_consecutive=2)
@@ -46,22 +42,20 @@ def game(tmp_path_factory):
 
 
 KINDS = {
-    "pixel-goal": ("pixel-goal", dict(difficulty=3, max_steps=20), 80),
-    "several": ("pixel-goal", dict(max_steps=9, stack_k=2, num_maps=2, num_goals=2, goal_in_obs=True,
-                                   pack="2bpp"), 60),
-    "CartPole": ("CartPole-v1", {}, 120),
+    "pixel-goal": ("pixel-goal", dict(max_steps=9, stack_k=2, num_goals=2, goal_in_obs=True), 40),
+    "CartPole": ("CartPole-v1", {}, 100),
     "Acrobot": ("Acrobot-v1", dict(max_episode_steps=17), 80),
     "pyboy": ("pyboy", dict(max_steps=7), 30),
 }
 
 
-@pytest.mark.parametrize("split", [pytest.param(SPLITS[0], marks=pytest.mark.slow), SPLITS[1]], ids=str)
 @pytest.mark.parametrize("kind", slow_but(("pixel-goal", "CartPole"), KINDS))
-def test_rows_of_a_split_are_those_of_the_whole(kind, split, request):
+def test_rows_of_a_split_are_those_of_the_whole(kind, request):
     """From the seeds, and from a state that another split has saved."""
     env_id, options, steps = KINDS[kind]
     if kind == "pyboy":
         options = options | request.getfixturevalue("game")
+    split = (2, 2, 3)
     generator = torch.Generator().manual_seed(5)
     number = make_vec(env_id, 1, **options).num_actions
     actions = torch.randint(0, number, (steps, 7), generator=generator)
@@ -94,7 +88,7 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, split, request):
     exact = kind != "Acrobot"  # whose spaces have generators that nothing seeds and nothing draws from
     assert not exact or same(end, end_of_parts, rounding)
     begun, middle = play(split, last=steps // 2)
-    rest, end_of_rest = play([7] if len(split) == 3 else [1, 5, 1], middle, first=steps // 2)
+    rest, end_of_rest = play([1, 6], middle, first=steps // 2)
     same(whole, begun + rest[1:], rounding)
     assert not exact or same(end, end_of_rest, rounding)
 
@@ -225,14 +219,6 @@ def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, 
 
 
 @pytest.mark.slow
-def test_torchrun_with_one_process_changes_no_bit(run_of):
-    alone, one = run_of("pixel-goal", 0), run_of("pixel-goal", 1)
-    assert timeless(alone) == timeless(one)
-    for name in ("agent", "optimizer", "env", "episodes"):
-        same(*(state_at(folder)[name] for folder in (alone, one)))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case, before, after", [("pixel-goal", 2, 1), ("CartPole", 0, 3)])
 def test_another_number_of_processes_continues_the_run(case, before, after, run_of, tmp_path):
     """Killed after the checkpoint of iteration 10, with records past it in the log."""
@@ -281,17 +267,15 @@ def test_no_thread_of_the_process_group_is_left_at_exit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2])
-def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(processes, run_of, tmp_path):
+def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(run_of, tmp_path):
     whole, folder = run_of("pixel-goal", 0), tmp_path / "run"
     flags = [*FLAGS, *CASES["pixel-goal"], "--checkpoint-every", 20]
-    run = start(processes, folder, *flags)
+    run = start(2, folder, *flags)
     log = folder / "train_log.jsonl"
     while run.poll() is None and not (log.exists() and records(folder)):
         time.sleep(0.01)
-    children = psutil.Process(run.pid).children()
-    trainers = [p for p in children if "RANK" in p.environ()] if processes else [run]
-    trainers[-1].send_signal(signal.SIGTERM)  # one is enough
+    *_, trainer = (child for child in psutil.Process(run.pid).children() if "RANK" in child.environ())
+    trainer.send_signal(signal.SIGTERM)  # one is enough
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
     (path,) = (folder / "checkpoints").glob("step_*")

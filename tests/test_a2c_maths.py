@@ -50,10 +50,9 @@ def gae_by_sums(rewards, values, next_values, terminated, done, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (0.9, 1.0), (1.0, 0.5), (0.7, 0.0), (0.0, 0.9)])
-@pytest.mark.parametrize("T", [1, 9])
-def test_gae_is_equation_16(gamma, lam, T):
-    rewards, values, next_values, terminated, truncated = random_rollout(1, T, 63 // T)
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (0.9, 1.0), (0.7, 0.0)])
+def test_gae_is_equation_16(gamma, lam):
+    rewards, values, next_values, terminated, truncated = random_rollout(1, 9, 7)
     assert (terminated & truncated).any() and (truncated & ~terminated).any() and terminated.sum() > 3
     done = terminated | truncated
     ours = a2c.gae(rewards, values, next_values, terminated, done, gamma, lam)
@@ -206,25 +205,6 @@ def test_the_loss_is_that_of_torch_distributions():
         torch.testing.assert_close(one, other)
 
 
-class Seen:
-    """An environment that keeps a copy of every observation it gave."""
-
-    def __init__(self, env):
-        self.env, self.observations = env, []
-
-    def __getattr__(self, name):
-        return getattr(self.env, name)
-
-    def reset(self, seed):
-        self.observations = [self.env.reset(seed).clone()]
-        return self.env._obs
-
-    def step(self, actions):
-        result = self.env.step(actions)
-        self.observations.append(result[0].clone())
-        return result
-
-
 def lively_agent(env, network="small", scale=30.0):
     """Weights whose policy is far from uniform, so that gradients say something."""
     torch.manual_seed(7)
@@ -237,21 +217,27 @@ def lively_agent(env, network="small", scale=30.0):
 def update_gradient(network="small", env_options=(), second_pass=False, **flags):
     """The gradient of one update on the pixel goal. second_pass: from copies of the observations."""
     env, args = make_vec("pixel-goal", 12, max_steps=5, **dict(env_options)), args_for(num_steps=6, **flags)
-    agent, seen = lively_agent(env, network), Seen(env)
+    agent, step = lively_agent(env, network), env.step
+    observations = [env.reset(3).clone()]
+
+    def copied(actions):
+        result = step(actions)
+        observations.append(result[0].clone())
+        return result
+
+    env.step = copied
     torch.manual_seed(11)
-    with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        _, batch = a2c.rollout(agent, seen, seen.reset(3), torch.zeros(2, 12), args)
+    _, batch = a2c.rollout(agent, env, env.reset(3), torch.zeros(2, 12), args)
     values = batch["values"].detach()
     advantages = a2c.gae(batch["rewards"], values, batch["next_values"], batch["terminated"], batch["done"],
                          0.99, 0.95)
-    returns = advantages + values
     if second_pass:
-        policies, values = zip(*(agent(obs) for obs in seen.observations[:6]), strict=True)
+        policies, predicted = zip(*(agent(obs) for obs in observations[:6]), strict=True)
         policy = torch.distributions.Categorical(logits=torch.stack(policies))
         batch |= dict(logprobs=policy.log_prob(batch["actions"]), entropies=policy.entropy(),
-                      values=torch.stack(values))
-    loss, _, _ = a2c.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], advantages, returns,
-                              0.5, 0.01)
+                      values=torch.stack(predicted))
+    loss, _, _ = a2c.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], advantages,
+                              advantages + values, 0.5, 0.01)
     loss.backward()
     return flat([p.grad for p in agent.parameters()]), batch
 
@@ -271,9 +257,9 @@ def test_the_gradient_does_not_depend_on_chunks_nor_on_recomputing(network):
         assert difference(whole, other) < 3e-6, flags
 
 
-@pytest.mark.parametrize("options", [{}, {"stack_k": 2, "goal_in_obs": True, "pack": "2bpp"}], ids=str)
-def test_the_kept_graph_is_worth_a_second_forward_pass(options):
+def test_the_kept_graph_is_worth_a_second_forward_pass():
     """The environment overwrites its observations; the graph must not have held on to them."""
+    options = dict(stack_k=2, goal_in_obs=True, pack="2bpp")
     kept, batch = update_gradient(env_options=options)
     second, again = update_gradient(env_options=options, second_pass=True)
     assert difference(kept, second) < 1e-6 and batch["entropies"].std() > 0.01
@@ -282,10 +268,10 @@ def test_the_kept_graph_is_worth_a_second_forward_pass(options):
 
 
 def test_rollouts_of_one_update_are_averaged(tmp_path):
-    watch = Watch(tmp_path / "run", iterations=6, update_every=3, log_every=6, checkpoint_every=6)
-    assert (len(watch.gradients), len(watch.clipped), watch.records[-1]["opt_steps"]) == (6, 2, 2)
+    watch = Watch(tmp_path / "run", iterations=4, update_every=2, log_every=4, checkpoint_every=4)
+    assert (len(watch.gradients), len(watch.clipped), watch.records[-1]["opt_steps"]) == (4, 2, 2)
     for update, gradient in enumerate(watch.clipped):
-        mean = torch.stack(watch.gradients[3 * update:3 * update + 3]).mean(0)
+        mean = torch.stack(watch.gradients[2 * update:2 * update + 2]).mean(0)
         assert difference(mean, gradient) < 1e-6
     norms = [float(gradient.norm()) for gradient in watch.clipped]
     assert watch.records[-1]["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
@@ -337,10 +323,10 @@ def test_a_step_is_adams_with_the_eps_of_the_paper(tmp_path):
 
 
 def test_actions_come_as_often_as_the_policy_says():
-    """Chi-square of 200,000 draws from each of three policies; 5 degrees of freedom, p = 0.001 at 20.5."""
+    """Chi-square of 50,000 draws from each of three policies; 5 degrees of freedom, p = 0.001 at 20.5."""
     torch.manual_seed(0)
     logits = torch.tensor([[0.0, 0, 0, 0, 0, 0], [2.0, -1, 0.5, 3, 0, 1], [-60.0, 1, 1, 4, -2, -100]])
-    n = 200_000
+    n = 50_000
     actions = a2c.choose_actions(logits.repeat(n, 1)).view(n, 3)
     for row in range(3):
         counts = torch.bincount(actions[:, row], minlength=6).double()
@@ -467,7 +453,7 @@ class Metronome(VecEnv):
                 ended & (rows % 2 == 1), info)
 
 
-@pytest.mark.parametrize("num_envs, episodes", [(1, 3), (4, 4), (4, 10), (5, 7), (6, 3), (3, 1)])
+@pytest.mark.parametrize("num_envs, episodes", [(1, 3), (4, 10), (6, 3)])
 def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_its_share(num_envs, episodes):
     """Short episodes are not preferred: row i plays the same number whether it ends early or late."""
     shares = [episodes // num_envs + (row < episodes % num_envs) for row in range(num_envs)]
@@ -532,13 +518,13 @@ class Waits(TorchDispatchMode):
 
 
 def test_a_record_crosses_to_the_host_once(tmp_path, monkeypatch):
-    """By one tolist and nothing else: four records wait for a GPU three times more than one record does."""
+    """By one tolist and nothing else: two records wait for a GPU once more than one record does."""
     found, lists, tolist = {}, [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (lists.append(self.shape), tolist(self))[1])
-    for every in (1, 4):
+    for every in (1, 2):
         lists.clear()
         with Waits() as waits:
-            a2c.main(args_for(run_dir=str(tmp_path / f"{every}"), env_kwargs=("max_steps=9",), iterations=4,
-                              log_every=every, checkpoint_every=4))
+            a2c.main(args_for(run_dir=str(tmp_path / f"{every}"), env_kwargs=("max_steps=9",), iterations=2,
+                              log_every=every, checkpoint_every=2))
         found[every] = waits.found, len(lists)
-    assert found[1] == (found[4][0], found[4][1] + 3) and found[4][0] > 0, found
+    assert found[1] == (found[2][0], found[2][1] + 1) and found[2][0] > 0, found

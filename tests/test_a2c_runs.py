@@ -174,17 +174,15 @@ def test_the_self_test_passes_and_says_so_as_json(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [dict(env_id="CartPole-v1"), dict(recompute=True, chunk=4),
-                                   dict(dtype="bfloat16")], ids=str)
+@pytest.mark.parametrize("flags", [dict(env_id="CartPole-v1"), dict(recompute=True, chunk=4)], ids=str)
 def test_compiled_runs_give_the_same_numbers(flags, tmp_path):
     plain, compiled = (train(a2c, tmp_path / str(on), compile=on, iterations=12, checkpoint_every=12,
                              eval_every=12, num_steps=6, **flags) for on in (False, True))
     torch.compiler.reset()
     assert validate(compiled, strict=True)["ok"]
-    loose = 0.1 if flags.get("dtype") else 1e-3
     for one, other in zip(timeless(plain), timeless(compiled), strict=True):
         for name in ("value_mean", "value_loss", "grad_norm", "entropy_mean", "reward_mean"):
-            assert other[name] == pytest.approx(one[name], rel=loose, abs=loose), (one["iteration"], name)
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), (one["iteration"], name)
     weights = [state_of(folder / "checkpoints" / "step_000012")["agent"] for folder in (plain, compiled)]
     assert list(weights[0]) == list(weights[1])  # a compiled run can be continued without --compile
 
