@@ -45,7 +45,7 @@ KINDS = {
     "pixel-goal": ("pixel-goal", dict(max_steps=9, stack_k=2, num_goals=2, goal_in_obs=True), 40),
     "CartPole": ("CartPole-v1", {}, 100),
     "Acrobot": ("Acrobot-v1", dict(max_episode_steps=17), 80),
-    "pyboy": ("pyboy", dict(max_steps=7), 30),
+    "pyboy": ("pyboy", dict(max_steps=7), 28),  # saved while all emulators have yet to be set back
 }
 
 
@@ -219,7 +219,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case, before, after", [("pixel-goal", 2, 1), ("CartPole", 0, 3)])
+@pytest.mark.parametrize("case, before, after", [("accumulated", 2, 1), ("CartPole", 0, 3)])
 def test_another_number_of_processes_continues_the_run(case, before, after, run_of, tmp_path):
     """Killed after the checkpoint of iteration 10, with records past it in the log."""
     whole = run_of(case, before)
@@ -243,27 +243,21 @@ def test_bad_input_is_said_without_a_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_folder_the_processes_agree_on_one(tmp_path):
-    flags = [*FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2]
-    code, said = run_to_end(2, "", *flags, "--experiment", tmp_path / "mine")
-    assert code == 0, said
-    (folder,) = (tmp_path / "mine").iterdir()
-    assert {record["run_id"] for record in records(folder)} == {folder.name}
-
-
-@pytest.mark.slow
-def test_no_thread_of_the_process_group_is_left_at_exit(tmp_path):
-    """One of gloo's that lets go of a tensor while Python ends would abort a process that has done well."""
+def test_no_thread_of_the_process_group_is_left_at_exit_and_one_folder_is_made(tmp_path):
+    """One that lets go of a tensor while Python ends would abort a process that has done well."""
     code = ("import pathlib, sys, tyro, a2c_vecenv\n"
             "a2c_vecenv.main(tyro.cli(a2c_vecenv.Args))\n"
             "names = [task.read_text() for task in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
             "sys.exit(str(names) if any('gloo' in name for name in names) else 0)")
     (tmp_path / "trained.py").write_text(code)
+    flags = [*FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2, "--run-dir", ""]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "trained.py",
-             *FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2, "--run-dir", tmp_path / "run"]
+             *flags, "--experiment", tmp_path / "mine"]
     run = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True,
                          env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), timeout=300)
     assert run.returncode == 0, run.stderr
+    (folder,) = (tmp_path / "mine").iterdir()  # on which the processes agreed
+    assert {record["run_id"] for record in records(folder)} == {folder.name}
 
 
 @pytest.mark.slow
