@@ -90,6 +90,7 @@ class StandIn:
     def start(self):
         """A new process, as it were: with the weights that it was started with and no adapter."""
         self.model, self.adapters, self.handed = AutoModelForCausalLM.from_pretrained(TINY), {}, {}
+        self.heat = 1.0  # what a wrong one multiplies temperatures with
         self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.clone())  # not tied
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
         self.http.daemon_threads = self.up = True
@@ -161,7 +162,8 @@ class StandIn:
             raise ValueError("vLLM refuses several greedy replies")
         policy = {"policy": self.model, **self.adapters}[model]
         seeds = [zlib.crc32(f"{prompt} {index}".encode()) for index in range(n)]
-        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, self.tokenizer, seeds)
+        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature * self.heat, self.tokenizer,
+                                    seeds)
         return dict(choices=[choice(ids, logprobs, index) for index, (ids, logprobs) in enumerate(replies)])
 
     def asked(self, path="/v1/completions"):
@@ -289,12 +291,13 @@ STALE = {
     "weights": lambda server: setattr(server, "handed", {}),
     "head": lambda server: server.handed.pop("lm_head.weight"),
     "prefix-cache": lambda server: None,
+    "temperature": lambda server: setattr(server, "heat", 0.5),
 }
 
 
 @pytest.mark.parametrize(("script", "kind"), [
     (grpo_llm, "prefix-cache"), *(pytest.param(script, kind, marks=pytest.mark.slow) for script, kind in (
-        (ppo_llm, "prefix-cache"), (grpo_llm, "weights"), (grpo_llm, "head")))])
+        (ppo_llm, "prefix-cache"), (grpo_llm, "weights"), (grpo_llm, "head"), (grpo_llm, "temperature")))])
 def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, kind, stand_in, tmp_path, capsys):
     server = stand_in()
 
@@ -313,7 +316,7 @@ def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, kind, s
     assert [record["iteration"] for record in log] == [0, 1] and abs(log[1]["mismatch/kl"]) < 1e-9
     state = torch.load(folder / "checkpoints" / "step_000001" / "trainer_state.pt")
     assert state["opt_steps"] == log[1]["opt_steps"] > 0
-    server.trouble = lambda path, body: ()
+    server.trouble, server.heat = lambda path, body: (), 1.0
     assert command(script, folder, **flags) == 0
     check_run(folder, 3, errors=1)
 

@@ -52,7 +52,7 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
     problems += [problems[1], problems[0], [tokenizer.bos_token_id]]
 
     rng = random.Random(1)  # random weights write any token, and their replies end anywhere
-    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(12)]
+    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(16)]
 
     torch.manual_seed(3)
     sliding = Qwen2ForCausalLM(Qwen2Config(  # its layers bring a cache of their own each
@@ -67,19 +67,6 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
         assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, limit) for p in prompts]
         check_logprobs(model, prompts, replies, 1.0)
     assert len({len(ids) for ids, _ in replies}) > 4
-
-
-def test_replies_that_part_or_end_do_not_mix_up_the_others(random_llama, countdown_tiny):
-    """Replies part and end one after another, so rows move many times; none may read another's cache."""
-    model, tokenizer = random_llama(vocab_size=12), countdown_tiny[1]
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, 12) for _ in range(rng.randrange(1, 9))] for _ in range(20)] * 3
-    prompts += [prompts[0]] * 40
-    torch.manual_seed(1)
-    replies = grpo_llm.generate(model, prompts, 60, 0.6, tokenizer)
-    lengths = [len(ids) for ids, _ in replies]
-    assert len(set(lengths)) > 15 and max(lengths) > 40
-    check_logprobs(model, prompts, replies, 0.6)
 
 
 @pytest.mark.parametrize("more", [[2, 5], 5])  # a generation config may name more than the tokenizer

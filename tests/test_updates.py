@@ -245,7 +245,8 @@ GRPO = {
                 tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
-    "gspo-constant": dict(loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2),
+    "gspo-constant": dict(TURNS, loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2,
+                          prompts_per_iteration=3),
 }
 
 
