@@ -52,7 +52,7 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
     problems += [problems[1], problems[0], [tokenizer.bos_token_id]]
 
     rng = random.Random(1)  # random weights write any token, and their replies end anywhere
-    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(16)]
+    noise = [[rng.randrange(3, 6) for _ in range(rng.randrange(1, 7))] for _ in range(12)]
 
     torch.manual_seed(3)
     sliding = Qwen2ForCausalLM(Qwen2Config(  # its layers bring a cache of their own each
@@ -687,7 +687,7 @@ def test_forged_results_are_counted(trainer, monkeypatch, tmp_path):
         return Step([], 0.0, True, False, dict(correct=0.0, suspicious=int(episode.task.id[1:]) % 2))
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Forged(behave))
-    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=32, group_size=2, eval_tasks=1,
+    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=8, group_size=2, eval_tasks=1,
                               eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path)))
     *found, _ = map(json.loads, (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines())
     shares = [episode["info"].get("suspicious", 0) for episode in found]

@@ -831,7 +831,7 @@ def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
         return [7] * 5_000, [0] + [1] * 4_999
 
     monkeypatch.setattr(sft, "encode_row", encode_row)
-    for number in (200, 1_000):
+    for number in (150, 600):
         path, before = tmp_path / f"{number}.parquet", pyarrow.total_allocated_bytes()
         pyarrow.parquet.write_table(numbered(number, lambda i: letters[i:i + 20_000]), path,
                                     compression="none", use_dictionary=False, write_batch_size=16)
@@ -841,7 +841,7 @@ def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
         peaks[-1] += tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert f"row {number}, is the last" in said
-    assert path.stat().st_size > 2e7 and peaks[1] < peaks[0] + 4e6, peaks
+    assert path.stat().st_size > 1.2e7 and peaks[1] < peaks[0] + 4e6, peaks
 
 
 ROWS = ["--train-files", "{d}/rows.jsonl"]

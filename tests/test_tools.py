@@ -539,12 +539,12 @@ def test_without_a_usable_record_the_reason_is_json(name, tmp_path, capsys):
     assert not (tmp_path / "a.png").exists()
 
 
-def test_what_cannot_be_drawn_says_why(logs, tmp_path, capsys):
-    good, out = logs["grpo"][0], tmp_path / "a.png"
+def test_what_cannot_be_drawn_says_why(few, tmp_path, capsys):
+    good, out = few["grpo"][0], tmp_path / "a.png"
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     for words, says in (
         (["--log", tmp_path / "missing", "--out", out], "cannot be read"),
-        (["--log", good, logs["sft"][0], "--out", out], "different algorithms"),
+        (["--log", good, few["sft"][0], "--out", out], "different algorithms"),
         (["--log", good, "--control", tmp_path / "missing", "--out", out], "cannot be read"),
         (["--log", good, "--out", tmp_path / "a.unknown"], "cannot be written"),
         (["--log", good, "--out", good / "a.png"], "cannot be written"),
