@@ -48,10 +48,12 @@ def variants():
     for name in ("envs", "models"):
         Path(folder.name, name).symlink_to(ROOT / name)
     found = {}
-    for script, diff, name in set(re.findall(r"patch (\w+\.py) (\S+\.diff) -o (\w+\.py)",
-                                             (ROOT / "docs" / "variants.md").read_text())):
-        found[name] = Path(folder.name, name)
-        subprocess.run(["patch", script, diff, "-o", found[name]], cwd=ROOT, check=True, capture_output=True)
+    for script, diff, name in re.findall(r"patch (\w+\.py) (\S+\.diff) -o (\w+\.py)",
+                                         (ROOT / "docs" / "variants.md").read_text()):
+        path = Path(folder.name, name)
+        subprocess.run(["patch", found.get(script, script), diff, "-o", path], cwd=ROOT, check=True,
+                       capture_output=True)
+        found[name] = path
     return found
 
 

@@ -1,0 +1,173 @@
+"""docs/variants/overlap.diff against grpo_llm.py: wall-clock on two cores, and what staleness costs.
+
+    python benchmarks/overlap.py speed --vllm-python .venv-vllm/bin/python
+    python benchmarks/overlap.py speed --engine hf
+    python benchmarks/overlap.py accuracy
+
+speed: a vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts take
+turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and overlap_hf.diff
+has a process that samples; both may run on both cores. Counted is the time from the second iteration's record to
+the last one's, so neither set-up nor evaluation.
+
+accuracy: default runs with overlap_hf.diff by staleness and seed, with and without the importance weight
+(--tis-cap 0), into --runs, where finished ones are taken as they are. Wants a machine that is quiet for speed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+from benchmarks.sides import append_csv  # noqa: E402
+
+ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+
+def make_variants(folder):
+    """The scripts that docs/variants.md makes, beside envs and models."""
+    for name in ("envs", "models"):
+        Path(folder, name).symlink_to(REPOSITORY / name)
+    for script, diff, target in (("grpo_llm.py", "overlap.diff", "grpo_overlap.py"),
+                                 (f"{folder}/grpo_overlap.py", "overlap_hf.diff", "grpo_overlap_hf.py")):
+        subprocess.run(["patch", script, f"docs/variants/{diff}", "-o", f"{folder}/{target}"], cwd=REPOSITORY,
+                       check=True, stdout=subprocess.DEVNULL)
+
+
+def train(script, run_dir, cores, *flags):
+    """Run a script to its end.  -> the records of its log"""
+    command = ["taskset", "-c", cores, sys.executable, script, "--run-dir", run_dir, *map(str, flags)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ONE_THREAD, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(map(str, command))}\n{done.stderr[-3000:]}")
+    lines = map(json.loads, Path(run_dir, "train_log.jsonl").read_text().splitlines())
+    return [line for line in lines if "iteration" in line]
+
+
+@contextmanager
+def vllm_server(python, core):
+    """-> its address"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = ONE_THREAD | dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1", TORCHDYNAMO_DISABLE="1",
+                                    VLLM_CPU_OMP_THREADS_BIND=core)
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            ["taskset", "-c", core, python, "-m", "vllm.entrypoints.openai.api_server", "--model",
+             "models/countdown-tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+             "--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs"],
+            cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 400
+            while True:
+                try:
+                    urllib.request.urlopen(url + "/health", timeout=5)
+                    break
+                except OSError:
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        sys.exit(f"error: the server did not start\n{log.read()[-3000:].decode()}")
+                    time.sleep(1)
+            yield url
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def speed(args, folder):
+    flags = ["--iterations", args.iterations, "--eval-every", 0, "--eval-tasks", 1, "--eval-samples", 1]
+    rows, turns = [], []
+    with vllm_server(args.vllm_python, "0") if args.engine == "vllm" else nothing() as url:
+        if url:
+            flags += ["--engine", "vllm", "--vllm-url", url, "--max-context-tokens", 256]
+        name = "grpo_overlap.py" if url else "grpo_overlap_hf.py"
+        sides = {"grpo_llm.py": (REPOSITORY / "grpo_llm.py",),
+                 name: (f"{folder}/{name}", "--max-staleness", args.staleness)}
+        for turn in range(args.repeats):
+            seconds = {}
+            for side, (script, *more) in [*sides.items()][::-1 if turn % 2 else 1]:
+                records = train(script, f"{folder}/{turn}-{side}", "1" if url else "0,1", *flags, *more)
+                times = {record["iteration"]: record["wall_time_s"] for record in records}
+                seconds[side] = (times[args.iterations - 1] - times[2]) / (args.iterations - 3)
+                parts = {part: statistics.median(record[f"time/{part}"] for record in records[2:-1])
+                         for part in ("rollout", "update", "sync")}
+                rows.append(dict(engine=args.engine, staleness=args.staleness if more else 0, turn=turn, side=side,
+                                 seconds=seconds[side], **parts))
+                print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
+            turns.append(seconds["grpo_llm.py"] / seconds[name])
+    print("| script | seconds an iteration |\n|---|---|")
+    for side in sides:
+        print(f"| {side} | {statistics.median(row['seconds'] for row in rows if row['side'] == side):.3f} |")
+    print(f"\ngrpo_llm.py takes {statistics.median(turns):.2f} times as long "
+          f"({min(turns):.2f} to {max(turns):.2f} in {len(turns)} turns)")
+    return rows
+
+
+@contextmanager
+def nothing():
+    yield None
+
+
+def accuracy(args, folder):
+    rows = []
+    for cap in args.tis_cap:
+        for staleness in args.staleness_of:
+            for seed in args.seeds:
+                run_dir = Path(args.runs, f"staleness{staleness}-cap{cap:g}-s{seed}").resolve()
+                last = train(f"{folder}/grpo_overlap_hf.py", run_dir, "0,1", "--max-staleness", staleness,
+                             "--tis-cap", cap, "--seed", seed, "--iterations", args.iterations, "--eval-every", 0)[-1]
+                rows.append(dict(staleness=staleness, tis_cap=cap, seed=seed) | {
+                    name: value for name, value in last.items() if re.match("val/.*(greedy|@)", name)})
+                print(rows[-1], file=sys.stderr)
+    names = [name for name in rows[0] if name.startswith("val/")]
+    print(f"| staleness | --tis-cap | seeds | {' | '.join(name[4:] for name in names)} |")
+    print("|---" * (3 + len(names)) + "|")
+    for staleness, cap in dict.fromkeys((row["staleness"], row["tis_cap"]) for row in rows):
+        same = [row for row in rows if (row["staleness"], row["tis_cap"]) == (staleness, cap)]
+        values = [[row[name] for row in same] for name in names]
+        print(f"| {staleness} | {cap:g} | {len(same)} | " + " | ".join(
+            f"{statistics.mean(some):.3f} ± {statistics.pstdev(some):.3f}" for some in values) + " |")
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("speed")
+    one.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
+    one.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
+    one.add_argument("--staleness", type=int, default=1)
+    one.add_argument("--repeats", type=int, default=5)
+    one.add_argument("--iterations", type=int, default=30)
+    other = commands.add_parser("accuracy")
+    other.add_argument("--staleness-of", type=int, nargs="+", default=[0, 1, 4])
+    other.add_argument("--tis-cap", type=float, nargs="+", default=[2.0, 0.0])
+    other.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    other.add_argument("--iterations", type=int, default=500)
+    other.add_argument("--runs", default="runs/overlap")
+    for command in (one, other):
+        command.add_argument("--out", help="CSV to append to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_variants(folder)
+        rows = (speed if args.command == "speed" else accuracy)(args, folder)
+    if args.out:
+        append_csv(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
