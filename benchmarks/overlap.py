@@ -4,13 +4,13 @@
     python benchmarks/overlap.py speed --engine hf
     python benchmarks/overlap.py accuracy
 
-speed: a vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts take
-turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and overlap_hf.diff
-has a process that samples; both may run on both cores. Counted is the time from the second iteration's record to
-the last one's, so neither set-up nor evaluation.
+speed: a vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
+take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
+overlap_hf.diff has a process that samples; both may run on both cores. Counted is the time from the second
+iteration's record to the last one's but one, so neither set-up nor evaluation. Wants a quiet machine.
 
 accuracy: default runs with overlap_hf.diff by staleness and seed, with and without the importance weight
-(--tis-cap 0), into --runs, where finished ones are taken as they are. Wants a machine that is quiet for speed alone.
+(--tis-cap 0), into --runs, where finished ones are taken as they are.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def vllm_server(python, core):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = ONE_THREAD | dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1", TORCHDYNAMO_DISABLE="1",
-                                    VLLM_CPU_OMP_THREADS_BIND=core)
+    environment = ONE_THREAD | dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
+                                    TORCHDYNAMO_DISABLE="1", VLLM_CPU_OMP_THREADS_BIND=core)
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             ["taskset", "-c", core, python, "-m", "vllm.entrypoints.openai.api_server", "--model",
@@ -105,8 +105,8 @@ def speed(args, folder):
                 seconds[side] = (times[args.iterations - 1] - times[2]) / (args.iterations - 3)
                 parts = {part: statistics.median(record[f"time/{part}"] for record in records[2:-1])
                          for part in ("rollout", "update", "sync")}
-                rows.append(dict(engine=args.engine, staleness=args.staleness if more else 0, turn=turn, side=side,
-                                 seconds=seconds[side], **parts))
+                rows.append(dict(engine=args.engine, staleness=args.staleness if more else 0, turn=turn,
+                                 side=side, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
             turns.append(seconds["grpo_llm.py"] / seconds[name])
     print("| script | seconds an iteration |\n|---|---|")
@@ -128,16 +128,18 @@ def accuracy(args, folder):
         for staleness in args.staleness_of:
             for seed in args.seeds:
                 run_dir = Path(args.runs, f"staleness{staleness}-cap{cap:g}-s{seed}").resolve()
-                last = train(f"{folder}/grpo_overlap_hf.py", run_dir, "0,1", "--max-staleness", staleness,
-                             "--tis-cap", cap, "--seed", seed, "--iterations", args.iterations, "--eval-every", 0)[-1]
+                flags = ["--max-staleness", staleness, "--tis-cap", cap, "--seed", seed, "--eval-every", 0,
+                         "--iterations", args.iterations]
+                last = train(f"{folder}/grpo_overlap_hf.py", run_dir, "0,1", *flags)[-1]
                 rows.append(dict(staleness=staleness, tis_cap=cap, seed=seed) | {
                     name: value for name, value in last.items() if re.match("val/.*(greedy|@)", name)})
                 print(rows[-1], file=sys.stderr)
     names = [name for name in rows[0] if name.startswith("val/")]
     print(f"| staleness | --tis-cap | seeds | {' | '.join(name[4:] for name in names)} |")
     print("|---" * (3 + len(names)) + "|")
-    for staleness, cap in dict.fromkeys((row["staleness"], row["tis_cap"]) for row in rows):
-        same = [row for row in rows if (row["staleness"], row["tis_cap"]) == (staleness, cap)]
+    kinds = [(row["staleness"], row["tis_cap"]) for row in rows]
+    for staleness, cap in dict.fromkeys(kinds):
+        same = [row for row, kind in zip(rows, kinds, strict=True) if kind == (staleness, cap)]
         values = [[row[name] for row in same] for name in names]
         print(f"| {staleness} | {cap:g} | {len(same)} | " + " | ".join(
             f"{statistics.mean(some):.3f} ± {statistics.pstdev(some):.3f}" for some in values) + " |")

@@ -62,6 +62,7 @@ def load_script(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
+    sys.path.append(str(path.parent))  # for processes that it starts
     spec.loader.exec_module(module)
     return module
 

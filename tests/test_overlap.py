@@ -59,7 +59,8 @@ KEEP = dict(checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, learning_r
 def overlap(folder, **flags):
     """A run of the variant in this process.  -> its folder"""
     script = load_script(variants()["grpo_overlap.py"])
-    script.main(script.Args(**SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=str(folder)) | flags))
+    flags = SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=str(folder)) | flags
+    script.main(script.Args(**flags))
     return folder
 
 
@@ -117,7 +118,8 @@ def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_t
     check_versions(folder)
     tasks = {episode["task_id"] for n in (1, 2, 3) for episode in episodes(folder, f"train_step_{n:06d}")[0]}
     assert len(tasks) == 3 * 4
-    segments = [s for group in grpo_segments(episodes(folder, "train_step_000003")[0], flags) for s in group]
+    played, _ = episodes(folder, "train_step_000003")
+    segments = [s for group in grpo_segments(played, flags) for s in group]
     (before, state), (after, end) = (checkpoint(folder, n) for n in (2, 3))
     trained, model, loss, sums = learnable(before), base_model(), 0.0, {}
     adam = Adam(trained, state["optimizer"], records(folder)[3]["train/learning_rate"], 0.95, 1.0)
@@ -165,16 +167,17 @@ def test_weights_wait_for_the_replies_in_flight_and_none_of_these_is_lost(stand_
 
 
 def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_continues(
-        stand_in, tmp_path, capsys):  # noqa: F811
+        stand_in, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.syspath_prepend(variants()["grpo_overlap.py"].parent)
     server, hits, folder = stand_in(), [], tmp_path / "run"
     server.trouble = lambda path, body: (500, "EngineCore died") if path == "/v1/completions" and (
         hits.append(path) or len(hits) > 2 + 3 * 4) else ()
     words = words_of(grpo_llm, folder, max_staleness=2, **asking(server, iterations=5, learning_rate=5e-4))
-    assert command_line(str(variants()["grpo_overlap.py"]), *words) == 1
+    assert command_line("grpo_overlap.py", *words) == 1
     assert re.search(r"^error: EngineError: --vllm-url \S+ /v1/completions answered 500: EngineCore died",
                      capsys.readouterr().err, re.MULTILINE)
     server.trouble = lambda path, body: ()
-    assert command_line(str(variants()["grpo_overlap.py"]), *words) == 0
+    assert command_line("grpo_overlap.py", *words) == 0
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
     assert [record["iteration"] for record in records(folder)] == [*range(6)]
@@ -203,8 +206,8 @@ def test_a_vllm_server_gets_its_weights_between_replies(vllm, tmp_path):  # noqa
     server = Server(tmp_path / "server.log")
     try:
         server.ready()
-        folder = overlap(tmp_path / "run", max_staleness=1, max_context_tokens=256, iterations=6, temperature=0.8,
-                         prompts_per_iteration=16, **asking(server, **TURNS | KEEP))
+        folder = overlap(tmp_path / "run", **asking(server, **TURNS | KEEP), max_staleness=1, iterations=6,
+                         max_context_tokens=256, temperature=0.8, prompts_per_iteration=16)
         check_versions(folder, 0.8)
         assert max(most for _, most in staleness(folder)) == 1 and validate(folder, strict=True)["ok"]
         played = [episode for n in range(1, 7) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
@@ -221,9 +224,8 @@ def test_a_vllm_server_gets_its_weights_between_replies(vllm, tmp_path):  # noqa
 
 def hf(folder, **flags):
     """A process with the variant of both diffs."""
-    small = SMALL["grpo_llm"] | dict(env_kwargs=("test_tasks=32",), run_dir=folder) | flags
-    return process(variants()["grpo_overlap_hf.py"], *(str(word) for name, value in small.items() for word in (
-        "--" + name.replace("_", "-"), *(value if isinstance(value, tuple) else [value]))))
+    return process(variants()["grpo_overlap_hf.py"], *words_of(
+        grpo_llm, folder, **SMALL["grpo_llm"] | flags))
 
 
 def ended(run):

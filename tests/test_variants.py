@@ -45,7 +45,8 @@ PAGE = (ROOT / "docs" / "variants.md").read_text()
 DIFFS = sorted(path.name for path in (ROOT / "docs" / "variants").glob("*.diff"))
 COMMANDS = {diff: (script, name) for script, diff, name in
             re.findall(r"patch (\w+\.py) docs/variants/(\S+\.diff) -o (\w+\.py)", PAGE)}
-FLAGS = {"distill.diff": dict(teacher=TINY)}  # that a variant cannot run without
+FLAGS = {"distill.diff": dict(teacher=TINY),  # that a variant cannot run without, or not exactly
+         "overlap.diff": dict(max_staleness=0), "overlap_hf.diff": dict(max_staleness=0)}
 TO_RENEW = "make it anew: docs/variants.md, 'One that no longer applies'"
 
 
@@ -54,12 +55,13 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     assert diff in COMMANDS and f"\n## {diff}\n" in PAGE, "docs/variants.md does not say how to make it"
     script, name = COMMANDS[diff]
     path = ROOT / "docs" / "variants" / diff
-    patch = subprocess.run(["patch", script, path, "-o", tmp_path / name], cwd=ROOT, capture_output=True,
+    base = ROOT / script if (ROOT / script).is_file() else variants()[script]
+    patch = subprocess.run(["patch", base, path, "-o", tmp_path / name], cwd=ROOT, capture_output=True,
                            text=True)
     said = patch.stdout + patch.stderr
     assert patch.returncode == 0 and not re.search("offset|fuzz|FAILED", said), f"{said}{TO_RENEW}"
 
-    shutil.copy(ROOT / script, tmp_path)
+    shutil.copy(base, tmp_path)
     subprocess.run(["git", "apply", path], cwd=tmp_path, check=True)
     assert (tmp_path / script).read_text() == (tmp_path / name).read_text()
 
@@ -75,7 +77,7 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
 def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, tmp_path):
     script, name = COMMANDS[diff]
     known = [flag.name for flag in docs_tables.flags(variants()[name])]
-    flags = SMALL[script.removesuffix(".py")] | dict(
+    flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
         eval_every=0, checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
     flags = {flag: value for flag, value in flags.items() if flag in known} | FLAGS.get(diff, {})
     module, whole, folder = load_script(variants()[name]), tmp_path / "whole", tmp_path / "killed"
