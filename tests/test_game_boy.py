@@ -91,7 +91,8 @@ def test_the_rom_shows_every_button(folder):
     rom = str(folder / "game.gb")
     x, y = (make_rom.START_X - 8) // 2, (make_rom.START_Y - 16) // 2
     walk = record_frames(Config(rom=rom, stack_k=6), ["NOOP", "RIGHT", "UP", "LEFT", "DOWN"])
-    assert [sprite(frame) for frame in walk] == [(x, y), (x, y), (x + 8, y), (x + 8, y - 8), (x, y - 8), (x, y)]
+    places = [(x, y), (x, y), (x + 8, y), (x + 8, y - 8), (x, y - 8), (x, y)]
+    assert [sprite(frame) for frame in walk] == places
     light, dark = record_frames(Config(rom=rom, stack_k=2), ["A", "B"])
     assert (light < 3).all() and (dark == 3).sum() == 16
     short = Config(rom=rom, release_after_frames=3)  # 3 frames of 2 pixels
