@@ -783,19 +783,6 @@ def test_deviating_from_a_recording_ends_the_episode():
     assert "not what the recording holds" in read and "{" not in read
 
 
-def test_session_files_of_other_editors(tmp_path):
-    """A byte order mark, Windows' line ends, and what only Python takes for a line's end inside a text."""
-    session = json.loads(Path(SESSION).read_text())
-    steps = [step | {"reasoning": "a\u2028b\x85c"} for step in session["steps"]]
-    lines = [{"reset": session["reset"]}, *steps, {"scorecard": session["scorecard"]}]
-    for name, text in (("a.json", json.dumps(session)), ("b.jsonl", "\r\n".join(
-            json.dumps(line, ensure_ascii=False) for line in lines))):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-        env = make(session=str(tmp_path / name), test_ids="none")
-        steps = run(env, env.task("train", 0), ["ACTION4", "ACTION6 x=7 y=3"])
-        assert [step.reward for step in steps] == [1, 2]
-
-
 @pytest.mark.parametrize("text", [
     "", "[]", "{", "\xff", '{"steps": []}', '{"reset": {"error": "X"}}',
     *(json.dumps({"reset": FRAME} | more) for more in (

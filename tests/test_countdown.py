@@ -258,33 +258,30 @@ def test_mutated_replies_score_right(style, count=3000):
 
 # ---- The solver, against enumeration
 
+def pairs(pool):
+    """(a, b, the others) for each two of a pool, in both orders."""
+    for i, j in itertools.permutations(range(len(pool)), 2):
+        yield pool[i], pool[j], [item for k, item in enumerate(pool) if k not in (i, j)]
+
+
 def shortest_expressions(nums):
     """value -> fewest characters, over all trees, orders and signs of results; brackets are tried."""
     shortest = {}
 
     def go(items):
+        for (_, left), (_, right), rest in pairs(items):
+            for op in "+-*/":
+                texts = [f"{x} {op} {y}" for x in (left, f"({left})") for y in (right, f"({right})")]
+                value = value_of(texts[-1])
+                if value is not None:
+                    text = min((text for text in texts if value_of(text) == value), key=len)
+                    go([*rest, (value, text)])
         if len(items) == 1:
             value, text = items[0]
             shortest[value] = min(shortest.get(value, math.inf), len(text))
-            return
-        for i, j in itertools.permutations(range(len(items)), 2):
-            rest = [item for k, item in enumerate(items) if k not in (i, j)]
-            (a, left), (b, right) = items[i], items[j]
-            for op in "+-*/":
-                value = combine(a, op, b)
-                if value is None:
-                    continue
-                texts = [f"{x} {op} {y}" for x in (left, f"({left})") for y in (right, f"({right})")]
-                go([*rest, (value, min((t for t in texts if value_of(t) == value), key=len))])
 
     go([(Fraction(n), str(n)) for n in nums])
     return shortest
-
-
-def combine(a, op, b):
-    if op == "/":
-        return a / b if b else None
-    return a + b if op == "+" else a - b if op == "-" else a * b
 
 
 def games(nums, operators, limit):
@@ -292,15 +289,12 @@ def games(nums, operators, limit):
     fewest = {}
 
     def go(pool, digits):
-        if len(pool) == 1:
-            fewest[pool[0]] = min(fewest.get(pool[0], math.inf), digits)
-            return
-        for i, j in itertools.permutations(range(len(pool)), 2):
-            rest = [n for k, n in enumerate(pool) if k not in (i, j)]
-            for op in operators:
-                value = combine(Fraction(pool[i]), op, pool[j])
+        for a, b, rest in pairs(pool):
+            for value in (value_of(f"{a} {op} {b}") for op in operators):
                 if value is not None and value.denominator == 1 and 0 <= value <= limit:
                     go([*rest, int(value)], digits + len(str(value)))
+        if len(pool) == 1:
+            fewest[pool[0]] = min(fewest.get(pool[0], math.inf), digits)
 
     go(list(nums), 0)
     return fewest

@@ -269,12 +269,6 @@ def test_colours_become_shades_by_luminance():
     for index, colour in enumerate(colours):
         Boy.screen.ndarray[:2, 2 * index:2 * index + 2, :3] = colour
     assert emulator.shades()[0, :6].tolist() == [0, 1, 2, 3, 3, 0]
-    emulator.colour = 0
-    for dark, cell in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3)):  # of four pixels in a block; 6 / 4 rounds up
-        block = np.full(4, 255, np.uint8)
-        block[:dark] = 0
-        Boy.screen.ndarray[:2, :2] = block.reshape(2, 2, 1)
-        assert emulator.shades()[0, 0] == cell
 
 
 def test_a_cartridges_clock_does_not_know_the_real_time(capfd):
