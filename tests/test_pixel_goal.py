@@ -276,7 +276,7 @@ def test_recorded_goals_step_like_the_slow_world(tmp_path):
     starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
     for row in rows:
         row.starts = starts
-    compare(env, rows, 5, 300)
+    compare(env, rows, 5, 200)
 
 
 # Starts, pictures

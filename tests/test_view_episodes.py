@@ -754,10 +754,12 @@ def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
     def text(count):
         return " ".join(rng.choices(words, k=count))
 
+    made = [with_turns(episode(replies=(text(60), text(60)), tool=text(250)), rng) for _ in range(100)]
+
     def many(run, count):
         for number in range(count):
-            write(run, f"val_step_{number // 100:06d}", with_turns(episode(
-                f"test-{number % 25}", number % 100, rng.random(), (text(60), text(60)), text(250)), rng))
+            write(run, f"val_step_{number // 100:06d}", made[number % 100] | dict(
+                task_id=f"test-{number % 25}", number=number % 100, reward=rng.random()))
         return write_tokenizer(run)
 
     few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
