@@ -463,53 +463,45 @@ def test_none_means_none_by_brute_force(operators):
             assert (find_expression(numbers, target, operators, rng) is None) == (target not in values)
 
 
-def test_trap_dyck_is_the_whole_sequence_and_no_more():
-    env = envs.make("logic", types="0")
-    data = {"type": 0, "pairs": ["()", "[]"], "given": "([", "missing": "])", "answer": "([])"}
+BRACKETS = {"pairs": ["()", "[]"], "answer": "([])"}
+SEND = {"type": 3, "words": ["SEND", "MORE", "MONEY"], "operators": ["+"],
+        "digits": dict.fromkeys("SENDMORY"), "answer": "9567 + 1085 = 10652"}
+STEPS = {"type": 8, "sequence": "()", "trace": []}
+
+
+@pytest.mark.parametrize("data, form, right, wrong", [
+    (BRACKETS | {"type": 0, "given": "([", "missing": "])"}, "ANSWER",
+     ("([])", "( [ ] )", "Answer: `([])`.", "([ is given\n\n**([])**\n", "(] no\n([])"),
+     ("])", "([", "([])()", "([)]", "([]]", "([]))", "([])([])", "(x[])", "([〉])", "([])\nor ([")),
+    (BRACKETS | {"type": 4, "given": "])", "missing": "(["}, "ANSWER",
+     ("([])",), ("([", "])", "()([])", "[(])", "([])()", "(([]))")),
+    (SEND, r"$\boxed{ANSWER}$", ("9567 + 1085 = 10652", "9567+1085=10652"),
+     ("9567 + 1085 = 10653", "9567 - 1085 = 10652", "1085 + 9567 = 10652", "SEND + MORE = MONEY",
+      "0000 + 0000 = 00000", "9567 + 1085 == 10652", "10652 = 9567 + 1085", "9567 + 1085",
+      "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652", "3712 + 0467 = 04179")),
+    (SEND | {"style": "words"}, "S 9 E 5 N 6 D 7 M 1 O 0 ANSWER", ("R 8 Y 2",),
+     ("R 8 Y 3", "R 8", "", "R 8 Y 2 Y 2", "R 8 Y 22")),
+    ({"type": 6, "statements": [], "answer": "A, C"}, r"\boxed{ANSWER}",
+     ("A, C", "C,A", "A C", "AC", "A, C, A", r"\text{A, C}", "{A}, {C}", r"\{A, C\}", r"A,\ C",
+      r"\left\{\text{A},\; \text{C}\right\}"),
+     ("", "A", "A, B, C", "A, C, H", "a, c", "ABLE", "all", "none")),
+    (STEPS | {"answer": "3, 7"}, r"\boxed{ANSWER}",
+     ("3, 7", "7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"\text{3, 7}", r"3,\ 7", r"\left\{3, 7\right\}"),
+     ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7")),
+    (STEPS | {"answer": "none"}, r"\boxed{ANSWER}", ("none", "None", r"\text{none}", r"\mathrm{none}"),
+     ("", r"\{\}", "3")),
+])
+def test_trap_answers(data, form, right, wrong):
+    env = envs.make("logic", types=str(data["type"]), style=data.get("style", "chat"))
     task = envs.Task("t", "s", [], data)
-    for good in ("([])", "( [ ] )", "Answer: `([])`.", "([ is given\n\n**([])**\n", "(] no\n([])"):
-        assert score(env, task, good) == 1, good
-    for wrong in ("])", "([", "([])()", "([)]", "([]]", "([]))", "([])([])", "(x[])", "([〉])", "([])\nor ([",
-                  "( [ ] \n )"):
-        assert score(env, task, wrong) == 0, wrong
+    for expected, answers in ((1, right), (0, wrong)):
+        for answer in answers:
+            assert score(env, task, form.replace("ANSWER", answer)) == expected, answer
 
 
-def test_trap_dyck2_adds_only_what_is_needed():
-    env = envs.make("logic", types="4")
-    task = envs.Task("t", "s", [], {"type": 4, "pairs": ["()", "[]"], "given": "])", "missing": "([",
-                                    "answer": "([])"})
-    assert score(env, task, "([])") == 1
-    for wrong in ("([", "])", "()([])", "[(])", "([])()", "(([]))"):
-        assert score(env, task, wrong) == 0
-
-
-def test_trap_cryptarithm_needs_a_true_injective_reading():
-    env = envs.make("logic", types="3")
-    task = envs.Task("t", "s", [], {"type": 3, "words": ["SEND", "MORE", "MONEY"], "operators": ["+"],
-                                    "digits": dict.fromkeys("SENDMORY"), "answer": "9567 + 1085 = 10652"})
-    assert cryptarithm_solutions(["SEND", "MORE", "MONEY"], ["+"], 9) == [
+def test_a_cryptarithm_has_the_solutions_that_it_has():
+    assert cryptarithm_solutions(SEND["words"], ["+"], 9) == [
         dict(zip("DEYNRSOM", (7, 5, 2, 6, 8, 9, 0, 1), strict=True))]
-    for good in (r"\boxed{9567 + 1085 = 10652}", r"$\boxed{9567+1085=10652}$"):
-        assert score(env, task, good) == 1
-    for wrong in ("9567 + 1085 = 10653", "9567 - 1085 = 10652", "1085 + 9567 = 10652", "SEND + MORE = MONEY",
-                  "0000 + 0000 = 00000", "9567 + 1085 == 10652", "10652 = 9567 + 1085", "9567 + 1085",
-                  "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652", "3712 + 0467 = 04179"):
-        assert score(env, task, f"\\boxed{{{wrong}}}") == 0, wrong
-    words = envs.make("logic", types="3", style="words")
-    assert score(words, task, "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 2") == 1
-    for wrong in ("S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 3", "S 9 E 5 N 6 D 7 M 1 O 0 R 8", "", "S 9 9",
-                  "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 2 Y 2", "S 9 E 5 N 6 D 7 M 1 O 0 R 8 Y 22"):
-        assert score(words, task, wrong) == 0
-
-
-def test_trap_boolean_sets():
-    env = envs.make("logic", types="6")
-    task = envs.Task("t", "s", [], {"type": 6, "statements": [], "answer": "A, C"})
-    for good in ("A, C", "C,A", "A C", "AC", "A, C, A", r"\text{A, C}", "{A}, {C}", r"\{A, C\}", r"A,\ C",
-                 r"\left\{\text{A},\; \text{C}\right\}"):
-        assert score(env, task, f"\\boxed{{{good}}}") == 1
-    for wrong in ("", "A", "A, B, C", "A, C, H", "a, c", "ABLE", "all", "none"):
-        assert score(env, task, f"\\boxed{{{wrong}}}") == 0
 
 
 def test_trap_sudoku_grids():
@@ -531,17 +523,3 @@ def test_trap_sudoku_grids():
     for wrong in (puzzle, bad, moved, f"{full}\n{moved}", full[:80], full + "1", "\n".join(rows[:8]),
                   "\n".join([*rows[:4], "and", *rows[4:]]), full.replace("1", "١")):
         assert score(env, task, wrong) == 0
-
-
-def test_trap_reasoning_errors_none_is_the_empty_set():
-    env = envs.make("logic", types="8")
-    some, none = (envs.Task("t", "s", [], {"type": 8, "sequence": "()", "trace": [], "answer": answer})
-                  for answer in ("3, 7", "none"))
-    for good in ("3, 7", "7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"\text{3, 7}", r"3,\ 7",
-                 r"\left\{3, 7\right\}"):
-        assert score(env, some, f"\\boxed{{{good}}}") == 1
-    for good in ("none", "None", r"\text{none}", r"\mathrm{none}"):
-        assert score(env, none, f"\\boxed{{{good}}}") == 1
-    for wrong in ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7"):
-        assert score(env, some, f"\\boxed{{{wrong}}}") == 0
-        assert wrong == "none" or score(env, none, f"\\boxed{{{wrong}}}") == 0
