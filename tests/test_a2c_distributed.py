@@ -4,6 +4,7 @@ The runs are real ones, of a few seconds each, with gloo on the CPU.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -165,16 +166,12 @@ def run_to_end(processes, folder, *flags):
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
     """(case, processes) -> the folder of a finished run; 0: without torchrun."""
-    folders = {}
-
+    @functools.cache
     def run(case, processes):
-        if (case, processes) in folders:
-            return folders[case, processes]
         folder = tmp_path_factory.mktemp("runs") / f"{case}-{processes}"
         code, said = run_to_end(processes, folder, *FLAGS, *CASES[case])
         assert code == 0, said
         assert said.count("environments x") == said.count("20/20") == 1  # one process speaks
-        folders[case, processes] = folder
         return folder
     return run
 
