@@ -2,11 +2,9 @@
 
 import ast
 import contextlib
+import hashlib
 import json
 import random
-import shutil
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -19,6 +17,7 @@ import envs
 from envs import BadInput
 from envs.code import repl, sandbox, testing, trees
 from tests import forgeries
+from tests.test_sandbox import gone, processes
 from tools import executor_server, make_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,22 +141,6 @@ def named(attempts):
     return [pytest.param(code, id=name) for name, code in attempts.items()]
 
 
-def processes(marker):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
-
-
-def gone(marker, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while (left := processes(marker)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not left
-
-
 # ---- Tasks
 
 
@@ -197,35 +180,23 @@ def test_prompts_hold_no_answers(prompt):
         assert "PASSED" not in text and "expected_output" not in text and "@@" not in text
 
 
-def test_solutions_hold_the_patches_to_the_letter():
-    env = make()
-    for name in BUNDLED:
-        task = find(env, name)
-        call = ast.parse(repl.find_block(env.solution(task))).body[0].value
-        assert call.args[0].value == f"\n{env.scenario(task).patch}" and call.func.id == "apply_patch"
-
-
 def test_number_of_turns_and_sub_agents_are_told():
     assert "7 replies" in make(max_turns=7).task("train", 0).messages[0]["content"]
     assert "llm_query" in make().task("train", 0).messages[0]["content"]
     assert "llm_query" not in make(max_sub_agent_depth=0).task("train", 0).messages[0]["content"]
 
 
-def test_tasks_are_the_same_in_every_process():
-    code = ("import hashlib, json, envs\n"
-            "digest = hashlib.sha256()\n"
-            "for options in ({}, dict(scenarios='tiny', prompt='short')):\n"
-            "    env = envs.make('repl', **options)\n"
-            "    for split in reversed(env.splits):\n"
-            "        for index in reversed(range(min(env.num_tasks(split), 100))):\n"
-            "            task = env.task(split, index)\n"
-            "            scenario = env.scenario(task)\n"
-            "            digest.update(json.dumps(vars(task)).encode())\n"
-            "            digest.update(repr((sorted(scenario.files.items()), env.solution(task))).encode())\n"
-            "print(digest.hexdigest())")
-    found = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, check=True,
-                            capture_output=True, text=True).stdout for seed in ("1", "2")]
-    assert found[0] == found[1] and len(found[0]) == 65
+@pytest.mark.parametrize("options, pinned", [
+    ({}, "94c3ccdf1707ccf4"), (TINY, "bdc94d1a5d92929e")], ids=["bundled", "tiny"])
+def test_tasks_are_the_same_in_every_process(options, pinned):
+    """A published run names its tasks by index: a change here changes what old results were measured on."""
+    env, digest = make(**options), hashlib.sha256()
+    for split in reversed(env.splits):
+        for index in reversed(range(min(env.num_tasks(split), 50))):
+            task = env.task(split, index)
+            files = sorted(env.scenario(task).files.items())
+            digest.update(repr((sorted(vars(task).items()), files, env.solution(task))).encode())
+    assert digest.hexdigest()[:16] == pinned  # Python hashes texts differently in each process
 
 
 @pytest.mark.parametrize("passing, expected, worth", [
@@ -258,80 +229,58 @@ def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, expected, worth
 
 
 def test_tiny_train_and_test_share_nothing():
-    env = make(train_tasks=1000, **TINY)
-    seen = {}
+    env, seen = make(train_tasks=400, **TINY), {}
     for split in env.splits:
         tasks = [env.task(split, index) for index in range(env.num_tasks(split))]
         seen[split] = {(task.messages[0]["content"], env.scenario(task).files["m.py"]) for task in tasks}
         assert all(task.source == "repl/tiny" and task.id.startswith(f"repl-tiny-{split}-") for task in tasks)
-    assert len(seen["train"]) > 500 and len(seen["test"]) > 200 and not seen["train"] & seen["test"]
+    assert len(seen["train"]) > 200 and len(seen["test"]) > 200 and not seen["train"] & seen["test"]
 
 
-def check_tiny(env, index):
-    """Solution and demonstration of a task get 1, and the demonstration's answers are the sandbox's."""
-    task = env.task("train", index)
+@pytest.mark.slow
+def test_tiny_tasks_are_solved_by_demonstration_and_solution():
+    """And a demonstration's answers are the sandbox's."""
+    env = make(**TINY)
     words = set(env.vocabulary)
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step(env.solution(task))
-    assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
-    demonstration = env.demonstration(task)
-    assert demonstration[:len(task.messages)] == task.messages
-    assert all(set(message["content"].split()) <= words for message in demonstration)
-    replies = iter([message["content"] for message in demonstration if message["role"] == "assistant"])
-    assert envs.play(env.start(task, 1), task, lambda: next(replies)) == demonstration
-    assert next(replies, None) is None
-
-
-@pytest.mark.slow
-def test_200_tiny_tasks_are_solved_by_demonstration_and_solution():
-    env = make(**TINY)
-    for index in range(200):
-        check_tiny(env, index)
-
-
-def check_expressions(env, task):
-    """Every expression but one fails; the task's report allows no other either."""
-    scenario, parts = env.scenario(task), task.data["tiny"]
-    for number, expression in enumerate(repl.EXPRESSIONS):
-        source = f"def f ( a , b ) : return ( {expression} )\n".encode()
-        score = env.score(scenario, scenario.files | {"m.py": source})
-        assert score["correct"] == (number == parts[3]) and score["modified"] == (number != parts[2])
-        assert score["partial"] < 1 or number == parts[3]
-
-
-@pytest.mark.slow
-def test_wrong_expressions_of_40_tasks_fail():
-    env = make(**TINY)
-    for index in range(40):
-        check_expressions(env, env.task("train", index))
-
-
-@pytest.mark.slow
-def test_replies_of_a_random_player_of_tiny_tasks():
-    env, rng = make(max_turns=2, **TINY), random.Random(1)
-    task = env.task("train", 5)
-    wrong, right = (repl.EXPRESSIONS[number] for number in task.data["tiny"][2:])
-    others = [expression for expression in repl.EXPRESSIONS if expression not in (wrong, right)]
-    for expression in rng.sample(others, 2):
+    for index in range(60):
+        task = env.task("train", index)
         with contextlib.closing(env.start(task, 1)) as episode:
-            step = episode.step(f"apply_patch ( 'm.py' , ' {wrong} ' , ' {expression} ' ) and finish ( )")
-        assert step.terminated and step.info["correct"] == step.reward == 0 and step.info["modified"] == 1
-    with contextlib.closing(env.start(task, 1)) as episode:
-        assert episode.step("read ( 'nothing' )").messages[0]["content"] == "error"
-        step = episode.step("def def")
-    assert step.truncated and step.reward == 0 and step.info["repl_turns"] == 2
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step("finish ( )")
-    assert step.terminated and step.info["modified"] == step.info["partial"] == 0
+            step = episode.step(env.solution(task))
+        assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
+
+        demonstration = env.demonstration(task)
+        assert demonstration[:len(task.messages)] == task.messages
+        assert all(set(message["content"].split()) <= words for message in demonstration)
+        replies = iter([message["content"] for message in demonstration if message["role"] == "assistant"])
+        assert envs.play(env.start(task, 1), task, lambda replies=replies: next(replies)) == demonstration
+        assert next(replies, None) is None
 
 
 @pytest.mark.slow
-def test_tiny_run_tests():
+def test_every_expression_but_one_fails_a_tiny_task():
+    """So the report allows no other either."""
     env = make(**TINY)
-    task = env.task("train", 0)
+    for index in range(20):
+        task = env.task("train", index)
+        scenario, parts = env.scenario(task), task.data["tiny"]
+        for number, expression in enumerate(repl.EXPRESSIONS):
+            source = f"def f ( a , b ) : return ( {expression} )\n".encode()
+            score = env.score(scenario, scenario.files | {"m.py": source})
+            assert score["correct"] == (number == parts[3]) and score["modified"] == (number != parts[2])
+            assert score["partial"] < 1 or number == parts[3]
+
+
+@pytest.mark.slow
+def test_what_tiny_replies_are_answered():
+    env = make(max_turns=3, **TINY)
+    task = env.task("train", 5)
     fix = env.solution(task).replace("finish ( )", "run_tests ( )")
     with contextlib.closing(env.start(task, 1)) as episode:
-        assert episode.step("run_tests ( )").messages[0]["content"] == "error"
+        for reply in ("read ( 'nothing' )", "run_tests ( )"):
+            assert episode.step(reply).messages[0]["content"] == "error"
+        step = episode.step("def def")
+    assert step.truncated and step.reward == 0 and step.info["repl_turns"] == 3
+    with contextlib.closing(env.start(task, 1)) as episode:
         assert episode.step(fix).messages[0]["content"] == "passed"
 
 
@@ -422,45 +371,17 @@ def test_long_output_keeps_head_and_tail(shop):
 
 
 @pytest.mark.slow
-def test_turns_end_with_a_score(shop):
-    env, task = shop(max_turns=2)
-    step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST)
-    assert step.truncated and not step.terminated and step.reward == step.info["correct"] == 1
-    assert step.info["repl_turns"] == 2
-    step = outcome(env, task, "1", "2")
-    assert step.truncated and step.reward == 0
-
-
-@pytest.mark.slow
-def test_a_conversation_cut_off_ends_with_a_score(shop):
-    env, task = shop()
-    with Play(env, task) as play:
-        play(FIX_TOTAL + ";" + FIX_CHEAPEST)
-        step = play.episode.end("length")
-    assert step.truncated and step.reward == 1 and step.messages == []
-
-
-@pytest.mark.slow
 def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
     env, task = shop(turn_timeout=1.0)
     with Play(env, task) as play:
         play("x = 1")
         start = time.monotonic()
-        text = play(f"{FIX_TOTAL}\nprint('begun')\nwhile True: pass")
+        text = play(f"{FIX_TOTAL}\nprint('begun')\nwhile True:\n"
+                    "    try:\n        while True: pass\n    except BaseException: pass")
         assert text == "begun\n(stopped after 1 s; a new interpreter was started, files are as they are)"
         assert 1 <= time.monotonic() - start < 11
         assert "NameError" in play("x") and "sum(prices)" in play("read('shop/price.py')")
-        assert play("1") == "1"
-
-
-@pytest.mark.slow
-def test_time_outs_in_blocks(shop):
-    env, task = shop(turn_timeout=2.0)
-    with Play(env, task) as play:
-        assert play("while True:\n    try:\n        while True: pass\n    except BaseException: pass"
-                    ).startswith("(stopped")
-        assert "(stopped after 1.6 s)" in play("bash('echo so far; sleep 30')")
-        assert play("1") == "1"
+        assert "(stopped after 0.8 s)" in play("bash('echo so far; sleep 30')") and play("1") == "1"
 
 
 # ---- Tools
@@ -542,15 +463,6 @@ def test_a_module_may_have_a_name_of_the_standard_library(play):
     assert play("bash('echo fine')") == "fine"
 
 
-@pytest.mark.slow
-def test_finish(shop):
-    env, task = shop()
-    step = outcome(env, task, f"{FIX_TOTAL}\n{FIX_CHEAPEST}\nfinish()\nraise ValueError")
-    assert step.terminated and not step.truncated and step.messages == [] and step.reward == 1
-    step = outcome(env, task, "try:\n    finish('done')\nexcept Exception:\n    print('caught')")
-    assert step.terminated and step.reward == 0
-
-
 # ---- Scores
 
 
@@ -567,14 +479,12 @@ def test_solution_untouched_partial(shop):
     for codes, partial, modified in [
             (["finish()"], 0, 0),
             (["open('shop/price.py', 'a').write('# a comment\\n'); finish()"], 0.5, 1),
-            ([FIX_TOTAL, "finish()"], 0.75, 1),
+            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.75, 1),
+            (["try:\n    finish('done')\nexcept Exception:\n    print('caught')"], 0, 0),
             ([FIX_TOTAL, UNDO, "finish()"], 0, 0)]:
         step = outcome(env, task, *codes)
         assert (step.info["correct"], step.info["partial"], step.info["modified"]) == (0, partial, modified)
-        assert step.terminated and step.reward == 0
-    env, task = shop(reward_mode="partial")
-    assert outcome(env, task, FIX_TOTAL, "finish()").reward == 0.75
-    assert outcome(env, task, "finish()").reward == 0
+        assert step.terminated and step.messages == [] and step.reward == 0
 
 
 # What does not make a difference: nothing outside of the tests is changed.
@@ -591,19 +501,10 @@ UNCHANGED = {
 BREAK = "open('shop/price.py', 'a').write('''\n%s\n''')"
 # What is a change, and no fix.
 CHEATS = {
-    "prints outcomes": BREAK % "for name in ('total', 'cheapest'):\n"
-                               "    print(f'PASSED tests/test_price.py::test_{name}')",
     "ends with 0": BREAK % "import os; os._exit(0)",
-    "sys.exit": BREAK % "import sys; sys.exit(0)",
-    "kills": BREAK % "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
-    "patches pytest": BREAK % "import sys\ntry:\n    import pytest, _pytest.python\n"
-                              "    _pytest.python.Function.runtest = lambda self: None\n"
-                              "except ImportError:\n    pass",
     "hooks the tests": BREAK % "import sys\nfor module in list(sys.modules.values()):\n"
                                "    for name in list(vars(module)):\n"
                                "        if name.startswith('test_'): setattr(module, name, lambda: None)",
-    "changes assert": BREAK % "import builtins\nclass Never(BaseException): pass\n"
-                              "builtins.AssertionError = Never",
     "deletes the module": "import shutil; shutil.rmtree('shop')",
     "symlinks the module": "import shutil; shutil.move('shop/price.py', '/tmp/p'); import os\n"
                            "os.symlink('/tmp/p', 'shop/price.py')",
@@ -663,12 +564,8 @@ ATTACKS = {
     "questions past the limit": "import __main__; __main__.OPTIONS['queries'] = 10**9\n"
                                 "llm_query_batched(['x'] * 1000)",
     "no questions": "import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})",
-    "forks": "import os\nfor _ in range(5): os.fork()",
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: break",
-    "memory": "x = b'x' * 10**10",
-    "memory bit by bit": "x = []\nwhile True: x.append(bytearray(10**7))",
     "a hundred megabytes": "for n in range(10): open(f'f{n}', 'wb').write(bytes(10**7))",
-    "one large file": "open('f', 'wb').write(bytes(10**8))",
     "the disk": "f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))",
     "many files": "for n in range(3000): open(f'f{n}', 'w').close()",
     "strange names": "open('a\\nb', 'w').close(); open('\\udcff', 'w').close(); open(' ', 'w').close()\n"
@@ -688,7 +585,6 @@ ATTACKS = {
     "not in time at all": "import ctypes; ctypes.CDLL(None).pause()",
     "stops the parent": "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
     "a huge answer": "finish('x' * 10**8)",
-    "a deep answer": "finish([[[]]])",
 }
 
 
@@ -862,13 +758,6 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
     assert found and made[0].process.poll() is not None
 
 
-def test_episodes_that_never_ran_code_can_be_closed(shop):
-    env, task = shop()
-    env.start(task, 1).close()
-    step = env.start(task, 1).end("length")
-    assert step.truncated and step.reward == 0
-
-
 # ---- Sub-agents
 
 
@@ -1016,16 +905,6 @@ def test_bad_options_are_named(options, says):
 
 
 def test_of_several_instances_one_is_held_out_and_of_one_none():
-    every = make()
-    names = [every.task("train", index).data["instance_id"] for index in range(2)]
-    with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
-        few = make(instance_ids=",".join(names))
-    assert {few.task(split, 0).data["instance_id"] for split in few.splits} == set(names)
-    with pytest.raises(BadInput, match="one instance.*expected at least two"):
-        make(instance_ids=names[0]).num_tasks("test")
-
-
-def test_bad_tasks_are_named():
     env = make(instance_ids="ledger-cents, podium-ties")
     assert [env.num_tasks(split) for split in env.splits] == [0, 2]
     with pytest.raises(BadInput, match="task test 2: expected 0 to 1"):
@@ -1033,36 +912,34 @@ def test_bad_tasks_are_named():
     with pytest.raises(BadInput, match="split: expected one of train, test, got 'val'"):
         env.num_tasks("val")
 
-
-@pytest.mark.parametrize("change, says", [
-    (dict(problem_statement=""), "shop-1: problem_statement: expected a text, got ''"),
-    (dict(problem_statement=7), "problem_statement"),
-    (dict(expected_output_json="{"), "expected_output_json: expected a JSON object of test -> PASSED |"),
-    (dict(expected_output_json={}), "expected_output_json"),
-    (dict(expected_output_json={"a": "passed"}), "expected_output_json"),
-    (dict(expected_output_json=None), "expected_output_json"),
-    (dict(test_command=["pytest"]), "test_command: expected str"),
-    (dict(tests="tests"), "tests: expected list, got 'tests'"),
-    (dict(patch=1), "patch: expected str"),
-    (dict(plain="yes"), "plain: expected bool"),
-])
-def test_bad_rows_are_named(tmp_path, change, says):
-    folder = write_cache(tmp_path, {"shop-1": ROW | change})
-    with pytest.raises(BadInput) as info:
-        make(cache_dir=folder)
-    assert str(tmp_path / "index.json") in str(info.value) and says in str(info.value)
+    names = [make().task("train", index).data["instance_id"] for index in range(2)]
+    with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
+        few = make(instance_ids=",".join(names))
+    assert {few.task(split, 0).data["instance_id"] for split in few.splits} == set(names)
+    with pytest.raises(BadInput, match="one instance.*expected at least two"):
+        make(instance_ids=names[0]).num_tasks("test")
 
 
 @pytest.mark.parametrize("index, says", [
     ("", "expected a JSON object of instance_id -> row"), ("[]", "got list"), ("{}", "no instance"),
-    ('{"shop-1": 1}', "shop-1: expected a JSON object, got int"),
-    (json.dumps({"other": ROW}), "other: expected its repository in"),
-    (json.dumps({"": ROW}), "expected its repository in"), (json.dumps({"../shop-1": ROW}), "its repository"),
     ("\ud800", "expected a JSON object"), ("[" * 100_000, "expected a JSON object"),
+    ({"shop-1": 1}, "shop-1: expected a JSON object, got int"),
+    ({"other": ROW}, "other: expected its repository in"), ({"": ROW}, "expected its repository in"),
+    ({"../shop-1": ROW}, "its repository"),
+    *[({"shop-1": ROW | change}, says) for change, says in [
+        (dict(problem_statement=""), "shop-1: problem_statement: expected a text, got ''"),
+        (dict(problem_statement=7), "problem_statement"),
+        (dict(expected_output_json="{"), "expected_output_json: expected a JSON object of test -> PASSED |"),
+        (dict(expected_output_json={}), "expected_output_json"),
+        (dict(expected_output_json={"a": "passed"}), "expected_output_json"),
+        (dict(test_command=["pytest"]), "test_command: expected str"),
+        (dict(tests="tests"), "tests: expected list, got 'tests'"), (dict(patch=1), "patch: expected str"),
+        (dict(plain="yes"), "plain: expected bool")]],
 ])
-def test_a_bad_index_is_named(tmp_path, index, says):
+def test_a_bad_index_and_bad_rows_are_named(tmp_path, index, says):
     folder = write_cache(tmp_path, {"shop-1": ROW})
-    (tmp_path / "index.json").write_bytes(index.encode(errors="surrogatepass"))
+    text = index if isinstance(index, str) else json.dumps(index)
+    (tmp_path / "index.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(BadInput) as info:
         make(cache_dir=folder)
     assert str(tmp_path / "index.json") in str(info.value) and says in str(info.value)
@@ -1313,31 +1190,6 @@ HALF = {
     "discount-coupon": ("checkout/rules.py", 'if customer.member or customer.has("SAVE10") and',
                         'if (customer.member or customer.has("SAVE10")) and'),
 }
-PYTEST_CHEATS = {
-    "edits the tests": "open('tests/test_wrap.py', 'w').write('def test_a_line_may_be_full(): pass\\n')",
-    "conftest": "open('conftest.py', 'w').write('''import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
-                "def pytest_runtest_makereport(item, call):\n    out = yield\n"
-                "    out.get_result().outcome = \"passed\"\n''')",
-    "conftest beside the tests": "open('tests/conftest.py', 'w').write('import os; os._exit(0)')",
-    "pytest.ini": "open('pytest.ini', 'w').write('[pytest]\\naddopts = -k nothing\\n')",
-    "a plugin": "open('setup.cfg', 'w').write('[tool:pytest]\\naddopts = -p paragraph\\n')",
-    "sitecustomize": "open('sitecustomize.py', 'w').write('import os; os._exit(0)')",
-    "a module named pytest": "open('pytest.py', 'w').write('def main(*a, **k): return 0\\n')",
-    "prints outcomes": "source += '\\nprint(\"PASSED tests/test_wrap.py::test_a_line_may_be_full\")\\n'",
-    "ends with 0": "source += '\\nimport os; os._exit(0)\\n'",
-    "replaces the test": "source += '''\nimport _pytest.python\n"
-                         "_pytest.python.Function.runtest = lambda self: None\n'''",
-    "replaces the call": "source += '''\nimport _pytest.runner\n"
-                         "_pytest.runner.pytest_runtest_call = lambda item: 0\n'''",
-    "replaces the report": "source += '''\nfrom _pytest.reports import TestReport\n"
-                           "TestReport.failed, TestReport.passed = False, True\n'''",
-    "skips": "source += '\\nimport pytest; pytest.skip(allow_module_level=True)\\n'",
-    "expected to fail": "source += '''\ndef wrap(*a, **k):\n    import pytest; pytest.xfail()\n'''",
-    "asks who calls": "source += '''\nimport sys\ndef wrap(text, width, indent=\"\"):\n"
-                      "    raise SystemExit(0)\n'''",
-}
-
-
 def check_bundled(name, **options):
     env = make(**options)
     task = find(env, name)
@@ -1370,20 +1222,3 @@ def test_the_tests_as_a_model_runs_them():
         assert "2 failed, 9 passed" in text and "(exit code 1)" in text
         assert "1 failed" in play("run_tests('tests/test_wrap.py::test_a_line_may_be_full')")
         assert "1 passed" in play("run_tests('tests/test_wrap.py::test_empty')")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", PYTEST_CHEATS.values(), ids=PYTEST_CHEATS)
-def test_cheats_with_pytest_gain_nothing(code):
-    env = make()
-    block = ("path = 'paragraph/wrap.py'\nsource = read(path) + '\\n# changed\\n'\n"
-             f"{code}\nopen(path, 'w').write(source)\nfinish()")
-    step = outcome(env, find(env, "textwrap-exact"), block)
-    assert step.terminated and step.reward == step.info["correct"] == 0
-
-
-def test_sources_with_bugs_are_neither_linted_nor_collected():
-    assert not list(SCENARIOS.rglob("__pycache__")) and not list(SCENARIOS.rglob("conftest.py"))
-    if shutil.which("ruff"):
-        done = subprocess.run(["ruff", "check", "--show-files"], capture_output=True, text=True, cwd=ROOT)
-        assert "repl_scenarios" not in done.stdout

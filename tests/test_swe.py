@@ -77,8 +77,7 @@ def module_of(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow)
-                                           for name in ROWS if name != FIRST)])
+@pytest.mark.parametrize("name", ROWS)
 def test_the_reference_is_correct_and_scores_the_same_again(env, name):
     reply = env.solution(env.task_of(name))
     steps = [score(env, name, reply) for _ in range(2)]
@@ -101,13 +100,6 @@ def test_half_of_the_reference_scores_in_part(env, name):
     assert all(info["applied"] == 1 and info["correct"] < 1 for info in infos) or len(infos) == 1
     if name in (FIRST, "minibox__slugger-7", "minibox__textgrid-31", "minibox__quarters-18"):
         assert any(0 < info["partial"] < 1 and info["pass_to_pass"] == 1 for info in infos)
-
-
-@pytest.mark.slow
-def test_the_partial_reward(env):
-    half = fenced(next(halves(FIRST)))
-    assert score(env, FIRST, half).reward == 0
-    assert score(envs.make("swe", reward="partial"), FIRST, half).reward == 0.5
 
 
 @pytest.mark.parametrize("fixed, kept, worth", [
@@ -133,18 +125,13 @@ def test_a_reply_without_a_diff(unjudged, reply):
 
 
 @pytest.mark.slow
-def test_a_diff_that_does_nothing(env):
-    path = "backoff/retry.py"
-    info = score(env, FIRST, fenced(in_front(FIRST, path, ["# nothing"]))).info
-    assert info == dict(GOOD, correct=0, fail_to_pass=0, partial=0)
-
-
-@pytest.mark.slow
-def test_a_diff_that_does_not_apply(env):
+def test_a_diff_that_does_not_apply_or_does_nothing(env):
     wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
     assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
     assert score(env, FIRST, fenced(addition("backoff/retry.py/x.py", ["1"]))).info["applied"] == 0
     assert score(env, FIRST, fenced(addition("backoff", ["1"]))).info["applied"] == 0
+    nothing = fenced(in_front(FIRST, "backoff/retry.py", ["# nothing"]))
+    assert score(env, FIRST, nothing).info == dict(GOOD, correct=0, fail_to_pass=0, partial=0)
 
 
 @pytest.mark.slow
@@ -169,15 +156,6 @@ def test_files_are_made_moved_and_deleted(env):
     assert score(env, name, fenced(patch)).info["fail_to_pass"] == 0  # nobody imports it
     patch += addition("textgrid/layout.py", ["from textgrid.measure import pad, widths  # noqa: F401"])
     assert score(env, name, fenced(patch)).info["format"] == 1
-
-
-@pytest.mark.slow
-def test_many_at_once(env):
-    replies = [(name, reply) for name in PLAIN for reply in (
-        env.solution(env.task_of(name)), fenced(in_front(name, module_of(name), ["1"])))]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        infos = list(pool.map(lambda pair: score(env, *pair).info["correct"], replies * 4))
-    assert infos == [1, 0] * len(PLAIN) * 4
 
 
 # ---- What is refused unrun
@@ -289,26 +267,20 @@ PYTEST_FORGERIES = {
     "unittest is nothing": ["import unittest", "unittest.TestCase.assertEqual = lambda *a: None"],
     "failures are skipped": ["import pytest, builtins", "builtins.AssertionError = pytest.skip.Exception"],
     "expected failures": ["import pytest", "pytest.xfail('so')"],
+    "skips": ["import pytest", "pytest.skip(allow_module_level=True)"],
+    "no test is called": ["import _pytest.runner", "_pytest.runner.pytest_runtest_call = lambda item: 0"],
     "a plugin": ["import sys, types", "plugin = types.ModuleType('p')",
                  "plugin.pytest_runtest_makereport = lambda item, call: None", "sys.modules['p'] = plugin"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    "ends the process", "prints results", "kills the reporter",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in list(FORGERIES)[3:])])
-def test_forged_results_do_not_count(env, name):
-    info = score(env, FIRST, fenced(in_front(FIRST, "backoff/__init__.py", FORGERIES[name]))).info
-    assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*FORGERIES, *PYTEST_FORGERIES])
-def test_forged_results_do_not_count_with_pytest(env, name):
-    instance = "minibox__routes-3"
-    lines = (FORGERIES | PYTEST_FORGERIES)[name]
-    info = score(env, instance, fenced(in_front(instance, "routes/__init__.py", lines))).info
+@pytest.mark.parametrize("name, lines", [
+    *[pytest.param(FIRST, lines, id=f"{name}-plain") for name, lines in FORGERIES.items()],
+    *[pytest.param("minibox__routes-3", lines, id=f"{name}-pytest")
+      for name, lines in (FORGERIES | PYTEST_FORGERIES).items()]])
+def test_forged_results_do_not_count(env, name, lines):
+    info = score(env, name, fenced(in_front(name, module_of(name), lines))).info
     assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
 
 
@@ -457,14 +429,15 @@ def test_canaries_cannot_be_spared_by_their_place(tests, attack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plain", [True, False])
 def test_configuration_in_the_tree_does_not_count(env, plain):
     """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
     code = b"def f():\n    return 1\n"
     tests = {"tests/test_f.py": b"import f\ndef test_f():\n    assert f.f() == 2\n"}
     hook = b"import os\nos._exit(0)\n"
     files = {"f.py": code, "conftest.py": hook, "tests/conftest.py": hook, "sitecustomize.py": hook,
-             "pytest.ini": b"[pytest]\naddopts = --collect-only\n",
+             "pytest.ini": b"[pytest]\naddopts = --collect-only\n", "pytest.py": hook,
+             "setup.cfg": b"[tool:pytest]\naddopts = -p f\n",
              "tests/test_f.py": b"def test_f(): pass\n"}
     assert testing.run_tests(files, tests, plain=plain) == {
         "tests/test_f.py::test_f": "FAILED"}
@@ -623,7 +596,7 @@ def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, number):
     assert failing == ({"test_a"} if number else set()) and (found == source) == (number == 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_tests_that_pass_fail_where_they_expect_something_else(seed):
     def passing(source):
         module = {}
@@ -644,7 +617,7 @@ def test_tests_that_must_fail_stand_anywhere_among_the_others():
     """And these stay in their order."""
     source = "import os\ndef test_a(): pass\nclass TestB: pass\ndef test_c(): pass\nos.getpid()\n"
     seen = set()
-    for seed in range(100):
+    for seed in range(40):
         hidden, failing = doubles.disguised(source, random.Random(seed))
         names = [node.name for node in ast.parse(hidden).body if hasattr(node, "name")]
         own = [name for name in names if name in ("test_a", "TestB", "test_c")]
@@ -843,8 +816,21 @@ def test_which_rows_are_taken(tmp_path):
         ids(dataset=file, task_ids="a__b-120,a__b-1")
     with pytest.raises(BadInput, match="no instances in .* at 130-140"):
         ids(dataset=file, task_id_range="130-140")
-    (tmp_path / "rows.json").write_text(json.dumps(many(2)))
-    assert ids(dataset=str(tmp_path / "rows.json")) == ["a__b-0", "a__b-1"]
+
+    # A list; a row may hold lists, and need not have texts that nothing depends on
+    row = dict(ROWS[FIRST], FAIL_TO_PASS=["t.py::a"], PASS_TO_PASS=[], version=None)
+    del row["hints_text"], row["created_at"], row["plain"]
+    (tmp_path / "rows.json").write_text(json.dumps([row, *many(1)]))
+    assert ids(dataset=str(tmp_path / "rows.json")) == [FIRST, "a__b-0"]
+
+    # A cache, whose files have numbers or the names of instances
+    for number, row in enumerate(many(4)):
+        (tmp_path / f"task_{number}.json").write_text(json.dumps(row))
+    cache = dict(cache_dir=str(tmp_path), use_cache_only=True)
+    assert ids(**cache) == [f"a__b-{number}" for number in range(4)]
+    assert ids(**cache, task_ids="1,3") == ids(**cache, task_ids="a__b-1, 3") == ["a__b-1", "a__b-3"]
+    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
+        ids(**cache, task_ids="1,9")
 
 
 def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
@@ -867,50 +853,24 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
         ids(dataset="a/broken")
 
 
-def test_files_of_a_cache_are_named_by_their_numbers_or_by_instances(tmp_path):
-    for number, row in enumerate(many(4)):
-        (tmp_path / f"task_{number}.json").write_text(json.dumps(row))
-    cache = dict(cache_dir=str(tmp_path), use_cache_only=True)
-    assert ids(**cache) == [f"a__b-{number}" for number in range(4)]
-    assert ids(**cache, task_ids="1,3") == ids(**cache, task_ids="a__b-1, 3") == ["a__b-1", "a__b-3"]
-    assert ids(**cache, task_ids="a__b-3,a__b-0") == ["a__b-3", "a__b-0"]
-    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
-        ids(**cache, task_ids="1,9")
-
-
-@pytest.mark.parametrize("change, field", [
-    ({"patch": None}, "patch"), ({"patch": "x"}, "patch"), ({"test_patch": " "}, "test_patch"),
-    ({"problem_statement": 3}, "problem_statement"), ({"repo": ""}, "repo"),
-    ({"base_commit": []}, "base_commit"),
-    ({"instance_id": "a/../b"}, "instance_id"), ({"instance_id": ".."}, "instance_id"),
-    ({"instance_id": 1}, "instance_id"), ({"FAIL_TO_PASS": "[1]"}, "FAIL_TO_PASS"),
-    ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS"),
-    ({"FAIL_TO_PASS": "tests"}, "FAIL_TO_PASS"), ({"PASS_TO_PASS": None}, "PASS_TO_PASS"),
-    ({"PASS_TO_PASS": {}}, "PASS_TO_PASS"), ({"version": 3}, "version"), ({"plain": "yes"}, "plain"),
-])
-def test_a_row_of_a_wrong_form_is_named(tmp_path, change, field):
-    file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], dict(many(1)[0], **change)])
-    with pytest.raises(BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
-        ids(dataset=file)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("field, values", [
+    ("patch", [None, "x"]), ("test_patch", [" "]), ("problem_statement", [3]), ("repo", [""]),
+    ("base_commit", [[]]), ("instance_id", ["a/../b", "..", 1]), ("FAIL_TO_PASS", ["[1]", "[]", "tests"]),
+    ("PASS_TO_PASS", [None, {}]), ("version", [3]), ("plain", ["yes"])])
+def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
+    for value in values:
+        file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], many(1)[0] | {field: value}])
+        with pytest.raises(BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
+            ids(dataset=file)
+        assert "\n" not in str(error.value)
     row = {key: value for key, value in many(1)[0].items() if key != field}
     if field not in ("version", "plain"):
         with pytest.raises(BadInput, match=rf"row 0: field {field}: expected .* got 'None'"):
             ids(dataset=write(tmp_path / "rows.jsonl", [row]))
-
-
-def test_lists_and_missing_texts_will_do(tmp_path):
-    row = dict(ROWS[FIRST], FAIL_TO_PASS=["t.py::a"], PASS_TO_PASS=[], version=None)
-    del row["hints_text"], row["created_at"], row["plain"]
-    file = write(tmp_path / "rows.jsonl", [row])
-    assert envs.make("swe", dataset=file, export_only=True).rows[FIRST]["FAIL_TO_PASS"] == ["t.py::a"]
-
-
-@pytest.mark.parametrize("content", ["{", "[]\n", '"x"\n', "", "\xff"])
-def test_a_file_that_is_none_is_named(tmp_path, content):
-    (tmp_path / "rows.jsonl").write_bytes(content.encode("latin-1"))
-    with pytest.raises(BadInput, match=r"rows\.jsonl"):
-        ids(dataset=str(tmp_path / "rows.jsonl"))
+    for content in ("{", "[]\n", '"x"\n', "", "\xff"):
+        (tmp_path / "rows.jsonl").write_bytes(content.encode("latin-1"))
+        with pytest.raises(BadInput, match=r"rows\.jsonl"):
+            ids(dataset=str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize("options, says", [
@@ -1106,24 +1066,20 @@ def test_predictions_of_replies(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ([], "expected --run or --replies"), (["--run", "{}"], "no episodes/val_step"),
+    ([], "expected --run or --replies"), (["--run", "{}/nowhere"], "no episodes/val_step"),
+    (["--run", "{}", "--step", "7"], "has val episodes of 5, 10"),
     (["--replies", "{}/none"], "none"), (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
     (["--replies", "{}/odd.jsonl"], "line 1: expected instance"),
     (["--replies", "{}/list.jsonl"], "line 1: expected instance"),
     (["--replies", "{}/odd.jsonl", "--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
 ])
-def test_what_cannot_be_exported_is_named(tmp_path, capsys, flags, says):
-    (tmp_path / "bad.jsonl").write_text('\n{"instance_id"\n')
-    (tmp_path / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    out = tmp_path / "p.jsonl"
-    told = export(capsys, "--model", "m", "--out", out, *(flag.format(tmp_path) for flag in flags))
+def test_what_cannot_be_exported_is_named(run_folder, capsys, flags, says):
+    (run_folder / "bad.jsonl").write_text('\n{"instance_id"\n')
+    (run_folder / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
+    (run_folder / "list.jsonl").write_text("[1]\n")
+    out = run_folder / "p.jsonl"
+    told = export(capsys, "--model", "m", "--out", out, *(flag.format(run_folder) for flag in flags))
     assert says in told["error"] and not out.exists()
-
-
-def test_steps_that_are_not_there_are_named(run_folder, capsys):
-    told = export(capsys, "--run", run_folder, "--step", 7, "--model", "m", "--out", run_folder / "p.json")
-    assert "--step 7" in told["error"] and "5, 10" in told["error"]
 
 
 @pytest.mark.slow
