@@ -1,6 +1,7 @@
 """The code REPL: its loop and tools, what it scores, code that cheats or attacks, formats, the generator."""
 
 import ast
+import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -229,12 +230,12 @@ def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, expected, worth
 
 
 def test_tiny_train_and_test_share_nothing():
-    env, seen = make(train_tasks=400, **TINY), {}
+    env, seen = make(train_tasks=200, test_tasks=100, **TINY), {}
     for split in env.splits:
         tasks = [env.task(split, index) for index in range(env.num_tasks(split))]
         seen[split] = {(task.messages[0]["content"], env.scenario(task).files["m.py"]) for task in tasks}
         assert all(task.source == "repl/tiny" and task.id.startswith(f"repl-tiny-{split}-") for task in tasks)
-    assert len(seen["train"]) > 200 and len(seen["test"]) > 200 and not seen["train"] & seen["test"]
+    assert len(seen["train"]) > 150 and len(seen["test"]) > 75 and not seen["train"] & seen["test"]
 
 
 @pytest.mark.slow
@@ -314,8 +315,7 @@ def test_hostile_replies_take_no_time():
 
 
 def test_replies_without_a_block(shop):
-    env, task = shop(max_turns=4)
-    with Play(env, task) as play:
+    with Play(*shop(max_turns=4)) as play:
         nudges = [play.say(text) for text in ("Hello", "", "finish()")]
         step = play.episode.step("```\nfinish()\n```")
     assert nudges[0] == nudges[1] == repl.NUDGES[0] and nudges[2] == repl.NUDGES[1] != nudges[0]
@@ -360,8 +360,7 @@ def test_exceptions_show_the_codes_own_frames(play):
 
 @pytest.mark.slow
 def test_long_output_keeps_head_and_tail(shop):
-    env, task = shop(max_output_chars=100)
-    with Play(env, task) as play:
+    with Play(*shop(max_output_chars=100)) as play:
         assert play("'a' * 99") == "a" * 99
         text = play("print('a' * 500 + 'b' * 499)")
         assert text == "a" * 50 + "\n... [900 left out] ...\n" + "b" * 49
@@ -372,8 +371,7 @@ def test_long_output_keeps_head_and_tail(shop):
 
 @pytest.mark.slow
 def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
-    env, task = shop(turn_timeout=1.0)
-    with Play(env, task) as play:
+    with Play(*shop(turn_timeout=1.0)) as play:
         play("x = 1")
         start = time.monotonic()
         text = play(f"{FIX_TOTAL}\nprint('begun')\nwhile True:\n"
@@ -591,8 +589,7 @@ ATTACKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("code", named(ENDINGS))
 def test_what_ends_the_interpreter_is_told(shop, code):
-    env, task = shop()
-    with Play(env, task) as play:
+    with Play(*shop()) as play:
         play(FIX_TOTAL)
         text = play(f"print('begun', flush=True)\n{code}")
         assert text.startswith("begun\n(the code ") and text.endswith("started, files are as they are)")
@@ -710,23 +707,16 @@ def test_what_the_machine_does_is_an_error(shop, monkeypatch):
 @pytest.mark.slow
 def test_close_from_another_thread_ends_a_block(shop):
     env, task = shop()
-    marker, found = uuid.uuid4().hex, []
-    episode = env.start(task, 1)
+    marker, episode = uuid.uuid4().hex, env.start(task, 1)
     episode.step(fenced("x = 1"))
-
-    def work():
-        try:
-            found.append(episode.step(fenced(f"bash('sleep 99; : {marker}')")))
-        except sandbox.SandboxError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not processes(marker):
-        time.sleep(0.01)
-    episode.close()
-    thread.join(10)
-    assert not thread.is_alive() and isinstance(found[0], sandbox.SandboxError) and gone(marker)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        step = pool.submit(episode.step, fenced(f"bash('sleep 99; : {marker}')"))
+        while not processes(marker):
+            time.sleep(0.01)
+        episode.close()
+        with pytest.raises(sandbox.SandboxError):
+            step.result(10)
+    assert gone(marker)
 
 
 @pytest.mark.slow
@@ -741,21 +731,16 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
             go.wait(20)
 
     monkeypatch.setattr(sandbox, "Sandbox", Late)
-    episode, found = env.start(task, 1), []
-
-    def work():
+    episode = env.start(task, 1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        step = pool.submit(episode.step, fenced("1"))
+        while not made:
+            time.sleep(0.01)
+        episode.close()
+        go.set()
         with pytest.raises(sandbox.SandboxError):
-            episode.step(fenced("1"))
-        found.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not made:
-        time.sleep(0.01)
-    episode.close()
-    go.set()
-    thread.join(20)
-    assert found and made[0].process.poll() is not None
+            step.result(20)
+    assert made[0].process.poll() is not None
 
 
 # ---- Sub-agents
@@ -763,8 +748,7 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
 
 @pytest.mark.slow
 def test_a_question_to_a_sub_agent(shop):
-    env, task = shop()
-    with Play(env, task) as play:
+    with Play(*shop()) as play:
         step = play.step("answer = llm_query('What is 6 * 7?')\nprint('It is', answer)")
         ((asked, child),) = step.children
         assert step.messages == [] and not (step.terminated or step.truncated)
@@ -781,8 +765,7 @@ def test_a_question_to_a_sub_agent(shop):
 
 @pytest.mark.slow
 def test_sub_agents_work_on_a_copy(shop):
-    env, task = shop()
-    with Play(env, task) as play:
+    with Play(*shop()) as play:
         play("open('note', 'w').write('from above')")
         step = play.step("print(llm_query_batched(['one', 'two', 'three']))")
         children = [child for _, child in step.children]
@@ -801,8 +784,7 @@ def test_sub_agents_work_on_a_copy(shop):
 
 @pytest.mark.slow
 def test_sub_agents_of_sub_agents_answer_without_code(shop):
-    env, task = shop(max_sub_agent_depth=2)
-    with Play(env, task) as play:
+    with Play(*shop(max_sub_agent_depth=2)) as play:
         ((_, child),) = play.step("llm_query('a')").children
         ((asked, leaf),) = child.step(fenced("x = llm_query('b')\nfinish(x + '!')")).children
         assert asked.id == "repl-shop-1/1.0/1.0" and asked.source == "repl/sub/sub"
@@ -817,8 +799,7 @@ def test_sub_agents_of_sub_agents_answer_without_code(shop):
 
 @pytest.mark.slow
 def test_limits_on_questions(shop):
-    env, task = shop(max_queries=2)
-    with Play(env, task) as play:
+    with Play(*shop(max_queries=2)) as play:
         assert "ValueError: 3 questions, expected 1 to 2" in play("llm_query_batched(['a', 'b', 'c'])")
         assert "ValueError" in play("llm_query_batched([])")
         step = play.step("for n in range(3): print(llm_query(n))")
@@ -828,8 +809,7 @@ def test_limits_on_questions(shop):
         text = play.text(step)
         assert text.startswith("fine\nfine\nTraceback") and "no more than 2 questions" in text
         assert play.step("llm_query('again')").children
-    env, task = shop(max_sub_agent_depth=0)
-    with Play(env, task) as play:
+    with Play(*shop(max_sub_agent_depth=0)) as play:
         assert "RuntimeError: there are no sub-agents here" in play("llm_query('a')")
         step = play.step("import __main__; __main__.OPTIONS['queries'] = 5; llm_query('a')")
         assert step.truncated and step.reward == 0
@@ -837,8 +817,7 @@ def test_limits_on_questions(shop):
 
 @pytest.mark.slow
 def test_refused_questions_take_the_blocks_time(shop):
-    env, task = shop(max_queries=1, turn_timeout=2.0)
-    with Play(env, task) as play:
+    with Play(*shop(max_queries=1, turn_timeout=2.0)) as play:
         start = time.monotonic()
         step = play.step("while True:\n    try: llm_query('a')\n    except RuntimeError: pass")
         assert len(step.children) == 1
@@ -863,8 +842,7 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
 
 @pytest.mark.slow
 def test_waiting_for_sub_agents_takes_none_of_the_blocks_time(shop):
-    env, task = shop(turn_timeout=1.0)
-    with Play(env, task) as play:
+    with Play(*shop(turn_timeout=1.0)) as play:
         step = play.step("x = llm_query('a')\nprint(len(x))")
         assert step.children
         time.sleep(1.2)

@@ -41,11 +41,14 @@ def env():
     return envs.make("swe")
 
 
-@pytest.fixture
-def unjudged(monkeypatch):
+@pytest.fixture(scope="module")
+def unjudged():
     """An environment in which no test runs: no diff applies."""
-    monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: None)
-    return envs.make("swe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "check", lambda: None)
+        env = envs.make("swe")
+    env.judge = lambda name, patch: None
+    return env
 
 
 def score(env, name, reply, **options):
@@ -394,8 +397,9 @@ total = sum
 
 
 @pytest.mark.parametrize("code, passing, forged", [
-    ("total = sum", 3, False), (TOTALS["equals everything"], 0, True), (ENDS_EARLY, 0, False)], ids=[
-    "honest", "equals everything", "ends before the end"])
+    pytest.param("total = sum", 3, False, id="honest", marks=pytest.mark.slow),
+    pytest.param(TOTALS["equals everything"], 0, True, id="equals everything"),
+    pytest.param(ENDS_EARLY, 0, False, id="ends before the end", marks=pytest.mark.slow)])
 def test_results_of_tests_without_pytest(laid_out, code, passing, forged):
     files = {"shop.py": code.encode(), "conftest.py": b"", "tests/pytest.ini": b""}
     found = testing.run_tests(files, {"tests/test_shop.py": TESTS.encode()}, plain=True)
@@ -710,7 +714,7 @@ def test_any_reply_gets_a_verdict(unjudged, seed):
     rng = random.Random(seed)
     episodes = [unjudged.start(unjudged.task_of(name), 0) for name in ROWS]
     begin = time.process_time()
-    for _ in range(250):
+    for _ in range(150):
         text = "".join(rng.choices(PIECES, k=rng.randint(1, 6)))
         for _ in range(rng.randint(0, 8)):
             at = rng.randrange(len(text) + 1)
@@ -723,7 +727,7 @@ def test_any_reply_gets_a_verdict(unjudged, seed):
 
 
 @pytest.mark.parametrize("text", [
-    "```diff\n" * 100_000, "--- a/x\n+++ b/x\n" * 50_000, "@@ -1 +1 @@\n" * 80_000, DIFF * 20_000,
+    "```diff\n" * 50_000, "--- a/x\n+++ b/x\n" * 25_000, "@@ -1 +1 @@\n" * 40_000, DIFF * 10_000,
     "diff --git a/" + " b/" * 300_000, "`" * 1_000_000, " " * 1_000_000], ids=range(7))
 def test_long_replies_take_no_time(unjudged, text):
     begin = time.process_time()
@@ -817,6 +821,11 @@ def test_which_rows_are_taken(tmp_path):
     with pytest.raises(BadInput, match="no instances in .* at 130-140"):
         ids(dataset=file, task_id_range="130-140")
 
+    for content in ("{", "[]\n", '"x"\n', "", "\xff"):
+        (tmp_path / "bad.jsonl").write_bytes(content.encode("latin-1"))
+        with pytest.raises(BadInput, match=r"bad\.jsonl"):
+            ids(dataset=str(tmp_path / "bad.jsonl"))
+
     # A list; a row may hold lists, and need not have texts that nothing depends on
     row = dict(ROWS[FIRST], FAIL_TO_PASS=["t.py::a"], PASS_TO_PASS=[], version=None)
     del row["hints_text"], row["created_at"], row["plain"]
@@ -867,10 +876,6 @@ def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     if field not in ("version", "plain"):
         with pytest.raises(BadInput, match=rf"row 0: field {field}: expected .* got 'None'"):
             ids(dataset=write(tmp_path / "rows.jsonl", [row]))
-    for content in ("{", "[]\n", '"x"\n', "", "\xff"):
-        (tmp_path / "rows.jsonl").write_bytes(content.encode("latin-1"))
-        with pytest.raises(BadInput, match=r"rows\.jsonl"):
-            ids(dataset=str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize("options, says", [
@@ -973,11 +978,10 @@ def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error):
 CONTEXT = ("*** a/conftest.py\n--- b/conftest.py\n***************\n*** 1,1 ****\n! c\n"
            "--- 1,1 ----\n! forged\n")
 HIDDEN = {  # what some programs read, in forms that others do not
-    **{f"{date} after a name": f"--- a/conftest.py {date}\n+++ b/conftest.py {date}\n@@ -1 +1 @@\n-c\n+b\n"
-       for date in ("2010-07-05 19:41:17 -0500", "2010-07-05", "Mon Jul  5 19:41:17 2010")},
+    "a date after a name": (
+        "--- a/conftest.py 2010-07-05\n+++ b/conftest.py 2010-07-05\n@@ -1 +1 @@\n-c\n+d\n"),
     "a context diff": CONTEXT,
     "a context diff of an index": "Index: conftest.py\n" + CONTEXT,
-    "a normal diff": "Index: conftest.py\n1c1\n< c\n---\n> forged\n",
     "a normal diff after a command": "diff a/conftest.py b/conftest.py\n1c1\n< c\n---\n> forged\n",
     "an ed script": "Index: conftest.py\n1c\nforged\n.\n",
     "an index before a fine diff": "Index: conftest.py\n--- a/x.py\n+++ b/x.py\n@@ -2 +2 @@\n-c\n+fine\n",
@@ -989,7 +993,6 @@ HIDDEN = {  # what some programs read, in forms that others do not
     "what a link names": "--- a/link.py\n+++ b/link.py\n@@ -1 +1 @@\n-x.py\n\\ No newline at end of file\n"
                          "+conftest.py\n\\ No newline at end of file\n",
     "through a link": "--- a/link.py\n+++ b/link.py\n@@ -1,2 +1,2 @@\n-a\n+forged\n c\n",
-    "an old form of a mode": "diff --git a/x.py b/x.py\nold mode 0100644\nnew mode 0120000\n",
 }
 
 
