@@ -37,25 +37,30 @@ def disguised(source: str, rng: random.Random, plain: bool = False) -> tuple[str
         kinds = FAILING[:2] if plain else FAILING
         for kind in rng.sample(kinds, len(kinds)):
             name = new_name(source, rng)
-            source += name
-            text = kind.format(name=name, Name=name.title().replace("_", ""), a=rng.randint(1, 99),
-                               b=rng.randint(100, 999), error=rng.choice(ERRORS))
+            source += f"{name} {of_class(name)}"
+            text = kind.format(name=name, Name=of_class(name), a=rng.randint(1, 99), b=rng.randint(100, 999),
+                               error=rng.choice(ERRORS))
             before = rng.choice([*tests, None])
             at = module.body.index(before) if before else len(module.body)
             module.body.insert(at, ast.parse(text).body[0])
-            names.add(f"{name.title().replace('_', '')}::{name}" if text.startswith("class") else name)
+            names.add(f"{of_class(name)}::{name}" if text.startswith("class") else name)
         return ast.unparse(module), names
     except (SyntaxError, ValueError, RecursionError):  # it cannot be imported, or not be written again
         return source, set()
 
 
 def new_name(source: str, rng: random.Random) -> str:
-    """A name of a test that is not in the source, of words that are."""
+    """A name of a test that is not in the source, nor as that of a class, of words that are."""
     words = {word for word in re.split("[^a-zA-Z]+", source) if word.islower() and 2 < len(word) < 10}
     words = sorted(words | {"more", "other", "again"})
-    while (name := "_".join(["test", *rng.choices(words, k=rng.randint(2, 3))])) in source:
-        pass
-    return name
+    while True:
+        name = "_".join(["test", *rng.choices(words, k=rng.randint(2, 3))])
+        if name not in source and of_class(name) not in source:
+            return name
+
+
+def of_class(name: str) -> str:
+    return name.title().replace("_", "")
 
 
 def hides_failures(module: ast.Module) -> bool:
