@@ -890,7 +890,8 @@ def test_of_several_instances_one_is_held_out_and_of_one_none():
     with pytest.raises(BadInput, match="split: expected one of train, test, got 'val'"):
         env.num_tasks("val")
 
-    names = [make().task("train", index).data["instance_id"] for index in range(2)]
+    every = make()
+    names = [every.task("train", index).data["instance_id"] for index in range(2)]
     with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
         few = make(instance_ids=",".join(names))
     assert {few.task(split, 0).data["instance_id"] for split in few.splits} == set(names)

@@ -996,30 +996,30 @@ HIDDEN = {  # what some programs read, in forms that others do not
 }
 
 
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("name", HIDDEN)
-def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere, name, after, tmp_path):
+@pytest.mark.parametrize("name", ["nothing", *HIDDEN])
+def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere, name, tmp_path):
     """Whichever program applies it, no file that decides changes, and no link is made or changed."""
-    env = elsewhere
-    env.executor = Answers(lambda nonce: f"{nonce} refused\n")
+    env, hidden = elsewhere, HIDDEN.get(name, "")
     fine = "--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n"
-    info = score(env, FIRST, fenced(fine + HIDDEN[name] if after else HIDDEN[name] + fine)).info
-    if not info["allowed"]:
-        return
-    (sent,) = (content for path, content in env.executor.files.items() if path.endswith(".diff"))
-    (tmp_path / "diff").write_text(sent)
-    for program in (["git", "apply"], ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"]):
-        tree = tmp_path / program[0]
-        tree.mkdir()
-        (tree / "conftest.py").write_text("c\n")
-        (tree / "x.py").write_text("a\nc\n")
-        (tree / "link.py").symlink_to("x.py")
-        if shutil.which(program[0]):
-            subprocess.run([*program, "../diff"], cwd=tree, capture_output=True, timeout=20)
-        assert (tree / "conftest.py").read_text() == "c\n"
-        assert "forged" not in (tree / "x.py").read_text()
-        assert [path.name for path in tree.rglob("*") if path.is_symlink()] == ["link.py"]
-        assert os.readlink(tree / "link.py") == "x.py"
+    for patch in (fine + hidden, hidden + fine):
+        env.executor = Answers(lambda nonce: f"{nonce} refused\n")
+        if not score(env, FIRST, fenced(patch)).info["allowed"]:
+            continue
+        (sent,) = (content for path, content in env.executor.files.items() if path.endswith(".diff"))
+        if hidden and sent == check_patch(fine, ROWS[FIRST]["test_patch"]):
+            continue  # as if it were not there
+        (tmp_path / "diff").write_text(sent)
+        for program in (["git", "apply"], ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"]):
+            tree = Path(tempfile.mkdtemp(dir=tmp_path))
+            (tree / "conftest.py").write_text("c\n")
+            (tree / "x.py").write_text("a\nc\n")
+            (tree / "link.py").symlink_to("x.py")
+            if shutil.which(program[0]):
+                subprocess.run([*program, "../diff"], cwd=tree, capture_output=True, timeout=20)
+            assert (tree / "conftest.py").read_text() == "c\n"
+            assert "forged" not in (tree / "x.py").read_text()
+            assert [path.name for path in tree.rglob("*") if path.is_symlink()] == ["link.py"]
+            assert os.readlink(tree / "link.py") == "x.py"
 
 
 # ---- Predictions
