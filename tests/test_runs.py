@@ -1013,10 +1013,10 @@ def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     words = ["grpo_llm.py", "--track", "--prompts-per-iteration", 2, "--eval-tasks", 4,
              "--final-learning-rate", 1, "--run-dir", folder, "--iterations"]
-    assert command_line(*words, 2) == 0
-    run = process(*words, 3)  # one process has one run there
+    run = process(*words, 2)  # one process has one run there
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
+    assert command_line(*words, 3) == 0
     first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
     names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")

@@ -236,7 +236,8 @@ def mean_of(sums, segments, times=1):
 
 GRPO = {
     "cut": dict(microbatch_tokens=20),
-    "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=6),
+    "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=8,
+                    temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2),
@@ -298,7 +299,7 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
     assert case != "turns" or record["rollout/segments"] > 1
     assert case != "dynamic" or len(groups) > 3
-    assert case != "failing" or record["rollout/groups_incomplete"] > 0 < len(groups)
+    assert case != "failing" or any(len(group) < flags["group_size"] for group in groups)
 
 
 PPO = {
