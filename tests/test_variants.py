@@ -18,12 +18,14 @@ from tests.run_folders import (
     SMALL,
     TINY,
     episodes,
+    is_time,
     load_script,
     records,
     same_end,
     slow_but,
     variants,
 )
+from tests.test_distributed import run as torchrun
 from tests.test_updates import (
     RUN,
     TURNS,
@@ -45,8 +47,6 @@ PAGE = (ROOT / "docs" / "variants.md").read_text()
 DIFFS = sorted(path.name for path in (ROOT / "docs" / "variants").glob("*.diff"))
 COMMANDS = {diff: (script, name) for script, diff, name in
             re.findall(r"patch (\w+\.py) docs/variants/(\S+\.diff) -o (\w+\.py)", PAGE)}
-FLAGS = {"distill.diff": dict(teacher=TINY),  # that a variant cannot run without, or not exactly
-         "overlap.diff": dict(max_staleness=0), "overlap_hf.diff": dict(max_staleness=0)}
 TO_RENEW = "make it anew: docs/variants.md, 'One that no longer applies'"
 
 
@@ -72,14 +72,33 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     assert max(map(len, added)) <= 110
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder with a model that is not the policy, and its weights."""
+    folder, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(TINY)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def needed(teacher):
+    """Flags that some variant cannot run without, or not exactly; others have none of that name."""
+    return dict(teacher=str(teacher), max_staleness=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", DIFFS)
-def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, tmp_path):
+def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, needed, tmp_path):
     script, name = COMMANDS[diff]
     known = [flag.name for flag in docs_tables.flags(variants()[name])]
-    flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
+    flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | needed | dict(
         eval_every=0, checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
-    flags = {flag: value for flag, value in flags.items() if flag in known} | FLAGS.get(diff, {})
+    flags = {flag: value for flag, value in flags.items() if flag in known}
     module, whole, folder = load_script(variants()[name]), tmp_path / "whole", tmp_path / "killed"
     module.main(module.Args(**flags, run_dir=str(whole)))
 
@@ -98,20 +117,25 @@ def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, tmp_p
     assert validate(whole, strict=True)["ok"] and validate(folder, strict=True)["ok"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("diff", DIFFS)
+def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
+    script, name = COMMANDS[diff]
+    known = [flag.name for flag in docs_tables.flags(variants()[name])]
+    flags = SMALL[script.removesuffix(".py")] | needed | dict(
+        iterations=3, prompts_per_iteration=13, minibatches=1, critic_minibatches=1, learning_rate=1e-4,
+        eval_every=0, microbatch_tokens=96)
+    for count in (1, 2):
+        words = [str(word) for flag, value in (flags | dict(run_dir=tmp_path / f"{count}")).items()
+                 if flag in known for word in (f"--{flag.replace('_', '-')}", value)]
+        torchrun((variants()[name], words), count)
+    for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
+        for key, value in one.items():
+            if not isinstance(value, str) and not is_time(key):
+                assert two[key] == pytest.approx(value, rel=2e-3, abs=1e-5), key
+
+
 # distill.diff
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A folder with a model that is not the policy, and its weights."""
-    folder, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(TINY)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    return folder
 
 
 DISTILL = {
