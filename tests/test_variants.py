@@ -125,10 +125,12 @@ def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
     flags = SMALL[script.removesuffix(".py")] | needed | dict(
         iterations=3, prompts_per_iteration=13, minibatches=1, critic_minibatches=1, learning_rate=1e-4,
         eval_every=0, microbatch_tokens=96)
-    for count in (1, 2):
-        words = [str(word) for flag, value in (flags | dict(run_dir=tmp_path / f"{count}")).items()
-                 if flag in known for word in (f"--{flag.replace('_', '-')}", value)]
-        torchrun((variants()[name], words), count)
+    flags = {flag: value for flag, value in flags.items() if flag in known}
+    module = load_script(variants()[name])
+    module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
+    words = [str(word) for flag, value in (flags | dict(run_dir=tmp_path / "2")).items()
+             for word in (f"--{flag.replace('_', '-')}", value)]
+    torchrun((variants()[name], words), 2)
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
         for key, value in one.items():
             if not isinstance(value, str) and not is_time(key):
@@ -190,7 +192,8 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
     for folder, says in ((tmp_path / "other", "expected the tokenizer of --model"),
                          (tmp_path / "none", "it cannot be loaded")):
         with pytest.raises(script.BadInput, match=f"^--teacher {re.escape(str(folder))}: {says}.*$"):
-            script.main(script.Args(teacher=str(folder), run_dir=str(tmp_path / "run")))
+            script.main(script.Args(teacher=str(folder), run_dir=str(tmp_path / "run"), iterations=0,
+                                    eval_tasks=1))
 
 
 # curriculum.diff
