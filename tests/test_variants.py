@@ -118,7 +118,7 @@ def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, neede
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("diff", DIFFS)
+@pytest.mark.parametrize("diff", [diff for diff in DIFFS if "overlap" not in diff])  # it refuses torchrun
 def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
     script, name = COMMANDS[diff]
     known = [flag.name for flag in docs_tables.flags(variants()[name])]
