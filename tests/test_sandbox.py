@@ -719,9 +719,10 @@ def controllers():
         for parent in (own, own.parent) if not names else (own,):
             with contextlib.suppress(OSError):
                 (trial := parent / f"test-{uuid.uuid4().hex}").mkdir()
-                found |= {file.name.partition(".")[0] for file in trial.glob("*.*")}
+                found |= {file for file in ("memory.max", "memory.limit_in_bytes", "pids.max")
+                          if (trial / file).exists()}
                 trial.rmdir()
-    return found & {"memory", "pids"}
+    return {file.partition(".")[0] for file in found}
 
 
 @needs_sandbox

@@ -53,13 +53,13 @@ def places() -> list[tuple[Path, list[str]]]:
     known = [(unified, of_both), (unified.parent, of_both),
              (ROOT / "memory" / own.get("memory", ""), ["memory.limit_in_bytes"]),
              (ROOT / "pids" / own.get("pids", ""), ["pids.max"])]
-    return [(parent, files) for parent, files in known if _can_make(parent, files)]
+    return [(parent, found) for parent, files in known if (found := _in_new_groups(parent, files))]
 
 
-def _can_make(parent: Path, files: list[str]) -> bool:
-    """Whether groups with these files can be made in a folder. Those of trainers that were killed go."""
+def _in_new_groups(parent: Path, files: list[str]) -> list[str]:
+    """Which of these files groups have that are made in a folder. Those of trainers that were killed go."""
     if not os.access(parent / "cgroup.procs", os.W_OK):
-        return False
+        return []
 
     for old in parent.glob("sandbox-*"):
         if not os.path.exists(f"/proc/{old.name.split('-')[1]}"):
@@ -69,8 +69,8 @@ def _can_make(parent: Path, files: list[str]) -> bool:
     trial = parent / f"sandbox-{os.getpid()}-{secrets.token_hex(8)}"
     try:
         trial.mkdir()
-        found = all((trial / file).exists() for file in files)
+        found = [file for file in files if (trial / file).exists()]
         trial.rmdir()
     except OSError:
-        return False
+        return []
     return found
