@@ -265,8 +265,8 @@ def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(run_of, t
     log = folder / "train_log.jsonl"
     while run.poll() is None and not (log.exists() and records(folder)):
         time.sleep(0.01)
-    *_, trainer = (child for child in psutil.Process(run.pid).children() if "RANK" in child.environ())
-    trainer.send_signal(signal.SIGTERM)  # one is enough
+    *_, last = (child for child in psutil.Process(run.pid).children() if "RANK" in child.environ())
+    last.send_signal(signal.SIGTERM)  # one is enough
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
     (path,) = (folder / "checkpoints").glob("step_*")
