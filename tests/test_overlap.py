@@ -190,7 +190,7 @@ def test_a_sampler_far_from_the_policy_ends_the_run(stand_in, tmp_path):  # noqa
     """As one does that keeps the head it began with."""
     server = stand_in()
     server.trouble = lambda path, body: server.handed.clear() or () if path == "/reset_prefix_cache" else ()
-    with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* tolerated are 0.05 in float32"):
+    with pytest.raises(SystemExit, match="EngineError: mismatch/kl is .* tolerated are 0.1 in float32"):
         overlap(tmp_path / "run", max_staleness=1, **asking(server, iterations=40, learning_rate=1e-2))
 
 
@@ -269,8 +269,8 @@ def test_a_process_that_samples_ahead(tmp_path):
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (2, 1), verdict
     assert [record["iteration"] for record in records(folder)] == [*range(13)]
-    assert staleness(folder)[:3] == [(0, 0), (1, 1), (2, 2)]
-    assert staleness(folder)[-1] == (2, 2)
+    assert staleness(folder)[0] == (0, 0)
+    assert 1 <= max(most for _, most in staleness(folder)) <= 2
 
 
 def wait_for(condition, run):
