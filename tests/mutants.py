@@ -30,7 +30,7 @@ TESTS = {
     "a2c_vecenv.py": ("a2c_maths crash runs a2c_runs a2c_distributed", "not grpo and not ppo and not sft"),
     "envs/__init__.py": ("envs countdown logic text_envs", ""),
     "envs/countdown.py": ("countdown text_envs", "countdown"),
-    "envs/mixture.py": ("mixture envs text_envs", "mixture or waits"),
+    "envs/mixture.py": ("mixture envs text_envs", "mixture or wait"),
     "envs/logic/": ("logic text_envs", "logic"),
     "envs/openspiel/": ("openspiel text_envs", "openspiel"),
     "envs/arcagi3/": ("arcagi3 text_envs", "arcagi3"),
