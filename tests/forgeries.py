@@ -1,4 +1,27 @@
-"""Code that reaches for the process above it, and code that makes tests pass without passing them."""
+"""Code that reaches for the process above it, or makes tests pass without passing; what is left of it."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+
+def processes(marker):
+    """Ids of the processes with this word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return set(found) - {os.getpid()}
+
+
+def gone(marker, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while (left := processes(marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
 
 # In the REPL: what of its parent's files and memory it can open. -> two lists
 PIPES = """

@@ -32,6 +32,7 @@ from envs.code import sandbox, syscalls, trees
 from envs.code.executor import HttpExecutor
 from envs.code.sandbox import Sandbox, SandboxError
 from tests import forgeries
+from tests.forgeries import gone, processes
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,23 +50,6 @@ def shell(script, **options):
 
 def python(code, **options):
     return run(sys.executable, "-I", "-S", "-c", code, **options)
-
-
-def processes(marker):
-    """Ids of the processes with this word in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return set(found) - {os.getpid()}
-
-
-def gone(marker, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while (left := processes(marker)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not left
 
 
 def groups_of(pid):
