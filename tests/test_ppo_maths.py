@@ -1,4 +1,4 @@
-"""Equations of ppo_llm.py against float64 references, token by token. The losses are in test_updates.py."""
+"""Equations of ppo_llm.py against float64 references. The policy's loss is in test_updates.py."""
 
 import itertools
 import math
@@ -65,10 +65,38 @@ def test_equal_advantages_are_whitened_to_nothing(dtype):
     assert rounded  # for some of them the mean is not exact, and there is a difference to blow up
 
 
-def test_rounding_of_the_values_is_not_clipping():
+def loss_table(seed, size=200):
+    """Three rows of numbers, of which the second is near the first."""
+    rng = random.Random(seed)
+    first = [rng.gauss(-1, 1) for _ in range(size)]
+    return first, [x + rng.gauss(0, 0.5) for x in first], [rng.gauss(0, 1) for _ in range(size)]
+
+
+def check_loss(found, row, others, of_token, binds):
+    """The script's losses and flags at `row`, against a formula for one token; no gradient where it binds."""
+    x = torch.tensor(row, dtype=torch.float64, requires_grad=True)
+    per_token, flags = found(x, *(torch.tensor(other, dtype=torch.float64) for other in others))
+    per_token.sum().backward()
+    tokens = list(zip(row, *others, strict=True))
+    assert per_token.tolist() == pytest.approx([of_token(*token) for token in tokens], abs=1e-12)
+    assert flags.tolist() == [binds(*token) for token in tokens] and set(flags.tolist()) == {True, False}
+    assert not x.grad[flags].any() and x.grad[~flags].all()
+
+
+def test_the_value_loss_is_the_larger_of_the_free_and_the_clipped_error():
+    old, values, returns = loss_table(1)
+
+    def of_token(value, old, target):
+        return max((value - target)**2, (min(max(value, old - 0.3), old + 0.3) - target)**2)
+
+    def binds(value, old, target):  # it has left for where the return is, which earns no more
+        return value > old + 0.3 and target > (value + old + 0.3) / 2 \
+            or value < old - 0.3 and target < (value + old - 0.3) / 2
+
+    check_loss(lambda *x: ppo_llm.clipped_value_loss(*x, 0.3), values, (old, returns), of_token, binds)
     torch.manual_seed(1)
     apart = torch.randn(3, 1000) * torch.tensor([[1], [1e-3], [1]])
-    assert not ppo_llm.clipped_value_loss(*apart, clip=10.0)[1].any()
+    assert not ppo_llm.clipped_value_loss(*apart, clip=10.0)[1].any()  # rounding is not clipping
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])

@@ -94,6 +94,9 @@ def test_a_run_goes_on_between_two_records(rows, tmp_path):
     whole = train(sft, tmp_path / "whole", **flags)
     halves = train(sft, killed_after(whole, tmp_path / "halves", 3), **flags)
     same_end(whole, halves)
+    each = records(train(sft, tmp_path / "each", **flags | dict(log_every=1)))[1:]
+    mean = sum(record["train/loss"] for record in each) / 4
+    assert records(whole)[-1]["train/loss"] == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("what", ["template", "rows"])
