@@ -34,6 +34,7 @@ from tests.run_folders import (
     LAST,
     TINY,
     command_line,
+    killed_after,
     log_lines,
     records,
     same_end,
@@ -379,6 +380,10 @@ def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
     steps, named = checkpoints(folder)
     assert steps == {1: [7, 14], 2: [7, 12, 14], 0: [*range(1, 9), 10, 12, 14]}[keep]
     assert named == {"last": "step_000014", "best": "step_000007"}
+    if keep != 1:  # a run that goes on from step 12 knows of it
+        killed = train(sft, killed_after(folder, tmp_path / "killed", 12), keep_checkpoints=keep,
+                       **overfitting | dict(output_dir=f"{folder}-model"))
+        assert checkpoints(killed) == (steps, named)
     again = train(sft, tmp_path / "again", **overfitting | dict(
         model=str(folder / "checkpoints" / "step_000007"), steps=1, learning_rate=0.1, warmup_steps=0))
     assert records(again)[0]["val/loss"] == pytest.approx(losses[7], rel=1e-6)
