@@ -808,7 +808,7 @@ class VllmServers(Engine):
         super().__init__(model, tokenizer, args)
         self.session, self.folder, self.number = requests.Session(), folder, 0
         self.session.trust_env = False  # a proxy for the web is not for these
-        self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=256))
+        self.session.adapters = {"http": requests.adapters.HTTPAdapter(pool_maxsize=256)}
         self.tag = gather([os.urandom(4).hex()])[0]
         self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):

@@ -108,6 +108,8 @@ class StandIn:
         standin = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # a connection stays for the next request
+
             def do_GET(self):
                 self.answer(None)
 
@@ -117,7 +119,8 @@ class StandIn:
             def answer(self, body):
                 answer = standin.trouble(self.path, body)
                 if answer is None:
-                    return  # without a word
+                    self.close_connection = True  # without a word
+                    return
                 if answer == ():
                     with standin.lock:
                         standin.log.append((self.path, body))
@@ -224,6 +227,11 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
         assert len(server.asked("/reset_prefix_cache")) == 3 and len(server.adapters) == bool(lora_rank)
     (newest,) = (folder / "sync").iterdir()  # what was handed over before is gone
     assert list(newest.glob("*.safetensors"))
+
+
+def test_each_request_in_flight_keeps_its_connection(stand_in, tmp_path, caplog):
+    train(grpo_llm, tmp_path / "run", **asking(stand_in()), iterations=1, prompts_per_iteration=24)
+    assert "Connection pool is full" not in caplog.text
 
 
 def words_of(script, folder, **flags):
