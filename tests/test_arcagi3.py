@@ -538,6 +538,13 @@ def test_a_page_in_a_browser_cannot_play(serve, headers):
     assert requests.get(f"{server.url}/api/games", headers={"Host": "localhost"}).status_code == 200
 
 
+def test_what_a_server_remembers_of_requests_is_bounded(serve, monkeypatch):
+    monkeypatch.setattr(arc_server, "LATEST", 3)
+    server = serve(rate_limit=4)
+    codes = [requests.get(f"{server.url}/{number}").status_code for number in range(6)]
+    assert codes == [404] * 4 + [429] * 2 and [path for _, path in server.requests] == ["/3", "/4", "/5"]
+
+
 @pytest.mark.parametrize("options, tries",
                          [(dict(retries=2, deadline=300), 3), (dict(retries=9, deadline=1), 1)])
 def test_retries_and_deadline_are_limits(options, tries, serve):
@@ -781,6 +788,19 @@ def test_deviating_from_a_recording_ends_the_episode():
     second = run(env, env.task("train", 0), ["ACTION4"] + ["ACTION6 x=1 y=1"] * 9)[1]
     read = second.messages[0]["content"]  # what the recording holds there is the answer
     assert "not what the recording holds" in read and "{" not in read
+
+
+def test_session_files_of_other_editors(tmp_path):
+    """A byte order mark, Windows' line ends, and what only Python takes for a line's end inside a text."""
+    session = json.loads(Path(SESSION).read_text())
+    steps = [step | {"reasoning": "a\u2028b\x85c"} for step in session["steps"]]
+    lines = [{"reset": session["reset"]}, *steps, {"scorecard": session["scorecard"]}]
+    for name, text in (("a.json", json.dumps(session)), ("b.jsonl", "\r\n".join(
+            json.dumps(line, ensure_ascii=False) for line in lines))):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        env = make(session=str(tmp_path / name), test_ids="none")
+        steps = run(env, env.task("train", 0), ["ACTION4", "ACTION6 x=7 y=3"])
+        assert [step.reward for step in steps] == [1, 2]
 
 
 @pytest.mark.parametrize("text", [

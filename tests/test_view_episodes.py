@@ -747,6 +747,25 @@ def test_hostile_texts_are_shown_as_they_are_and_run_nothing(tmp_path, open_page
 
 
 @pytest.mark.slow
+def test_the_policy_stops_scripts_pictures_requests_and_markup(a_run, driver, capsys):
+    page = Page(driver, Path(page_of(capsys, a_run)[1]["out"]))
+    refused = "try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; }"
+    assert page.js(refused) == "TypeError"
+    page.js("""const policy = trustedTypes.createPolicy("test", {createScript: text => text});
+               const script = document.createElement("script");
+               script.text = policy.createScript("window.hacked = 1");
+               document.body.append(script);
+               const says = name => [() => window[name] = "loaded", () => window[name] = "stopped"];
+               const image = new Image();
+               [image.onload, image.onerror] = says("image");
+               image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=";
+               fetch("data:text/plain,x").then(...says("fetched"));""")
+    page.wait("window.image && window.fetched")
+    assert page.js("return [window.hacked ?? 0, window.image, window.fetched]") == [0, "stopped", "stopped"]
+    driver.get_log("browser")
+
+
+@pytest.mark.slow
 def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
     rng = random.Random(1)
     words = [f"word{i}" for i in range(500)]
