@@ -334,7 +334,7 @@ def test_the_seed_decides_everything_random(script, tmp_path):
     assert timeless(one)[-1] != timeless(other)[-1]
     mine, others = (weights_of(folder / "checkpoints" / "step_000001") for folder in (one, other))
     for name in [name for name in mine if "lora_A" in name or name.startswith("policy.weight")]:
-        assert not torch.allclose(mine[name], others[name], atol=1e-2)
+        assert abs(torch.cosine_similarity(mine[name].flatten(), others[name].flatten(), dim=0)) < 0.5
 
 
 CHANGED = {
@@ -1014,10 +1014,10 @@ def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     words = ["grpo_llm.py", "--track", "--prompts-per-iteration", 2, "--eval-tasks", 4,
              "--final-learning-rate", 1, "--run-dir", folder, "--iterations"]
-    run = process(*words, 2)  # one process has one run there
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, output
-    assert command_line(*words, 3) == 0
+    for iterations in (2, 3):  # one process has one run there, and it stays in tensorboard
+        run = process(*words, iterations)
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
     first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
     names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")
