@@ -713,6 +713,16 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
     same_tree(load_file(folder / "checkpoints" / "step_000002" / "model.safetensors"), start_weights())
 
 
+def test_what_the_context_cuts_is_left_out_of_the_loss_where_that_is_asked(tmp_path):
+    path = write(tmp_path, "def whole(r):\n    return float(r.termination != 'context')\n")
+    flags = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",), reward_fn=f"{path}:whole",
+                 max_context_tokens=26, iterations=1, eval_every=0, eval_tasks=1)
+    for masked in (False, True):
+        record = records(train(grpo_llm, tmp_path / str(masked), mask_truncated=masked, **flags))[-1]
+        assert 0 < record["rollout/termination/context"] < 1
+        assert (record["critic/advantages/min"] > 0) == masked  # of what is trained
+
+
 def test_fewer_episodes_than_minibatches_make_fewer_steps(tmp_path, capsys):
     """And while the critic learns alone, the console shows its loss in place of a gradient that is none."""
     folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
