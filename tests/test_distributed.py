@@ -46,7 +46,7 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG = 10  # steps
+LONG = 20  # steps
 DRIVER = """
 import json, os, runpy, sys
 for number, (script, words) in enumerate(json.loads(open(sys.argv[1]).read())):

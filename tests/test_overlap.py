@@ -75,7 +75,7 @@ def staleness(folder):
             for record in records(folder)[1:]]
 
 
-def check_versions(folder, temperature=1.0):
+def check_versions(folder, temperature=1.0, bound=1e-4):
     """Each token has the log-probability of the weights that its version names, which the log counts."""
     for iteration, (mean, most) in enumerate(staleness(folder), 1):
         segments = [s for episode in episodes(folder, f"train_step_{iteration:06d}")[0]
@@ -92,7 +92,7 @@ def check_versions(folder, temperature=1.0):
                 own = iter(s["versions"])
                 mask = [int(chosen and next(own) == version) for chosen in s["response_mask"]]
                 some += [s | dict(response_mask=mask)] * any(mask)
-            assert largest_difference(model, [dict(segments=some)], temperature) < 3e-4
+            assert largest_difference(model, [dict(segments=some)], temperature) < bound
 
 
 # Servers
@@ -208,7 +208,7 @@ def test_a_vllm_server_gets_its_weights_between_replies(vllm, tmp_path):  # noqa
         server.ready()
         folder = overlap(tmp_path / "run", **asking(server, **TURNS | KEEP), max_staleness=1, iterations=6,
                          max_context_tokens=256, temperature=0.8, prompts_per_iteration=16)
-        check_versions(folder, 0.8)
+        check_versions(folder, 0.8, 3e-4)  # vLLM rounds otherwise
         assert max(most for _, most in staleness(folder)) == 1 and validate(folder, strict=True)["ok"]
         played = [episode for n in range(1, 7) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
         assert {episode["termination"] for episode in played} <= {"done", "length"}
