@@ -1699,7 +1699,6 @@ def write_episodes(run, kind, rollouts, args):
             run.tracker.log({"val/sample_table": sys.modules["wandb"].Table(["id", "reply", "reward"], rows)})
 
 
-
 def print_samples(rollouts, args, title):
     """Prompt, reply and reward of some episodes, without what moves a terminal's cursor."""
     for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:

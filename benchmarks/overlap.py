@@ -8,6 +8,8 @@ speed: a vLLM server on core 0 samples, the trainer on core 1 learns, by the def
 take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
 overlap_hf.diff has a process that samples; both may run on both cores. Counted is the time from the second
 iteration's record to the last one's but one, so neither set-up nor evaluation. Wants a quiet machine.
+With --width a Llama of that hidden size, with random weights, takes the place of models/countdown-tiny, and
+the reply's text decides at random what it is worth, so that every group is learned from.
 
 accuracy: default runs with overlap_hf.diff by staleness and seed, with and without the importance weight
 (--tis-cap 0), into --runs, where finished ones are taken as they are.
@@ -29,6 +31,9 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks.sides import append_csv  # noqa: E402
@@ -46,6 +51,22 @@ def make_variants(folder):
                        check=True, stdout=subprocess.DEVNULL)
 
 
+def random_model(folder, width):
+    """A Llama with the tokenizer of countdown-tiny, and a reward that its replies can have."""
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "models/countdown-tiny")
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+        num_attention_heads=width // 32, max_position_embeddings=2048, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    reward = Path(folder, "reward.py")
+    reward.write_text("import zlib\n\n\ndef random_reward(rollout):\n"
+                      "    return zlib.crc32(rollout.messages[-1]['content'].encode()) % 2\n")
+    return ["--model", folder, "--reward-fn", f"{reward}:random_reward"]
+
+
 def train(script, run_dir, cores, *flags):
     """Run a script to its end.  -> the records of its log"""
     command = ["taskset", "-c", cores, sys.executable, script, "--run-dir", run_dir, *map(str, flags)]
@@ -57,7 +78,7 @@ def train(script, run_dir, cores, *flags):
 
 
 @contextmanager
-def vllm_server(python, core):
+def vllm_server(python, core, model):
     """-> its address"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -68,7 +89,7 @@ def vllm_server(python, core):
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             ["taskset", "-c", core, python, "-m", "vllm.entrypoints.openai.api_server", "--model",
-             "models/countdown-tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+             model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
              "--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs"],
             cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
         try:
@@ -91,7 +112,10 @@ def vllm_server(python, core):
 def speed(args, folder):
     flags = ["--iterations", args.iterations, "--eval-every", 0, "--eval-tasks", 1, "--eval-samples", 1]
     rows, turns = [], []
-    with vllm_server(args.vllm_python, "0") if args.engine == "vllm" else nothing() as url:
+    if args.width:
+        flags += random_model(f"{folder}/model", args.width)
+    model = f"{folder}/model" if args.width else "models/countdown-tiny"
+    with vllm_server(args.vllm_python, "0", model) if args.engine == "vllm" else nothing() as url:
         if url:
             flags += ["--engine", "vllm", "--vllm-url", url, "--max-context-tokens", 256]
         name = "grpo_overlap.py" if url else "grpo_overlap_hf.py"
@@ -105,8 +129,8 @@ def speed(args, folder):
                 seconds[side] = (times[args.iterations - 1] - times[2]) / (args.iterations - 3)
                 parts = {part: statistics.median(record[f"time/{part}"] for record in records[2:-1])
                          for part in ("rollout", "update", "sync")}
-                rows.append(dict(engine=args.engine, staleness=args.staleness if more else 0, turn=turn,
-                                 side=side, seconds=seconds[side], **parts))
+                rows.append(dict(engine=args.engine, width=args.width, turn=turn, side=side,
+                                 staleness=args.staleness if more else 0, seconds=seconds[side], **parts))
                 print(f"turn {turn}: {side} {seconds[side]:.3f} s an iteration ({parts})", file=sys.stderr)
             turns.append(seconds["grpo_llm.py"] / seconds[name])
     print("| script | seconds an iteration |\n|---|---|")
@@ -154,6 +178,7 @@ def main():
     one.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
     one.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
     one.add_argument("--staleness", type=int, default=1)
+    one.add_argument("--width", type=int, default=0, help="hidden size of a model with random weights")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--iterations", type=int, default=30)
     other = commands.add_parser("accuracy")
