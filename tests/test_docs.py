@@ -317,6 +317,42 @@ def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch,
     assert capsys.readouterr().out == ""
 
 
+def test_every_figure_is_listed_with_its_commit_and_its_page():
+    measured = [*ROOT.glob("docs/results/*"), *ROOT.glob("benchmarks/results/*")]
+    drawn = {path.stem for path in measured}
+    pictures = [path for path in (ROOT / "docs" / "figures").iterdir()
+                if path.stem not in drawn or path.suffix == ".gif"]
+    figures = docs_tables.figures()
+    assert sorted(figure.path for figure in figures) == sorted(
+        str(path.relative_to(ROOT)) for path in measured + pictures)
+    assert all((ROOT / source).exists() for figure in figures for source in figure.sources)
+    table = (ROOT / "benchmarks" / "README.md").read_text().rpartition("\n## ")[2]
+    for path, page in re.findall(r"^\| `(docs/\S+)` .* \| \[(\S+)\]\(", table, re.MULTILINE):
+        assert Path(path).name in (ROOT / page).read_text(), f"{page} does not say how {path} is made"
+
+
+def test_a_figure_of_other_code_than_todays_is_named(repository, monkeypatch, capsys):
+    def git(*command):
+        return subprocess.check_output(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command],
+                                       cwd=repository, text=True, stderr=subprocess.DEVNULL).strip()
+
+    (repository / "docs" / "s.md").unlink()
+    git("init")
+    git("add", "s.py", "sft.py")
+    git("commit", "-m", "first")
+    (repository / "benchmarks").mkdir()
+    (repository / "benchmarks" / "README.md").write_text("".join(
+        f"| `docs/results/{name}.csv` | {commit} | `sft.py` `s.py` | [a page](a.md) |\n"
+        for name, commit in (("a", git("rev-parse", "--short", "HEAD")), ("b", "0123456"))))
+    monkeypatch.setattr(docs_tables, "ROOT", repository)
+    monkeypatch.setattr(docs_tables, "stale_pages", lambda: [])
+    assert docs_tables.main(["--check"]) == 0 and capsys.readouterr().out == ""
+    (repository / "s.py").write_text("changed = True\n")
+    assert docs_tables.main(["--check"]) == 0
+    said = capsys.readouterr().out
+    assert "docs/results/a.csv" in said and "s.py changed since" in said and "b.csv" not in said
+
+
 @pytest.mark.parametrize("script, page, says", [
     (SCRIPT.replace('    """files"""\n', ""), PAGE, "Args.paths has no docstring or comment"),
     (SCRIPT.replace('"""text"""', '""" """'), PAGE, "Args.name has no docstring"),

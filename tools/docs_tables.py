@@ -15,6 +15,9 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
 A link such as [`gae`](../ppo_llm.py) names what the script must define; it holds no line, which would move.
 
 Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
+
+benchmarks/README.md lists every figure with the commit that it was made at. --check warns of those whose
+scripts have changed since, which is no error.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import ast
 import copy
 import re
 import shlex
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -38,6 +42,7 @@ SCRIPTS = {"grpo_llm.py": "grpo", "ppo_llm.py": "ppo", "sft.py": "sft", "a2c_vec
 BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<!-- end -->$",
                    re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)?(\w+\.py))(?:#L\d+)?\)")
+FIGURE = re.compile(r"^\| `(\S+)` \| ([0-9a-f]{7,40}) \| (`.*`) \| \[", re.MULTILINE)
 OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
 
 
@@ -253,6 +258,29 @@ def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:
     return stale
 
 
+@dataclass(frozen=True)
+class Figure:
+    path: str
+    commit: str  # at which it was made
+    sources: tuple[str, ...]  # the files and folders that it is a figure of
+
+
+def figures(root: Path = ROOT) -> list[Figure]:
+    """What the table in benchmarks/README.md lists."""
+    return [Figure(path, commit, tuple(sources.replace("`", "").split()))
+            for page in root.glob("benchmarks/README.md")
+            for path, commit, sources in FIGURE.findall(page.read_text(encoding="utf-8"))]
+
+
+def changed_since(figure: Figure, root: Path = ROOT) -> list[str]:
+    """The files of a figure's sources that are not as they were; none where git does not know the commit."""
+    command = ["git", "diff", "--name-only", figure.commit, "--", *figure.sources]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.split()
+    except OSError:  # no git
+        return []
+
+
 def code_lines(text: str) -> Iterator[str]:
     """The lines of the code blocks of a Markdown text, fenced or indented, with their backslashes joined."""
     fence, pending = "", ""
@@ -318,6 +346,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{page.relative_to(ROOT)}: {'stale, run tools/docs_tables.py' if args.check else 'written'}")
         if not args.check:
             page.write_text(text, encoding="utf-8")
+    for figure in figures(ROOT) if args.check else ():
+        if changed := changed_since(figure, ROOT):
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            print(f"warning: {figure.path} is of {figure.commit}; {changed[0]}{more} changed since")
     return 1 if args.check and stale else 0
 
 
