@@ -1,6 +1,7 @@
 """tools/convert_sft.py: what becomes of each shape of row, the promises of the split, and what it refuses."""
 
 import json
+import os
 import random
 import resource
 from collections import Counter
@@ -77,10 +78,6 @@ def refused(tmp_path, capsys, *says, flags=(), **options):
 USER, ANSWER = say("user", " Fix it.\n"), say("assistant", "Done.")
 SHELL = {"type": "tool_use", "id": "1", "name": "bash", "input": {"command": "ls", "more": None}}
 SHAPES = {  # the row, its prompt, its response
-    "system": (chat(say("system", "Be brief."), USER, ANSWER),
-               "[system]\nBe brief.\n\n[user]\n Fix it.\n", "Done."),
-    "turns": (chat(USER, say("assistant", "How?"), say("user", "Well."), ANSWER),
-              "[user]\n Fix it.\n\n\n[assistant]\nHow?\n\n[user]\nWell.", "Done."),
     "blocks": (chat(say("system", None), say("user", [{"type": "text", "text": "a"}, "b", {
         "type": "text", "text": None}, {"type": "image_url", "image_url": {}}]),
                     say("assistant", [{"type": "thinking", "thinking": "hm"}, "c"])),
@@ -116,19 +113,18 @@ def test_shapes_of_rows(case):
     assert json.dumps(row) == before
 
 
-@pytest.mark.parametrize("flags, response, dropped", [
-    ((), "diff --git a b", {"empty_response": 1}), (("--response", "model_patch"), "diff --git a b",
-                                                    {"empty_response": 2}),
-    (("--response", "last-assistant"), "Done.", {"empty_response": 1})])
-def test_the_response_is_the_patch_where_there_is_one_or_what_is_asked_for(
-        tmp_path, capsys, flags, response, dropped):
-    rows = [chat(USER, say("assistant", "I look."), ANSWER, patch="diff --git a b"), chat(USER, ANSWER),
-            chat(USER)]
-    write_jsonl(tmp_path / "rows.jsonl", [row | {"instance_id": str(n)} for n, row in enumerate(rows)])
-    assert convert(tmp_path, capsys, *flags)["dropped"] == dropped
-    found = {row["instance_id"]: row for side in ("train", "val") for row in read(tmp_path / "out", side)}
-    assert found["0"]["response"] == response and ("1" in found) is (dropped["empty_response"] == 1)
-    assert ("I look." in found["0"]["prompt"]) is (response == "Done.")
+PATCH = "diff --git a b"
+
+
+@pytest.mark.parametrize("flag, responses", [
+    ("auto", [PATCH, "Done."]), ("model_patch", [PATCH]), ("last-assistant", ["Done.", "Done."])])
+def test_the_response_is_the_patch_where_there_is_one_or_what_is_asked_for(flag, responses, tmp_path, capsys):
+    rows = [chat(USER, say("assistant", "I look."), ANSWER, patch=PATCH), chat(USER, ANSWER)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    convert(tmp_path, capsys, "--response", flag, "--val-ratio", 0)
+    found = read(tmp_path / "out")
+    assert [row["response"] for row in found] == responses
+    assert ("I look." in found[0]["prompt"]) is (responses[0] == "Done.")
 
 
 def test_what_is_too_long_is_cut_where_that_is_asked_for_and_counted(tmp_path, capsys):
@@ -156,14 +152,11 @@ BAD = {  # the row, what is said of it
     "no-object": ([1], "expected an object"),
     "no-messages": ({"instance_id": "i"}, "column messages: missing"),
     "id": (chat() | {"instance_id": 7}, "column instance_id: expected a text, got 7"),
-    "patch": (chat(patch=["x"]), "column model_patch: expected a text, got ['x']"),
     "text": (chat() | {"messages": "Hello"}, "column messages: expected a list of messages or its JSON (Exp"),
-    "json-object": (chat() | {"messages": "{}"}, "column messages: expected a list of messages, got {}"),
     "deep-json": (chat() | {"messages": "[" * 100_000}, "column messages: expected a list"),
     "message": (chat(USER, "Hello"), "message 2: expected a role and a content, got 'Hello'"),
     "role": (chat(say(3, "x")), "message 1: expected a text as role, got 3"),
     "content": (chat(say("user", 3)), "message 1: expected text, blocks or null as content, got 3"),
-    "block": (chat(say("user", [3])), "expected a block with a type and its text, got 3"),
     "block-text": (chat(say("user", [{"type": "text", "text": 3}])), "expected a block with a type"),
     "long": (chat() | {"messages": {"x": "y" * 10**6}}, "expected a list of messages, got {'x': 'yyy"),
 }
@@ -196,15 +189,11 @@ def test_nesting_too_deep_is_a_malformed_row(tmp_path, capsys, monkeypatch):
     refused(tmp_path, capsys, "rows.jsonl, row 1, column messages: nested too deeply")
 
 
-def folder(tmp_path, rows, name="saved"):
-    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / name)
-    return name
-
-
 def test_all_sources_give_the_same_rows(tmp_path, capsys):
     rows = [simple(number) for number in range(5)] + [chat(*SHAPES["tools"][0]["messages"], instance="t")]
     texts = [row | {"messages": json.dumps(row["messages"])} for row in rows]
-    mixed = datasets.load_from_disk(str(tmp_path / folder(tmp_path, rows)))
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / "saved")
+    mixed = datasets.load_from_disk(str(tmp_path / "saved"))
     mixed.to_parquet(tmp_path / "mixed.parquet")  # content is kept as JSON there
     datasets.DatasetDict(train=mixed, other=mixed.select([0])).save_to_disk(tmp_path / "dict")
     write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -220,10 +209,6 @@ def test_all_sources_give_the_same_rows(tmp_path, capsys):
     assert convert(tmp_path, capsys, "--overwrite", "--split", "other", data=["dict"])["rows"] == 1
     error = convert(tmp_path, capsys, "--overwrite", "--split", "test", data=["dict"])["error"]
     assert "--split test" in error and "train, other" in error
-
-
-def tear(path):
-    path.write_bytes(path.read_bytes()[:-20])
 
 
 def damage(path):
@@ -244,21 +229,18 @@ def without_columns(path):
 def corrupt_folder(path):
     datasets.Dataset.from_list([simple(1)]).save_to_disk(path)
     for file in path.glob("*.arrow"):
-        tear(file)
+        file.write_bytes(file.read_bytes()[:-20])
 
 
 BROKEN = {  # name, what is done to it, what is said
-    "missing": ("no.jsonl", None, ["no.jsonl: expected an existing .parquet or .jsonl file"]),
     "suffix": ("rows.csv", lambda path: path.write_text("a,b"), ["rows.csv: expected", ".parquet"]),
-    "empty": ("rows.jsonl", Path.touch, ["rows.jsonl: no row is left to train on", '"rows": 0']),
-    "torn-parquet": ("rows.parquet", tear, ["rows.parquet: cannot be read"]),
     "damaged-parquet": ("rows.parquet", damage, ["rows.parquet: cannot be read"]),
     "columns": ("rows.parquet", without_columns, ["rows.parquet, row 1, column instance_id: missing"]),
     "not-utf8": ("rows.parquet", not_utf8, ["rows.parquet, row 1, expected UTF-8 text"]),
     "folder": ("rows", Path.mkdir, ["rows: expected a folder made by save_to_disk"]),
     "torn-folder": ("rows", corrupt_folder, ["/rows: "]),
     "silent": ("rows.jsonl", lambda path: write_jsonl(path, [chat(USER), chat(ANSWER)]), [
-        "no row is left", '"empty_response": 1', '"empty_prompt": 1']),
+        "rows.jsonl: no row is left to train on", '"empty_response": 1', '"empty_prompt": 1']),
 }
 
 
@@ -267,8 +249,7 @@ def test_broken_input_is_one_clear_line(case, tmp_path, capsys):
     name, spoil, says = BROKEN[case]
     if name.endswith(".parquet"):
         write_parquet(tmp_path / name, [simple(number) for number in range(50)])
-    if spoil:
-        spoil(tmp_path / name)
+    spoil(tmp_path / name)
     refused(tmp_path, capsys, *says, data=[name])
 
 
@@ -345,12 +326,9 @@ def test_what_is_dropped_is_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     (["--val-ratio", "1"], "--val-ratio 1.0: expected 0 or more, and less than 1"),
-    (["--val-ratio", "nan"], "--val-ratio nan"),
     (["--max-samples", "-1"], "--max-samples -1: expected 0 or more"),
-    (["--max-chars-prompt", "-1"], "--max-chars-prompt -1"),
     (["--name", "a/b"], "--name a/b: expected the start of a file name"),
     (["--output-dir", "{d}/rows.jsonl/out"], "rows.jsonl is no folder that can be written to"),
-    (["--output-dir", "{d}/" + "x" * 300], "File name too long"),
     (["--name", "x" * 300], "File name too long"),
 ])
 def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
@@ -372,8 +350,7 @@ def test_files_are_replaced_only_when_asked(tmp_path, capsys):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, capsys):
-    rng = random.Random(1)
-    text = "".join(chr(rng.randrange(0x4e00, 0x9fff)) for _ in range(100_000))
+    text = random.Random(1).randbytes(100_000).hex()
     write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", text), ANSWER)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -391,35 +368,30 @@ def test_data_that_change_between_the_two_passes_are_noticed(after, tmp_path, ca
     refused(tmp_path, capsys, "rows.jsonl: changed while it was read")
 
 
-@pytest.mark.parametrize("moment", ["as it is written", "between the two"])
-def test_an_interruption_leaves_no_half_and_no_mixture(moment, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("renamed", [False, True], ids=["as it is written", "between the two"])
+def test_an_interruption_leaves_no_half_and_no_mixture(renamed, tmp_path, capsys, monkeypatch):
     """And the next run goes on as if nothing had been."""
-    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
-    convert(tmp_path, capsys)
-    old = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
-    replace = Path.replace
+    def files():
+        return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def interrupted(path, target=None):
         assert pq.read_table(path).num_rows == 1
         if target:
-            replace(path, target)
+            os.rename(path, target)
         raise KeyboardInterrupt
 
+    write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
+    convert(tmp_path, capsys)
+    old = files()
+    write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if moment == "as it is written":
-            patch.setattr(convert_sft, "flush_to_disk", interrupted)
-        else:
-            patch.setattr(Path, "replace", interrupted)
+        patch.setattr(*(Path, "replace") if renamed else (convert_sft, "flush_to_disk"), interrupted)
         convert(tmp_path, capsys, "--overwrite")
-    left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    if moment == "as it is written":
-        assert left == old
-    else:
-        assert list(left) == ["x_val.parquet"] and left != old
-        assert read(tmp_path / "out", "val")[0]["instance_id"] in ("task-3", "task-4")
+
+    assert renamed or files() == old
+    assert not renamed or list(files()) == ["x_val.parquet"] and files()["x_val.parquet"] not in old.values()
     convert(tmp_path, capsys, "--overwrite")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(old)
+    assert set(files()) == set(old)
 
 
 def test_sft_trains_on_what_it_writes(tmp_path, capsys):

@@ -12,6 +12,9 @@ import warnings
 from fractions import Fraction
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import envs
@@ -116,100 +119,73 @@ def test_the_test_split_is_as_large_as_there_are_problems():
 
 # ---- The verifier
 
-EXPRESSIONS = [  # nums 3 5 9 target 17 is 3 + 5 + 9: (text, correct, well-formed)
-    ("3 + 5 + 9", 1, 1), ("9 - (-5 - 3)", 1, 1), ("(9+(5))+3", 1, 1), ("\n3 +\r\n5\t+ 9 \n", 1, 1),
-    ("3 - -5 + 9", 1, 1),
-    ("3 + 9 + 5 + 0", 0, 1), ("5 + 9 + 9 - 6", 0, 1), ("17", 0, 1), ("3 + 5 + 9 + 3 - 3", 0, 1),
-    ("3 + 5 - 9", 0, 1), ("39 + 5", 0, 1),
-    ("3 + 5 + 9 = 17", 0, 0), ("3 + 5 +", 0, 0), ("3 5 9", 0, 0), ("", 0, 0), ("()", 0, 0), ("(3, 5)", 0, 0),
-    ("3(5) + 9", 0, 0), ("+3 + 5 + 9", 0, 0), ("3 + 5 + 9 # 1", 0, 0), ("~3 + 5 + 9", 0, 0),
-    ("True + 5 + 9", 0, 0), ("3 + 5 + 9.0", 0, 0), ("0x3 + 5 + 9", 0, 0), ("3 + 5\\\n + 9", 0, 0),
-    ("3 if 5 else 9", 0, 0), ("3 / (5 - 5) + 9", 0, 0), ("3 × 5 + 9", 0, 0),
-]
+RIGHT, WRONG, UNREADABLE = (1, 1, 1.0), (0, 1, 0.1), (0, 0, 0.0)  # correct, format, score
+CASES = {  # options, numbers, target, replies by verdict (of style=r1, where without tags, what is in them)
+    "expressions": (CHAT, [3, 5, 9], 17, {
+        RIGHT: ["3 + 5 + 9", "9 - (-5 - 3)", "(9+(5))+3", "\n3 +\r\n5\t+ 9 \n", "3 - -5 + 9"],
+        WRONG: ["3 + 9 + 5 + 0", "5 + 9 + 9 - 6", "17", "3 + 5 + 9 + 3 - 3", "3 + 5 - 9", "39 + 5"],
+        UNREADABLE: [
+            "3 + 5 + 9 = 17", "3 + 5 +", "3 5 9", "", "()", "(3, 5)", "3(5) + 9", "+3 + 5 + 9",
+            "3 + 5 + 9 # 1", "~3 + 5 + 9", "True + 5 + 9", "3 + 5 + 9.0", "0x3 + 5 + 9", "3 + 5\\\n + 9",
+            "3 if 5 else 9", "3 / (5 - 5) + 9", "3 × 5 + 9"]}),
+    "fractions": (CHAT, [3, 3, 8, 8], 24, {RIGHT: ["8 / (3 - 8 / 3)"]}),
+    "less than 1 in floats": (CHAT, [1, 49, 49], 1, {RIGHT: ["1 / 49 * 49"]}),
+    "the same in floats": (CHAT, [2**53 + 1, 2**53], 0, {WRONG: ["9007199254740993 - 9007199254740992"]}),
+    "division with a rest": (CHAT, [10, 3], 3, {WRONG: ["10 / 3"]}),
+    "signs nest nothing": (CHAT, [3, 4], -1, {RIGHT: [f"3 {'-' * 400}(-4)"]}),
+    "allowed": (dict(style="r1", operators="+*"), [3, 4, 5], 17, {RIGHT: ["3 * 4 + 5"]}),
+    "not allowed": (dict(style="r1", operators="+*"), [3, 4, 5], 11, {WRONG: ["3 * 5 - 4"]}),
+    "a sign is a subtraction": (dict(style="r1", operators="+*"), [3, 4], 12, {WRONG: ["-3 * -4"]}),
+    "a step that is not allowed": (dict(operators="+"), [3, 4], 1, {WRONG: ["4 - 3 = 1"]}),
+    "the last complete answer": (dict(style="r1"), [3, 4], 7, {
+        RIGHT: [
+            "<answer>3 - 4</answer> then <answer>3 + 4</answer> yes", "<answer>3 + 4</answer><answer>4 - 3",
+            "<answer>3 + 4</answer></answer>", "<answer><answer>3 + 4</answer>",
+            "<answer>3 + 4" + " " * 990 + "</answer>"],
+        WRONG: ["<answer>3 + 4</answer><answer>4 - 3</answer>"],
+        UNREADABLE: [
+            "<answer>3 + 4", "3 + 4</answer>", "</answer>3 + 4<answer>", "<ANSWER>3 + 4</ANSWER> no answer",
+            "<answer>3 + 4< /answer>", "<answer>3 + 4" + " " * 996 + "</answer>"]}),
+    "steps": ({}, [6, 18, 14], 38, {
+        RIGHT: [
+            "18 + 14 = 32; 32 + 6 = 38", " 14+18=32 ;\n6+32=38\n",
+            "14 - 6 = 8; 18 + 8 = 26 x | any \0 text | 18 + 14 = 32; 32 + 6 = 38"],
+        WRONG: [
+            "18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32", "18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38",
+            "18 + 14 = 32; 32 + 6 = 39", "18 + 18 = 36; 36 + 2 = 38", "18 + 6 = 24; 18 + 14 = 32",
+            "32 + 6 = 38; 18 + 14 = 32", "18 * 14 = 252; 252 + 6 = 258"],
+        UNREADABLE: [
+            "18 + 14 = 32; 32 + 6 = 38 |", "38", "18 + 14 = 32; 32 + 6 = 38;", "18 + 14 = 32, 32 + 6 = 38",
+            "x 18 + 14 = 32; 32 + 6 = 38 x", "18 + 14 + 6 = 38", "6 - 14 = -8; -8 + 18 = 10",
+            "018 + 14 = 32; 32 + 6 = 038", "18 + 14 = 3_2; 32 + 6 = 38", "1８ + 14 = 32; 32 + 6 = 3٨",
+            "18 / 0 = 0; 32 + 6 = 38", "18 + 14\n= 32; 32 + 6 = 38"]}),
+    "steps up to 99": ({}, [60, 39, 60], 39, {RIGHT: ["60 + 39 = 99; 99 - 60 = 39"]}),
+    "steps over 99": ({}, [60, 40, 60], 40, {
+        RIGHT: ["60 - 60 = 0; 0 + 40 = 40"],
+        WRONG: ["60 + 40 = 100; 100 - 60 = 40", "60 - 60 = 0"]}),  # a number is left over
+    "exact steps": ({"operators": "+-*/"}, [4, 12], 3, {RIGHT: ["12 / 4 = 3"], WRONG: ["4 / 12 = 0"]}),
+    "steps with a rest": ({"operators": "+-*/"}, [4, 13], 3, {WRONG: ["13 / 4 = 3"]}),
+}
 
 
-@pytest.mark.parametrize("text, correct, well_formed", EXPRESSIONS)
-def test_expressions(text, correct, well_formed):
-    env = envs.make("countdown", **CHAT)
-    expected = (correct, well_formed, 1.0 if correct else 0.1 * well_formed)
-    assert score(env, f"<think>...</think> <answer>{text}</answer>", [3, 5, 9], 17) == expected
+@pytest.mark.parametrize("case", CASES)
+def test_a_reply_is_right_wrong_or_unreadable(case):
+    options, nums, target, replies = CASES[case]
+    env = envs.make("countdown", **options)
+    wraps = env.config.style == "r1"
+    for verdict, texts in replies.items():
+        for text in texts:
+            reply = f"<think>...</think> <answer>{text}</answer>" if wraps and "answer" not in text else text
+            assert score(env, reply, nums, target) == verdict, reply
 
 
-def test_fractions_on_the_way_are_exact():
-    env = envs.make("countdown", **CHAT)
-    assert score(env, "<answer>8 / (3 - 8 / 3)</answer>", [3, 3, 8, 8], 24)[0] == 1
-    assert score(env, "<answer>1 / 3 * 3 * 49</answer>", [1, 3, 3, 49], 49)[0] == 1
-    assert score(env, "<answer>1 / 49 * 49</answer>", [1, 49, 49], 1)[0] == 1  # less than 1 in floats
-    assert score(env, "<answer>10 / 3</answer>", [10, 3], 3)[0] == 0
-    assert score(env, f"<answer>3 {'-' * 400}(-4)</answer>", [3, 4], -1)[0] == 1  # signs nest nothing
-    big = "9007199254740993 - 9007199254740992"  # the same float
-    assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 1)[0] == 1
-    assert score(env, f"<answer>{big}</answer>", [9007199254740993, 9007199254740992], 0)[0] == 0
-
-
-def test_operators_that_the_task_does_not_allow():
-    env = envs.make("countdown", style="r1", operators="+*")
-    assert score(env, "<answer>3 * 4 + 5</answer>", [3, 4, 5], 17) == (1, 1, 1.0)
-    assert score(env, "<answer>3 * 5 - 4</answer>", [3, 4, 5], 11) == (0, 1, 0.1)
-    assert score(env, "<answer>-3 * -5 + 4</answer>", [3, 4, 5], 19) == (0, 1, 0.1)  # a sign is a subtraction
-    env = envs.make("countdown", operators="+")
-    assert score(env, "3 + 4 = 7", [3, 4], 7) == (1, 1, 1.0)
-    assert score(env, "4 - 3 = 1", [3, 4], 1) == (0, 1, 0.1)
-
-
-@pytest.mark.parametrize("reply, correct, well_formed", [  # + is right
-    ("<answer>3 - 4</answer> then <answer>3 + 4</answer> yes", 1, 1),
-    ("<answer>3 + 4</answer><answer>4 - 3</answer>", 0, 1),
-    ("<answer>3 + 4</answer><answer>4 - 3", 1, 1), ("<answer>3 + 4</answer></answer>", 1, 1),
-    ("<answer><answer>3 + 4</answer>", 1, 1), ("<answer>3 + 4", 0, 0), ("3 + 4</answer>", 0, 0),
-    ("</answer>3 + 4<answer>", 0, 0), ("<ANSWER>3 + 4</ANSWER>", 0, 0), ("3 + 4", 0, 0),
-    ("<answer>3 + 4< /answer>", 0, 0), ("<answer>3 + 4" + " " * 990 + "</answer>", 1, 1),
-    ("<answer>3 + 4" + " " * 996 + "</answer>", 0, 0),
-])
-def test_the_last_complete_answer_counts(reply, correct, well_formed):
-    assert score(envs.make("countdown", style="r1"), reply, [3, 4], 7)[:2] == (correct, well_formed)
-
-
-@pytest.mark.parametrize("reply, correct, well_formed", [  # nums 6 18 14 target 38
-    ("18 + 14 = 32; 32 + 6 = 38", 1, 1), (" 14+18=32 ;\n6+32=38\n", 1, 1),
-    ("14 - 6 = 8; 18 + 8 = 26 x | any \0 text | 18 + 14 = 32; 32 + 6 = 38", 1, 1),
-    ("18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32", 0, 1), ("18 + 14 = 32; 32 + 6 = 38 |", 0, 0),
-    ("18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38", 0, 1), ("18 + 14 = 32; 32 + 6 = 39", 0, 1),
-    ("18 + 18 = 36; 36 + 2 = 38", 0, 1), ("18 + 6 = 24; 18 + 14 = 32", 0, 1),
-    ("32 + 6 = 38; 18 + 14 = 32", 0, 1), ("18 * 14 = 252; 252 + 6 = 258", 0, 1), ("38", 0, 0),
-    ("18 + 14 = 32; 32 + 6 = 38;", 0, 0), ("18 + 14 = 32, 32 + 6 = 38", 0, 0),
-    ("x 18 + 14 = 32; 32 + 6 = 38 x", 0, 0), ("18 + 14 + 6 = 38", 0, 0),
-    ("6 - 14 = -8; -8 + 18 = 10", 0, 0), ("018 + 14 = 32; 32 + 6 = 038", 0, 0),
-    ("18 + 14 = 3_2; 32 + 6 = 38", 0, 0), ("1８ + 14 = 32; 32 + 6 = 3٨", 0, 0),
-    ("18 / 0 = 0; 32 + 6 = 38", 0, 0), ("18 + 14\n= 32; 32 + 6 = 38", 0, 0),
-])
-def test_steps(reply, correct, well_formed):
-    env = envs.make("countdown")
-    assert score(env, reply, [6, 18, 14], 38) == (correct, well_formed, 1.0 if correct else 0.1 * well_formed)
-
-
-def test_steps_stay_within_the_intermediate_limit_and_whole_numbers():
-    env = envs.make("countdown", operators="+-*/", max_intermediate=99)
-    assert score(env, "60 + 39 = 99; 99 - 60 = 39", [60, 39, 60], 39) == (1, 1, 1.0)
-    assert score(env, "60 + 40 = 100; 100 - 60 = 40", [60, 40, 60], 40) == (0, 1, 0.1)
-    assert score(env, "60 - 60 = 0; 0 + 40 = 40", [60, 40, 60], 40) == (1, 1, 1.0)
-    assert score(env, "12 / 4 = 3", [4, 12], 3) == (1, 1, 1.0)
-    assert score(env, "4 / 12 = 0", [4, 12], 0) == (0, 1, 0.1)
-    assert score(env, "13 / 4 = 3", [4, 13], 3) == (0, 1, 0.1)
-    assert score(env, "60 - 60 = 0", [60, 39, 60], 39) == (0, 1, 0.1)  # a number is left over
-
-
-NESTED = "(" * 100_000 + "1" + ")" * 100_000
 HOSTILE = [  # (numbers, target, text); a looser reader would take each of them for right, or long for it
     ([1, 5, 2], 3, "1.5*2"), ([7, 2], 3, "7//2"), ([95, 87, 92], 1, "95**87**92"), ([0, 7], 7, "00 + 7"),
-    ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "7 + ³"), ([1], 1, NESTED),
-    ([1], 1, "(" * 400 + "1" + ")" * 400), ([7, 3], 10, "7 +\0 3"), ([7, 3], 0, "0 / 0"),
-    ([7, 3], 10, "7 + 3" + " " * 10_000_000), ([7, 3], 10, "1" * 10_000_000),
-    ([7, 3], 10, "1 + " * 2_500_000), ([7, 3], 10, "7 + 3\u00a0"), ([7, 3], 10, "\ud800"),
-    ([7, 3], 10, "7 + 3\x0c"), ([7, 3], 10, "__import__('os').getpid() * 0 + 10"),
-    ([7, 3], 10, "(1)(" * 249), ([7, 3], 10, "9" * 990 + "x"), ([7, 3], 10, "9" * 5000),
+    ([10, 3], 13, "1_0 + 3"), ([10, 3], 13, "１０ + 3"), ([7, 3], 10, "7 +\0 3"), ([7, 3], 10, "\ud800"),
+    ([1], 1, "(" * 100_000 + "1" + ")" * 100_000), ([1], 1, "(" * 400 + "1" + ")" * 400),
+    ([7, 3], 10, "7 + 3\u00a0"), ([7, 3], 10, "__import__('os').getpid() * 0 + 10"),
+    ([7, 3], 10, "1" * 10_000_000), ([7, 3], 10, "1 + " * 2_500_000), ([7, 3], 10, "9" * 990 + "x"),
     ([7, 3], 10, "answer></answer>" * 600_000), ([7, 3], 10, "7 + 3 = 10;" * 900_000),
-    ([7, 3], 10, " \t" * 490 + "7 +"),
 ]
 
 
@@ -218,16 +194,12 @@ def test_hostile_replies_score_nothing_at_once(style):
     """The fastest of three, in processor time: other programs share this machine."""
     env = envs.make("countdown", style=style, operators="+-*/")
     for nums, target, text in HOSTILE:
-        forms = [text, f"| {text} = {target}"] if style == "compact" else [text, f"<answer>{text}</answer>"]
-        for reply in forms:
+        for reply in (text, f"| {text} = {target}" if style == "compact" else f"<answer>{text}</answer>"):
             seconds = []
-            for _ in range(3):
+            while len(seconds) < 3 and min(seconds, default=1) >= 0.05:
                 began = time.thread_time()
-                result = score(env, reply, nums, target)
+                assert score(env, reply, nums, target) == UNREADABLE, (style, reply[:60])
                 seconds.append(time.thread_time() - began)
-                assert result == (0, 0, 0.0), (style, reply[:60])
-                if seconds[-1] < 0.05:
-                    break
             assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
 
 
@@ -315,8 +287,8 @@ def test_solver_finds_all_and_the_shortest_expressions(nums):
 
 
 @pytest.mark.parametrize("nums, operators, limit", [
-    ((6, 18, 14), "+-", 99), ((6, 18, 14), "+-", 25), ((2, 3, 10, 7), "+-*/", 99), ((12, 4, 3), "/", 99),
-    ((9, 9, 1, 2), "+*", 40), ((5, 5, 7, 9), "-*", 60), ((2, 4, 6, 8), "-*/", 30)], ids=str)
+    ((6, 18, 14), "+-", 25), ((2, 3, 10, 7), "+-*/", 99), ((12, 4, 3), "/", 99), ((9, 9, 1, 2), "+*", 40),
+    ((2, 4, 6, 8), "-*/", 30)], ids=str)
 def test_solver_in_whole_numbers(nums, operators, limit):
     reachable = games(nums, operators, limit)
     rules = countdown.Rules(operators, limit, True)
@@ -335,20 +307,18 @@ def test_solver_keeps_the_limit_where_it_searches_backwards():
     assert countdown.solve(nums, 9, without._replace(limit=36))
 
 
-def test_unsolvable_problems_have_no_solution():
-    def solution(nums, target, **options):
-        task = envs.Task("t", "s", [], {"nums": nums, "target": target})
-        return envs.make("countdown", **options).solution(task)
-
-    assert solution([1, 1, 1], 50) is None
-    assert holds("compact", solution([50, 49, 48], 51), [50, 49, 48], 51)
-    assert holds("compact", solution([60, 59, 50], 51, skill="mixed", novice_share=0), [60, 59, 50], 51)
-    assert solution([60, 59, 50], 5, skill="mixed", novice_share=0) is None
-    assert solution([3, 3, 8, 8], 24, operators="+-*/") is None  # needs a fraction on the way
-    assert solution([3, 3, 8, 8], 24, **CHAT).endswith("<answer>8 / (3 - 8 / 3)</answer>")
-    assert solution([3, 3, 8, 8], 24, trace="search", **CHAT).endswith("<answer>8 / (3 - 8 / 3)</answer>")
-    assert solution([60, 60], 120) is None  # over the intermediate limit
-    assert solution(list(range(1, 9)), 36, **CHAT) is None  # eight numbers: more than the solver takes on
+@pytest.mark.parametrize("nums, target, options, solvable", [
+    ([1, 1, 1], 50, {}, False), ([50, 49, 48], 51, {}, True), ([60, 60], 120, {}, False),  # over the limit
+    ([60, 59, 50], 51, dict(skill="mixed", novice_share=0), True),
+    ([60, 59, 50], 5, dict(skill="mixed", novice_share=0), False),
+    ([3, 3, 8, 8], 24, dict(operators="+-*/"), False),  # needs a fraction on the way
+    ([3, 3, 8, 8], 24, CHAT, True), ([3, 3, 8, 8], 24, CHAT | dict(trace="search"), True),
+    ([*range(1, 9)], 36, CHAT, False),  # eight numbers: more than the solver takes on
+], ids=str)
+def test_unsolvable_problems_have_no_solution(nums, target, options, solvable):
+    env = envs.make("countdown", **options)
+    reply = env.solution(envs.Task("t", "s", [], {"nums": nums, "target": target}))
+    assert bool(reply) is solvable and (not reply or holds(env.config.style, reply, nums, target))
 
 
 # ---- Mixed skill
@@ -433,7 +403,9 @@ def test_vocabulary_covers_prompts_and_replies():
 # ---- Data files
 
 def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """One line for each row; bytes are written as they are."""
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+                              for row in rows))
     return str(path)
 
 
@@ -442,8 +414,6 @@ ROWS = [{"nums": [a, b, 2], "target": abs(a - b) + 2, "extra": "kept out"}
 
 
 def test_data_files_split_by_position(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
     jsonl = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     parquet = str(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
@@ -459,92 +429,65 @@ def test_data_files_split_by_position(tmp_path):
         assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
 
 
-def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
-    import datasets
-    from datasets.packaged_modules.json.json import Json
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    file = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    Json(dataset_name="numbers", config_id="default", hash="0", data_files={"train": [file]},
-         cache_dir=tmp_path).download_and_prepare()
-    (tmp_path / "numbers").rename(tmp_path / "some___numbers")
-    env = envs.make("countdown", data="some/numbers")
-    assert [env.task("test", k).data["nums"] for k in range(1024)] == [row["nums"] for row in ROWS[:1024]]
+def test_a_data_set_of_the_hub_is_its_train_split(monkeypatch):
     with pytest.raises(envs.BadInput, match="some/missing: ") as error:
         envs.make("countdown", data="some/missing")
     assert "\n" not in str(error.value)
 
+    sets = {("some/numbers", "train"): datasets.Dataset.from_list(ROWS)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: sets[name, split])
+    env = envs.make("countdown", data="some/numbers")
+    assert [env.task("test", k).data["nums"] for k in range(1024)] == [row["nums"] for row in ROWS[:1024]]
 
-@pytest.mark.parametrize("operators, solvable", [("+-*/", 10), ("+*", 7), ("+-", 3)])
-def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(
-        tmp_path, operators, solvable):
+
+def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(tmp_path):
     rows = [{"nums": [n, 5], "target": n - 5 if n < 10 else 5 * n} for n in range(7, 17)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
 
-    def make():
-        return envs.make("countdown", data=path, style="r1", operators=operators)
+    def says(count, operators):
+        return f"{path}: {count} of 10 rows that were tried have no solution.*={re.escape(operators)}"
 
-    says = f"{path}: {10 - solvable} of 10 rows that were tried have no solution.*={re.escape(operators)}"
-    if solvable == 10:
-        with warnings.catch_warnings(action="error"):
-            make()
-    elif solvable > 5:
-        with pytest.warns(match=says):
-            make()
-    else:
-        with pytest.raises(envs.BadInput, match=f"{says}.*half"):
-            make()
+    with warnings.catch_warnings(action="error"):
+        envs.make("countdown", data=path, style="r1", operators="+-*/")
+    with pytest.warns(match=says(3, "+*")):
+        envs.make("countdown", data=path, style="r1", operators="+*")
+    with pytest.raises(envs.BadInput, match=f"{says(7, '+-')}.*half"):
+        envs.make("countdown", data=path, style="r1", operators="+-")
 
 
-@pytest.mark.parametrize("row, field, expected", [
-    ({"nums": [3, 4]}, "target", "missing"), ({"target": 4}, "nums", "missing"),
-    ({"nums": [3], "target": 3}, "nums", "2 to 6 integers"),
-    ({"nums": [1] * 7, "target": 4}, "nums", "2 to 6 integers"),
-    ({"nums": "3 4", "target": 7}, "nums", "'3 4'"), ({"nums": [3, True], "target": 4}, "nums", "True"),
-    ({"nums": [3, 4.0], "target": 7}, "nums", "4.0"), ({"nums": [3, 0], "target": 3}, "nums", "from 1"),
-    ({"nums": [3, 10**7], "target": 3}, "nums", "to 1000000"),
-    ({"nums": [3, 4], "target": True}, "target", "an integer"),
-    ({"nums": [3, 4], "target": 7.5}, "target", "7.5"), ({"nums": [3, 4], "target": -1}, "target", "-1"),
-    ([3, 4, 7], "nums and target", "an object"),
-])
-def test_malformed_rows_are_named(tmp_path, row, field, expected):
-    path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:5], row, *ROWS[5:10]])
-    with pytest.raises(envs.BadInput) as error:
+@pytest.mark.parametrize("row, expected", [
+    ({"nums": [3, 4]}, "row 6: field target is missing"),
+    ({"nums": [1] * 7, "target": 4}, "row 6: field nums: expected a list of 2 to 6 integers"),
+    ({"nums": "3 4", "target": 7}, "row 6: field nums: .* got '3 4'"),
+    ({"nums": [3, True], "target": 4}, "row 6: field nums: .*True"),
+    ({"nums": [3, 10**7], "target": 3}, "row 6: field nums: .* from 1 to 1000000"),
+    ({"nums": [3, 4], "target": 7.5}, "row 6: field target: expected an integer from 0 .* got 7.5"),
+    ([3, 4, 7], "row 6: expected an object with the fields nums and target"),
+    (b"[" * 100_000, "row 6: expected a JSON object"), (b"\xff\xfe", "cannot be read"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_malformed_rows_are_named(row, expected, tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:4], b"", row, *ROWS[5:10]])
+    with pytest.raises(envs.BadInput, match=f"{path}: {expected}") as error:
         envs.make("countdown", data=path, **CHAT)
-    message = str(error.value)
-    assert f"{path}: row 6: " in message and field in message and expected in message and "\n" not in message
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("content, expected", [
-    (b'{"nums": [3, 4], "target": 7}\n\n' + b"[" * 100_000, "row 3: expected a JSON object"),
-    (b'{"nums": [3, 4], "target": ' + b"9" * 5000 + b"}", "row 1: expected a JSON object"),
-    (b"\xff\xfe", "cannot be read"),
-    (b'{"nums": [3, 4], "target": 7}\n', "expected at least 2 rows"),
-    (b'{"nums": [3, 4], "target": 7}\n{"nums": [4, 3], "target": 7}\n', "in the test split too"),
-])
-def test_unusable_files_are_one_line(tmp_path, content, expected):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(envs.BadInput) as error:
-        envs.make("countdown", data=str(path))
-    assert str(path) in str(error.value) and expected in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
+@pytest.mark.parametrize("rows, expected", [
+    ([ROWS[0]], "expected at least 2 rows"), ([ROWS[0], ROWS[0]], "in the test split too")])
+def test_a_file_of_too_few_problems_is_refused(rows, expected, tmp_path):
+    with pytest.raises(envs.BadInput, match=expected):
+        envs.make("countdown", data=write_jsonl(tmp_path / "rows.jsonl", rows))
 
 
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
-    ({"min_operands": "three"}, "expected int"), ({"min_operands": 1}, "min_operands: expected 2 to 6"),
+    ({"min_operands": 1}, "min_operands: expected 2 to 6"),
     ({"min_operands": 4}, "max_operands: expected min_operands .4. to 6, got 3"),
-    ({"max_number": 100}, "max_number: expected 1 to 99 .max_intermediate"),
-    ({"max_target": 100}, "max_target"), ({"max_target": 2_000_000, "style": "r1"}, "max_target"),
-    ({"max_intermediate": 0}, "max_intermediate"), ({"operators": ""}, "operators"),
-    ({"operators": "+%"}, "operators"), ({"operators": "++"}, "operators"),
-    ({"style": "chat"}, "expected one of compact, r1, plain"), ({"novice_share": "1.5"}, "novice_share"),
-    ({"novice_share": "nan"}, "novice_share"), ({"difficulty": "maybe"}, "expected bool"),
-    ({"skill": "mixed", "trace": "search"}, "skill: expected solver"),
-    ({"max_trace_steps": -1}, "max_trace_steps"), ({"train_tasks": 0}, "train_tasks"),
-    ({"test_tasks": 0}, "test_tasks"), ({"seed": 1.5}, "expected int"),
+    ({"max_number": 100}, "max_number: expected 1 to 99 .max_interm"), ({"test_tasks": 0}, "test_tasks"),
+    ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"operators": "++"}, "operators"),
+    ({"style": "chat"}, "expected one of compact, r1, plain"), ({"novice_share": "nan"}, "novice_share"),
+    ({"difficulty": "maybe"}, "expected bool"), ({"skill": "mixed", "trace": "search"}, "expected solver"),
     ({"operators": "+", "max_number": 20, "max_target": 2}, "expected a train problem"),
 ])
 def test_bad_options_are_named(options, expected):

@@ -1,8 +1,6 @@
 """Logic: tasks, splits and verifiers of the eight families, against solvers written apart."""
 
-import collections
 import itertools
-import random
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -12,9 +10,7 @@ import pytest
 import envs
 from envs import logic
 from envs.logic.boolean_expressions import FACTS
-from envs.logic.common import ARITHMETIC, Unreadable, answer_of, compute, number_of
 from envs.logic.cryptarithm import cryptarithm_solutions
-from envs.logic.game_of_24 import find_expression
 from envs.logic.sudoku import last_grid
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,16 +18,10 @@ PARTNER = dict("() [] {} <> ⟨⟩ ⟦⟧ ⦃⦄ ⦅⦆".split())
 NAMES = ["dyck_language", "game_of_24", "operation", "cryptarithm", "dyck_language2", "dyck_language2",
          "boolean_expressions", "sudoku", "dyck_language_reasoning_errors"]
 WORDS = {"style": "words", "operation_max_value": 999}
-SMALL = {  # what a model of a fifth of a million weights can learn
-    "dyck_min_length": 4, "dyck_max_length": 8, "dyck_pairs": 2, "game_min_numbers": 2, "game_max_numbers": 3,
-    "operation_max_symbols": 1, "operation_conditions": False, "operation_min_operands": 2,
-    "operation_max_operands": 2, "operation_max_number": 5, "operation_max_value": 99,
-    "cryptarithm_min_letters": 3, "cryptarithm_max_letters": 4, "cryptarithm_max_operators": 1,
-    "dyck2_min_length": 2, "dyck2_max_length": 6, "dyck2_min_pairs": 1, "dyck2_max_pairs": 2,
-    "boolean_min_statements": 2, "boolean_max_statements": 2, "boolean_min_depth": 0, "boolean_max_depth": 1,
-    "boolean_max_number": 3, "sudoku_min_givens": 70, "sudoku_max_givens": 78, "errors_min_pairs": 2,
-    "errors_max_pairs": 2, "errors_min_length": 2, "errors_max_length": 3, "errors_min_errors": 0,
-    "errors_max_errors": 1}
+SMALL = {  # brackets of which there are few
+    "dyck_min_length": 4, "dyck_max_length": 8, "dyck_pairs": 2, "dyck2_min_length": 2, "dyck2_max_length": 6,
+    "dyck2_min_pairs": 1, "dyck2_max_pairs": 2, "errors_min_pairs": 2, "errors_max_pairs": 2,
+    "errors_min_length": 2, "errors_max_length": 3, "errors_min_errors": 0, "errors_max_errors": 1}
 
 
 def score(env, task, reply):
@@ -110,22 +100,14 @@ def operation_value(data):
     return reduce(words)
 
 
-def assignments(words, operators, limit=2):
-    """Solutions of a cryptarithm by trying all digits for all letters."""
+def assignments(words, operators):
+    """How many solutions a cryptarithm has, by trying all digits for all letters."""
     *left, result = words
-    letters = sorted(set("".join(words)), key=lambda c: min(w[::-1].find(c) % 99 for w in words))
-    found = []
-    text = " ".join(f"{word} {op}" for word, op in zip(left, [*operators, ""], strict=True))
-    code = compile(re.sub("[A-Z]+", lambda m: "(" + "+".join(
-        f"{10 ** k}*d[{letters.index(c)}]" for k, c in enumerate(m[0][::-1])) + ")", text), "left", "eval")
-    goal = [(10**k, letters.index(c)) for k, c in enumerate(reversed(result))]
-    leads = {letters.index(word[0]) for word in words}
-    for digits in itertools.permutations(range(10), len(letters)):
-        if not any(digits[k] == 0 for k in leads) and eval(code, {"d": digits}) == sum(
-                p * digits[k] for p, k in goal):
-            found.append(dict(zip(letters, digits, strict=True)))
-            if len(found) == limit:
-                break
+    text = " ".join(f"{word} {op}" for word, op in zip(left, [*operators, "=="], strict=True))
+    letters, found = "".join(sorted(set("".join(words)))), 0
+    for digits in itertools.permutations("0123456789", len(letters)):
+        equation = f"{text} {result}".translate(str.maketrans(letters, "".join(digits)))
+        found += not re.search(r"\b0", equation) and eval(equation)
     return found
 
 
@@ -141,12 +123,12 @@ def sudoku_count(grid, limit=2):
     seen = [{grid[other] for other in PEERS[cell]} for cell in range(81)]
     if "." not in grid:
         return int(all(digit not in others for digit, others in zip(grid, seen, strict=True)))
+
     cell = max((cell for cell in range(81) if grid[cell] == "."), key=lambda cell: len(seen[cell]))
     total = 0
     for digit in set("123456789") - seen[cell]:
-        total += sudoku_count(grid[:cell] + digit + grid[cell + 1:], limit - total)
-        if total >= limit:
-            break
+        if total < limit:
+            total += sudoku_count(grid[:cell] + digit + grid[cell + 1:], limit - total)
     return total
 
 
@@ -219,80 +201,87 @@ def check_tasks(number, count, **options):
 
 @pytest.mark.parametrize("number, count, options", [
     *((number, 20, {}) for number in (0, 2, 4, 5, 6, 8)), (1, 25, dict(game_max_numbers=4)),
-    (3, 4, dict(cryptarithm_max_letters=5)), (7, 3, {}),
+    (3, 4, dict(cryptarithm_max_letters=4)), (7, 3, {}),
     pytest.param(1, 10, dict(game_max_numbers=5), marks=pytest.mark.slow),
     pytest.param(3, 12, {}, marks=pytest.mark.slow), pytest.param(7, 25, {}, marks=pytest.mark.slow),
 ])
 def test_answers_are_right_by_other_means(number, count, options):
     for task in check_tasks(number, count, **options):
         assert is_right(task), task.id
-        if number == 3 and len(set("".join(task.data["words"]))) < 7:  # seven letters have 604,800 readings
-            assert len(assignments(task.data["words"], task.data["operators"])) == 1
+        if number == 3 and len(set("".join(task.data["words"]))) < 6:  # more letters have too many readings
+            assert assignments(task.data["words"], task.data["operators"]) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(9))
 def test_small_models_read_words(number):
     assert envs.make("logic", types=str(number)).vocabulary is None
-    for options, count in ((WORDS | SMALL, 10), (WORDS, 2)):
-        env = envs.make("logic", types=str(number), **options)
-        words = set(env.vocabulary)
-        assert len(words) == len(env.vocabulary) and not words & {"<unk>", "<eos>", "<pad>", "<bos>"}
-        assert len(words) < 400 or options == WORDS
-        for task in check_tasks(number, count, **options):
-            text = f"{task.messages[0]['content']} {env.solution(task)}"
-            assert "=" not in text and ";" not in text  # a tokenizer of sft.py drops these
-            assert set(text.split()) <= words
-            assert " ".join(text.split()) == text or options == WORDS
-
-
-@pytest.mark.slow
-def test_families_keep_their_sizes():
-    """The numbers of the specification, at the defaults."""
-    _, found = tasks(300, 0)
-    for task in found:
-        data = task.data
-        length = len(data["answer"])
-        assert len(data["pairs"]) == 3 and 40 <= length <= 60 and length % 2 == 0
-        assert 0.2 <= len(data["missing"]) / length <= 0.5
-    for number in (4, 5):
-        _, found = tasks(300, number)
-        assert {len(task.data["pairs"]) for task in found} == set(range(3, 9))
-        assert {len(task.data["answer"]) for task in found} == set(range(6, 61, 2))
-    _, found = tasks(150, 1)
-    for task in found:
-        assert 4 <= len(task.data["numbers"]) <= 6 and task.data["target"] in (24, 36, 48, 60, 72, 100)
-        assert min(task.data["numbers"]) in (1, 2, 3, 5) and 9 <= max(task.data["numbers"]) <= 20
-    kinds = collections.Counter(task.data["operators"] for task in found)
-    assert set(kinds) == {"+-*/", "+-*", "+-"} and min(kinds.values()) > 30
-    assert 8 < sum(task.data["answer"] == "None" for task in found) < 35
-    _, found = tasks(300, 2)
-    assert {len(task.data["definitions"]) for task in found} == {1, 2, 3}
-    assert {d["precedence"] for task in found for d in task.data["definitions"]} == {1, 2, 3, 4, 5}
-    assert {bool(d["condition"]) for task in found for d in task.data["definitions"]} == {True, False}
-    assert max(len(re.findall(r"\d+", task.data["expression"])) for task in found) == 6
-    assert any("/" in task.data["answer"] for task in found)
-    _, found = tasks(14, 3)
-    assert {len(set("".join(task.data["words"]))) for task in found} <= {4, 5, 6, 7, 8}
-    assert {len(task.data["operators"]) for task in found} == {1, 2, 3}
-    assert all(("*" in task.data["operators"]) == (len(task.data["operators"]) == 3) for task in found)
-    _, found = tasks(300, 6)
-    assert {len(task.data["statements"]) for task in found} == {3, 4, 5, 6, 7, 8}
-    assert {depth(s) for task in found for s in task.data["statements"]} == {2, 3, 4, 5, 6}
-    _, found = tasks(60, 7)
-    givens = [81 - task.data["puzzle"].count(".") for task in found]
-    assert 22 <= min(givens) and max(givens) <= 45
-    shares = [sum(low <= n <= high for n in givens) / 60 for low, high in ((36, 45), (28, 35), (22, 27))]
-    assert max(abs(share - goal) for share, goal in zip(shares, (0.3, 0.4, 0.3), strict=True)) < 0.18, shares
-    _, found = tasks(300, 8)
-    assert all(10 <= len(task.data["sequence"]) <= 30 for task in found)
-    assert {len(task.data["answer"].split(", ")) for task in found} == {2, 3, 4, 5}
+    env = envs.make("logic", types=str(number), **WORDS)
+    words = set(env.vocabulary)
+    assert len(words) == len(env.vocabulary) and not words & {"<unk>", "<eos>", "<pad>", "<bos>"}
+    assert len(words) < 400 or number == 2  # which has a word for each value
+    for task in check_tasks(number, 3, **WORDS):
+        text = f"{task.messages[0]['content']} {env.solution(task)}"
+        assert "=" not in text and ";" not in text  # a tokenizer of sft.py drops these
+        assert set(text.split()) <= words
 
 
 def depth(statement):
     if isinstance(statement, str) or statement[0] not in ("not", "and", "or"):
         return 0
     return 1 + max(map(depth, statement[1:]))
+
+
+SIZES = {  # type: how many tasks, and all that is found in their data, at the defaults
+    0: (300, {
+        "pairs": (lambda data: [len(data["pairs"])], {3}),
+        "length": (lambda data: [len(data["answer"])], set(range(40, 61, 2))),
+        "tenths missing": (lambda data: [10 * len(data["missing"]) // len(data["answer"])], {2, 3, 4, 5})}),
+    1: (150, {
+        "numbers": (lambda data: [len(data["numbers"])], {4, 5, 6}),
+        "smallest": (lambda data: [min(data["numbers"])], {1, 2, 3, 5}),
+        "largest": (lambda data: [max(data["numbers"])], set(range(9, 21))),
+        "target": (lambda data: [data["target"]], {24, 36, 48, 60, 72, 100}),
+        "operators": (lambda data: [data["operators"]], {"+-*/", "+-*", "+-"})}),
+    2: (300, {
+        "symbols": (lambda data: [len(data["definitions"])], {1, 2, 3}),
+        "precedence": (lambda data: [d["precedence"] for d in data["definitions"]], {1, 2, 3, 4, 5}),
+        "condition": (lambda data: [bool(d["condition"]) for d in data["definitions"]], {True, False}),
+        "operands": (lambda data: [len(re.findall(r"\d+", data["expression"]))], {3, 4, 5, 6}),
+        "whole": (lambda data: ["/" in data["answer"]], {True, False})}),
+    3: (40, {
+        "letters": (lambda data: [len(set("".join(data["words"])))], {4, 5, 6, 7, 8}),
+        "operators": (lambda data: [(len(data["operators"]), "*" in data["operators"])],
+                      {(1, False), (2, False), (3, True)})}),
+    4: (300, {
+        "pairs": (lambda data: [len(data["pairs"])], set(range(3, 9))),
+        "length": (lambda data: [len(data["answer"])], set(range(6, 61, 2)))}),
+    6: (300, {
+        "statements": (lambda data: [len(data["statements"])], set(range(3, 9))),
+        "depth": (lambda data: list(map(depth, data["statements"])), {2, 3, 4, 5, 6})}),
+    8: (300, {
+        "length": (lambda data: [len(data["sequence"])], set(range(10, 31))),
+        "wrong": (lambda data: [len(data["answer"].split(", "))], {2, 3, 4, 5})}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIZES)
+def test_families_keep_their_sizes(number):
+    """The numbers of the specification."""
+    count, sizes = SIZES[number]
+    _, found = tasks(count, number)
+    for name, (measure, expected) in sizes.items():
+        assert {size for task in found for size in measure(task.data)} == expected, name
+    assert number != 1 or 8 < sum(task.data["answer"] == "None" for task in found) < 35
+
+
+@pytest.mark.slow
+def test_sudokus_are_easy_medium_and_hard():
+    givens = [81 - task.data["puzzle"].count(".") for task in tasks(60, 7)[1]]
+    assert 22 <= min(givens) and max(givens) <= 45
+    shares = [sum(low <= n <= high for n in givens) / 60 for low, high in ((36, 45), (28, 35), (22, 27))]
+    assert max(abs(share - goal) for share, goal in zip(shares, (0.3, 0.4, 0.3), strict=True)) < 0.18, shares
 
 
 # ---- Identity and splits
@@ -333,14 +322,11 @@ def test_the_examples_on_the_page_are_current(options):
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
-    ({"types": "sudokus"}, "option types: expected all"), ({"types": ""}, "option types"),
-    ({"types": "0,dyck_language"}, "different ones"), ({"types": "9"}, "option types"),
+    ({"types": "sudokus"}, "option types: expected all"), ({"types": "0,dyck_language"}, "different ones"),
     ({"dyck_min_length": 61}, "dyck_min_length: expected 2 to dyck_max_length .60., got 61"),
     ({"dyck_min_length": 5, "dyck_max_length": 5}, "even"),
     ({"dyck_pairs": 9}, "dyck_pairs: expected 1 to 8"), ({"sudoku_max_givens": 25}, "26 to 80"),
-    ({"sudoku_min_givens": 21}, "sudoku_min_givens"), ({"style": "words"}, "operation_max_value"),
-    ({"errors_max_errors": 11}, "errors_min_length"), ({"test_tasks": 0}, "test_tasks"),
-    ({"cryptarithm_max_operators": 4}, "1 to 3"),
+    ({"style": "words"}, "operation_max_value"), ({"errors_max_errors": 11}, "errors_min_length"),
 ])
 def test_bad_options_are_named(options, expected):
     with pytest.raises(envs.BadInput, match=expected) as error:
@@ -363,110 +349,31 @@ def test_trap_thinking():
     assert envs.final_part("no tags") == "no tags"
 
 
-def test_trap_boxes():
-    assert answer_of(r"\boxed{1} and \boxed{\frac{3}{4}}", "chat") == r"\frac{3}{4}"
-    assert answer_of(r"\boxed{\text{A, B}}", "chat") == "A, B" == answer_of(r"\boxed{\{A,\ B\}}", "chat")
-    assert answer_of(r"\boxed{1} \boxed{2", "chat") == "1"  # the last one whose braces balance
-    assert answer_of(r"} \boxed{5}", "chat") == "5" == answer_of(r"\boxed{\boxed{5}}", "chat")
-    for text in ("", "5", r"\boxed{", r"\boxed 5", r"\boxed{" * 5000):
-        with pytest.raises(Unreadable):
-            answer_of(text, "chat")
+def game(numbers, target, operators="+-*/", answer="None"):
+    return {"type": 1, "numbers": numbers, "target": target, "operators": operators, "answer": answer}
 
 
-@pytest.mark.parametrize("text, value", [
-    ("- 12", -12), (".5", Fraction(1, 2)), ("1,234.50", Fraction(2469, 2)), ("-7 / 2", Fraction(-7, 2)),
-    ("+1234", 1234), (r"\frac{7}{-2}", Fraction(-7, 2)), (r"\frac{ -7 }{ 2 }", Fraction(-7, 2)),
-    (r"-\dfrac{7}{2}", Fraction(-7, 2)), ("-1,234.", -1234),
-    (r"\frac{7}{0}", None), ("+-5", None), (r"\frac{7}{--2}", None), ("1,23", None), ("1e5", None),
-    ("9" * 10**6, None), ("7/0", None), ("nan", None), ("١٢", None), ("1_000", None), ("", None), ("+", None),
-    ("0x10", None), ("5..", None), (".", None), ("1\0", None)])
-def test_trap_numbers(text, value):
-    if value is None:
-        with pytest.raises(Unreadable):
-            number_of(text)
-    else:
-        assert number_of(text) == value
-
-
-def test_trap_operation_is_right_within_a_millionth():
-    env, found = tasks(100, 2)
-    task = next(task for task in found if "/3" in task.data["answer"])
-    value = Fraction(task.data["answer"])
-    assert score(env, task, f"\\boxed{{{float(value):.9f}}}") == 1
-    assert score(env, task, f"\\boxed{{{float(value):.2f}}}") == 0
-    assert score(env, task, f"\\boxed{{x}} \\boxed{{{value.numerator} / {value.denominator}}}") == 1
-    whole = next(task for task in found if re.fullmatch(r"\d{4}", task.data["answer"]))
-    first, rest = whole.data["answer"][0], whole.data["answer"][1:]
-    for good in (f"{first}{{,}}{rest}", f"+{first}{rest}", f"\\text{{{first}{rest}}}", f"{first}\\,{rest}"):
-        assert score(env, whole, f"\\boxed{{{good}}}") == 1, good
-    big = next(task for task in found if re.fullmatch(r"-?\d{5}", task.data["answer"]))
-    assert score(env, big, f"$\\boxed{{{int(big.data['answer']):,}}}$".replace("-", "−")) == 1
-
-
-@pytest.mark.parametrize("text, value", [
-    ("-" * 500 + "7", 7), ("1 -" + " -" * 400 + " 2", -1), ("8 / (3 - 8 / 3)", 24), ("-2 * 3", -6),
-    ("1 - 2 - 3", -4), ("((5))", 5),
-    ("1 / (5 - 5)", None), ("07", None), ("1.5", None), ("2 ** 3", None), ("7 // 2", None), ("(3)(5)", None),
-    ("3 5", None), ("3 +", None), ("", None), ("abs(3)", None), ("9" * 13, None),
-    ("(" * 100 + "1" + ")" * 100, None), ("1" + " + 1" * 400, None), ("1 = 1", None)])
-def test_trap_expressions(text, value):
-    if value is None:
-        with pytest.raises(Unreadable):
-            compute(text, ARITHMETIC)
-    else:
-        assert compute(text, ARITHMETIC)[0] == value
-
-
-def game(numbers, target, operators="+-*/"):
-    answer = find_expression(numbers, target, operators, random.Random(0)) or "None"
-    data = {"type": 1, "numbers": numbers, "target": target, "operators": operators, "answer": answer}
-    return envs.make("logic", types="1"), envs.Task("t", "s", [], data)
-
-
-def test_trap_game_of_24_none_and_parentheses():
-    env, task = game([8, 8, 3, 3], 24)  # only 8 / (3 - 8 / 3)
-    assert score(env, task, "```\nNone\n```") == 0
-    assert score(env, task, "```\n8 / (3 - 8 / 3)\n```") == 1
-    env, task = game([8, 8, 3, 3], 24, "+-*")
-    assert score(env, task, "```\nNone\n```") == 1 == score(env, task, "```\nnone```")
-    assert score(env, task, "```\n8 / (3 - 8 / 3)\n```") == 0, "division is not allowed"
-    assert score(env, task, "None") == 0, "not in a code block"
-
-
-def test_trap_game_of_24_each_number_once():
-    env, task = game([1, 4, 9, 12], 24)
-    good = task.data["answer"]
-    for wrong in ("(9 - 4 + 1) * 12 / 3", "12 + 12", "24", f"{good} + 0", f"{good} = 24", ""):
-        assert score(env, task, f"```\n{wrong}\n```") == 0
-    assert score(env, task, f"```\n{good}\n```\n```\n12 + 12") == 1  # the second never closes
+def score_of(data, reply):
+    env = envs.make("logic", types=str(data["type"]), style=data.get("style", "chat"))
+    return score(env, envs.Task("t", "s", [], data), reply)
 
 
 @pytest.mark.parametrize("reply", [
     "```\n" + "no\n" * 8_000 + "```\nso\n```\nGOOD\n```", "```c++\nGOOD\n```", "````\nGOOD\n````",
     "``` python\r\nGOOD\r\n```\r\n", "Between ``` and ``` stands\n```\nGOOD\n```", "So: ```\nGOOD\n```",
     "so ```GOOD``` it is", "````\n``` is no end here\n````\n```\nGOOD\n```\nand ``` after it",
-    "  ```\n\tGOOD\n  ```"])
+    "  ```\n\tGOOD\n  ```", "```\nGOOD\n```\n```\n12 + 12"])  # the last one never closes
 def test_trap_code_blocks(reply):
-    env, task = game([1, 4, 9, 12], 24)
-    assert score(env, task, reply.replace("GOOD", task.data["answer"])) == 1
-    assert score(env, task, reply.replace("GOOD", "12 + 12")) == 0
-    assert score(env, task, reply.replace("GOOD", task.data["answer"]) + "\n```\n12 + 12\n```") == 0
-
-
-@pytest.mark.parametrize("operators", ["+-*/", "+-*", "+-"])
-def test_none_means_none_by_brute_force(operators):
-    rng = random.Random(5)
-    for _ in range(4):
-        numbers = [rng.randint(1, 15) for _ in range(4)]
-        values = all_values(list(map(Fraction, numbers)), operators, {})
-        for target in (24, 36, 48, 60, 72, 100):
-            assert (find_expression(numbers, target, operators, rng) is None) == (target not in values)
+    data, good = game([1, 4, 9, 12], 24), reply.replace("GOOD", "(9 - 1) * 12 / 4")
+    assert score_of(data, good) == 1 and score_of(data, reply.replace("GOOD", "12 + 12")) == 0
+    assert score_of(data, f"{good}\n```\n12 + 12\n```") == 0
 
 
 BRACKETS = {"pairs": ["()", "[]"], "answer": "([])"}
 SEND = {"type": 3, "words": ["SEND", "MORE", "MONEY"], "operators": ["+"],
         "digits": dict.fromkeys("SENDMORY"), "answer": "9567 + 1085 = 10652"}
 STEPS = {"type": 8, "sequence": "()", "trace": []}
+BLOCK, BOX = "```\nANSWER\n```", r"\boxed{ANSWER}"
 
 
 @pytest.mark.parametrize("data, form, right, wrong", [
@@ -481,22 +388,41 @@ STEPS = {"type": 8, "sequence": "()", "trace": []}
       "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652", "3712 + 0467 = 04179")),
     (SEND | {"style": "words"}, "S 9 E 5 N 6 D 7 M 1 O 0 ANSWER", ("R 8 Y 2",),
      ("R 8 Y 3", "R 8", "", "R 8 Y 2 Y 2", "R 8 Y 22")),
-    ({"type": 6, "statements": [], "answer": "A, C"}, r"\boxed{ANSWER}",
+    ({"type": 6, "statements": [], "answer": "A, C"}, BOX,
      ("A, C", "C,A", "A C", "AC", "A, C, A", r"\text{A, C}", "{A}, {C}", r"\{A, C\}", r"A,\ C",
       r"\left\{\text{A},\; \text{C}\right\}"),
      ("", "A", "A, B, C", "A, C, H", "a, c", "ABLE", "all", "none")),
-    (STEPS | {"answer": "3, 7"}, r"\boxed{ANSWER}",
+    (STEPS | {"answer": "3, 7"}, BOX,
      ("3, 7", "7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"\text{3, 7}", r"3,\ 7", r"\left\{3, 7\right\}"),
      ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7")),
-    (STEPS | {"answer": "none"}, r"\boxed{ANSWER}", ("none", "None", r"\text{none}", r"\mathrm{none}"),
+    (STEPS | {"answer": "none"}, BOX, ("none", "None", r"\text{none}", r"\mathrm{none}"),
      ("", r"\{\}", "3")),
+    # Game of 24: only 8 / (3 - 8 / 3), and without a division nothing.
+    (game([8, 8, 3, 3], 24, answer="8 / (3 - 8 / 3)"), BLOCK, ("8 / (3 - 8 / 3)", "8/(3-8/3)"),
+     ("None", "8 / (3 - 8 / 3) + 0", "8 / (3 - 8 / 3) = 24", "24", "8 + 8 + 8", "(8)(3)", "8 3", "")),
+    (game([8, 8, 3, 3], 24, "+-*"), BLOCK, ("None", "none"), ("8 / (3 - 8 / 3)",)),
+    (game([8, 8, 3, 3], 24, "+-*"), "ANSWER", (), ("None",)),
+    (game([7], 7), BLOCK, ("7", "((7))", "-" * 500 + "7"),
+     ("07", "7.0", "7 +", "abs(7)", "7 = 7", "(" * 100 + "7" + ")" * 100, "9" * 13, "7 / (7 - 7)")),
+    (game([1, 2, 3], -4), BLOCK, ("1 - 2 - 3", "-(3 + 2) + 1", "-3 - 2 + 1"), ("1 - (2 - 3)", "1 ** 2 - 3")),
+    (game([1] * 401, 401), BLOCK, (), ("1" + " + 1" * 400,)),
+    # Operation: within a millionth, in any form of a number.
+    ({"type": 2, "answer": "-7/2"}, BOX,
+     ("-7 / 2", r"\frac{7}{-2}", r"\frac{ -7 }{ 2 }", r"-\dfrac{7}{2}", "- 3.5", "−3.5", "-3.5000009"),
+     ("-3.500002", "3.5", "+-3.5", "-3,5", r"\frac{7}{0}", "7/0", r"\frac{7}{--2}", "nan", "", "+", ".",
+      "-3.5.", "-3.5\0", "9" * 10**6)),
+    ({"type": 2, "answer": "1234"}, BOX,
+     ("1,234.", "1{,}234", "1,234.00", "+1234", r"1\,234", r"\text{1234}", r"\text{1,234}"),
+     ("12,34", "1_234", "١٢٣٤", "0x4d2", "1234..", "1.234e3")),
+    ({"type": 2, "answer": "1/2"}, "ANSWER",
+     (r"\boxed{.5}", r"\boxed{1} and \boxed{\frac{1}{2}}", r"\boxed{.5} \boxed{2", r"} \boxed{.5}",
+      r"\boxed{\boxed{.5}}", r"$\boxed{0.5}$"),
+     ("", "0.5", r"\boxed{", r"\boxed .5", r"\boxed{" * 5000, r"\boxed{.5} \boxed{x}")),
 ])
 def test_trap_answers(data, form, right, wrong):
-    env = envs.make("logic", types=str(data["type"]), style=data.get("style", "chat"))
-    task = envs.Task("t", "s", [], data)
     for expected, answers in ((1, right), (0, wrong)):
         for answer in answers:
-            assert score(env, task, form.replace("ANSWER", answer)) == expected, answer
+            assert score_of(data, form.replace("ANSWER", answer)) == expected, answer
 
 
 def test_a_cryptarithm_has_the_solutions_that_it_has():

@@ -1,7 +1,4 @@
-"""tools/merge_adapter.py: what it writes is base + adapter, and what it refuses it names, leaving nothing.
-
-One test loads merged models in vLLM itself: pytest -m slow tests/test_merge_adapter.py
-"""
+"""tools/merge_adapter.py: what it writes is base + adapter, and what it refuses it names, leaving nothing."""
 
 import hashlib
 import importlib.util
@@ -9,8 +6,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -19,15 +14,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
-from tests.run_folders import command_line, slow_but
+from tests.run_folders import command_line, process, records, slow_but
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
@@ -80,12 +69,12 @@ def merge(tmp_path, capsys, *flags, adapter="adapter", out="merged"):
 
 
 @torch.no_grad()
-def logits(folder, adapter=None, tokens=TOKENS):
+def logits(folder, adapter=None):
     """In float64, of the weights as they are stored: what differs then differs in the weights."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     if adapter:
         model = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
-    return model.eval()(torch.as_tensor(tokens)).logits
+    return model.eval()(TOKENS).logits
 
 
 def tensors(folder):
@@ -120,20 +109,17 @@ def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-QWEN = dict(kind=Qwen2Config, max_window_layers=2)
 TIED = dict(tie_word_embeddings=True)
 SAVED_TIED = dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
 CASES = {  # of the base, of the adapter, modules that change
     "tied": (TIED, {}, 6),
-    "untied": ({}, dict(target_modules="all-linear"), 14),
+    "shards": (dict(shard="4KB"), dict(target_modules="all-linear"), 14),
     "biases": (dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
                dict(target_modules="all-linear", lora_bias=True), 14),
     "trained-biases": (dict(attention_bias=True), dict(bias="all"), 6),
-    "qwen2-tied": (QWEN | TIED, dict(target_modules="all-linear"), 14),
-    "shards": (dict(shard="4KB"), {}, 6),
-    "rslora": ({}, dict(use_rslora=True, lora_alpha=3), 6),
     "dora": (TIED, dict(use_dora=True), 6),
-    "ranks": ({}, dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, layers_to_transform=[1]), 3),
+    "ranks": ({}, dict(use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5},
+                       layers_to_transform=[1]), 3),
     "norms": (TIED, dict(modules_to_save=["norm"]), 11),
     "untied-head": ({}, dict(modules_to_save=["lm_head"], target_modules=["q_proj", "embed_tokens"]), 4),
     "both-ends": (TIED, SAVED_TIED, 8),
@@ -177,19 +163,23 @@ def test_a_bfloat16_base_gives_bfloat16_unless_dtype_says_float32(tmp_path, caps
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_trains_on(tmp_path, capsys):
+def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_vllm_samples_from_and_training_goes_on_with(
+        tmp_path, capsys):
+    """grpo_llm.py ends where vLLM's log-probabilities are not those of transformers."""
     flags = ["--iterations", 1, "--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4,
              "--eval-samples", 2, "--warmup-iterations", 0]
     assert command_line("grpo_llm.py", *flags, "--lora-rank", 4, "--learning-rate", 0.05,
                         "--run-dir", tmp_path / "run") == 0
     (tmp_path / "run" / "checkpoints" / "step_000001").rename(tmp_path / "adapter")
     shutil.copytree(TINY, tmp_path / "base")
+
     # Its base is models/countdown-tiny, which stands beside the repository's root wherever the tool is run.
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         report = merge(tmp_path, capsys)
     assert_merged(tmp_path, report)
     assert report["tokenizer"] == "adapter" and report["modules"] == 21
+
     merged = tmp_path / "merged"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (merged / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
@@ -198,7 +188,14 @@ def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_trains_on(tmp_path, capsy
         "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json"]
     assert len({path.stat().st_mode for path in merged.iterdir()}) == 1  # who may read one may read all
-    assert command_line("grpo_llm.py", *flags, "--model", merged, "--run-dir", tmp_path / "next") == 0
+
+    if not importlib.util.find_spec("vllm"):  # importing it takes its time
+        pytest.skip("vLLM is not installed")
+    environment = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
+    run = process("grpo_llm.py", *flags, "--model", merged, "--engine", "vllm", "--max-context-tokens", 320,
+                  "--run-dir", tmp_path / "next", env=environment)
+    output = run.communicate()[0]
+    assert run.returncode == 0 and records(tmp_path / "next")[-1]["mismatch/kl"] < 1e-6, output[-3000:]
 
 
 def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):
@@ -277,10 +274,6 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def drop(stored):
-    del stored["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
-
-
 def poison(stored):
     stored["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = float("nan")
 
@@ -288,8 +281,6 @@ def poison(stored):
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 BROKEN = {  # file, what is done to it, what is said
     "no-config": (CONFIG, Path.unlink, ["/adapter: there is no adapter_config.json"]),
-    "no-weights": (WEIGHTS, Path.unlink, ["/adapter: there is no adapter_model.safetensors"]),
-    "torn-config": (CONFIG, truncate, ["/adapter: its adapter_config.json cannot be read"]),
     "wrong-config": (CONFIG, lambda path: change_json(path, task_type="DANCE"), [
         "its adapter_config.json cannot be read", "DANCE"]),
     "torn-weights": (WEIGHTS, truncate, ["/adapter: its adapter_model.safetensors cannot be read"]),
@@ -298,9 +289,6 @@ BROKEN = {  # file, what is done to it, what is said
         "expected a LoRA adapter", "PROMPT_TUNING"]),
     "from-the-future": (CONFIG, lambda path: change_json(path, use_lora_squared=True, use_later=False), [
         "sets use_lora_squared, which is unknown to PEFT"]),
-    "missing-tensor": (WEIGHTS, lambda path: break_weights(path, drop), [
-        "/adapter does not fit", "/base", "LlamaForCausalLM",
-        "the adapter lacks model.layers.1.self_attn.q_proj.lora_B.weight"]),
     "nameless-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), [
         "/adapter: its adapter_config.json names no base; give --base-model"]),
     "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), [
@@ -350,7 +338,6 @@ MISFITS = {  # the base that the adapter was made on, the adapter, what is said 
         *TIES, "it would have 5,104 parameters, and the base has 4,512"]),
     "embedding": (TIED, dict(target_modules=["q_proj", "embed_tokens"]), [*TIES, "its logits would be"]),
     "both-twice": (TIED, dict(target_modules=["embed_tokens"], ensure_weight_tying=True), TIES),
-    "tokens-of-the-head": (TIED, dict(trainable_token_indices={"lm_head": [3, 9]}), TIES),
 }
 
 
@@ -403,53 +390,3 @@ def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(merge_adapter, "save", damaging)
     refused(tmp_path, capsys, "/merged: read again, its logits are off by", flags=flags)
-
-
-VLLM = """
-import gc, json, os, sys
-os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="WARNING")
-from vllm import LLM, SamplingParams
-ids, params = json.loads(sys.argv[1]), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-found = []
-for path in sys.argv[2:]:
-    llm = LLM(path, dtype="float32", max_model_len=256, enforce_eager=True, max_num_seqs=8,
-              kv_cache_memory_bytes=2**28, skip_tokenizer_init=True)
-    (done,) = llm.generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
-    found.append([next(iter(token.values())).logprob for token in done.prompt_logprobs[1:]])
-    del llm
-    gc.collect()
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_vllm_loads_merged_models(tmp_path):
-    """A checkpoint of grpo_llm.py, tied, and an untied base with biases: a prompt's log-probabilities there
-    are those of transformers with base + adapter.
-    """
-    if not importlib.util.find_spec("vllm"):  # importing it takes its time
-        pytest.skip("vLLM is not installed")
-    assert command_line("grpo_llm.py", "--iterations", 1, "--prompts-per-iteration", 4, "--eval-tasks", 4,
-                        "--lora-rank", 4, "--learning-rate", 0.05, "--warmup-iterations", 0,
-                        "--run-dir", tmp_path / "run") == 0
-    base = write_base(tmp_path / "base", head_dim=32, attention_bias=True, shard="8KB")
-    pairs = [(TINY, tmp_path / "run" / "checkpoints" / "step_000001"),
-             (base, write_adapter(tmp_path / "adapter", base, target_modules="all-linear"))]
-    merged = [tmp_path / f"merged{number}" for number in range(len(pairs))]
-    for (base, adapter), out in zip(pairs, merged, strict=True):
-        words = ["--adapter", str(adapter), "--base-model", str(base), "--output-dir", str(out)]
-        assert merge_adapter.main(words) == 0
-    command = [sys.executable, ROOT / "tools" / "merge_adapter.py", *words]  # there is one now
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    assert "expected a new folder" in json.loads(done.stderr)["error"]
-
-    ids = [1, *(3 + 7 * i % 30 for i in range(40))]
-    command = [sys.executable, "-c", VLLM, json.dumps(ids), *merged]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (base, adapter), found in zip(pairs, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        expected, plain = ((x.log_softmax(-1)[0, :-1].gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1))
-                           for x in (logits(base, adapter, [ids]), logits(base, tokens=[ids])))
-        torch.testing.assert_close(torch.tensor(found).double(), expected, rtol=0, atol=1e-4)
-        assert (plain - expected).abs().max() > 0.01

@@ -1,8 +1,6 @@
 """envs/mixture.py: the proportions, the turns, whose task it is, and training on it."""
 
 import collections
-import concurrent.futures
-import itertools
 
 import pytest
 
@@ -13,15 +11,6 @@ import sft
 from envs import BadInput, mixture
 from tests.run_folders import records, slow_but, train
 from tools.validate_train_log import validate
-
-SUMS = """
-import dataclasses
-from envs.countdown import Countdown
-
-class Sums(Countdown):
-    def task(self, split, index):
-        return dataclasses.replace(super().task(split, index), source="sums")
-"""
 
 
 class Few(envs.Env):
@@ -66,7 +55,7 @@ def test_training_tasks_come_by_weight_each_once_before_any_repeats_but_of_the_s
         assert sorted(task.source for task in tasks[start:start + 6]) == list("aaabcc")
 
 
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 5), repeat=3)))
+@pytest.mark.parametrize("sizes", [(1, 2, 5), (5, 1, 2), (2, 5, 5), (1, 1, 1)])
 def test_test_tasks_take_turns_until_all_have_come_once(sizes):
     env = mixed("a,b=4,c", **{name: (3, size) for name, size in zip("abc", sizes, strict=True)})
     tasks = [env.task("test", index) for index in range(env.num_tasks("test"))]
@@ -95,31 +84,13 @@ def test_words_are_known_where_all_know_theirs():
     assert mixture.Mixture("a,c", {}, lambda place: few[place]).vocabulary is None
 
 
-def test_many_threads_get_the_tasks_and_scores_of_one():
-    def score(env, index):
-        task = env.task("train", index)
-        episode = env.start(task, 3)
-        step = episode.step(env.solution(task) or "ACTION1")
-        episode.close()
-        return task, step.reward
-
-    one, other = (envs.make("countdown = 2, logic, arcagi3", **{"logic.types": "0, 6"}) for _ in range(2))
-    assert one.multi_turn
-    alone = [score(one, index) for index in range(40)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(score, [other] * 40, range(40))) == alone
-
-
 @pytest.mark.parametrize(("name", "options", "says"), [
     ("countdown = 2 , nothing", {}, "unknown environment 'nothing'"),
-    ("countdown,", {}, "different names"),
     ("countdown,countdown", {}, "different names"),
     ("countdown=0,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '0'"),
     ("countdown=²,tests/two_turn.py:TwoTurn", {}, "got '²'"),
-    ("countdown=,tests/two_turn.py:TwoTurn", {}, "got ''"),
     ("countdown=99999999999999999999,tests/two_turn.py:TwoTurn", {}, "weight of countdown"),
     ("countdown,tests/two_turn.py:TwoTurn", {"max_operands": "4"}, "NAME.OPTION.*countdown, TwoTurn"),
-    ("countdown,tests/two_turn.py:TwoTurn", {"count.max_operands": "4"}, "NAME.OPTION"),
     ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operand": "4"}, "did you mean 'max_operands'"),
 ])
 def test_what_cannot_be_mixed_is_one_line(name, options, says):
@@ -130,10 +101,10 @@ def test_what_cannot_be_mixed_is_one_line(name, options, says):
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), [sft, grpo_llm, ppo_llm]))
 def test_each_source_is_trained_and_evaluated_on_its_own(script, tmp_path):
-    (tmp_path / "sums.py").write_text(SUMS)
-    folder = train(script, tmp_path / "run", env=f"countdown=2,{tmp_path}/sums.py:Sums", eval_tasks=9,
-                   env_kwargs=("countdown.max_operands=3",))
+    folder = train(script, tmp_path / "run", env="countdown=2,tests/two_turn.py:TwoTurn",
+                   env_kwargs=("countdown.difficulty=true", "countdown.test_tasks=9", "TwoTurn.test_tasks=9"),
+                   **{"steps" if script is sft else "iterations": 2})
     assert validate(folder, strict=True)["ok"]
     for record in (records(folder)[0], records(folder)[-1]):
         measured = {name for name in record if name.startswith("val/") and name.endswith("greedy")}
-        assert measured == {"val/countdown/greedy", "val/sums/greedy"}
+        assert measured == {"val/countdown/3/greedy", "val/countdown/greedy"}

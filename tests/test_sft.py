@@ -1,4 +1,4 @@
-"""sft.py: the loss and its gradient in every cut of a batch, LoRA, validation, and runs on the CPU.
+"""sft.py: the loss and its gradient in every cut of a batch, a step replayed in float64, LoRA, validation.
 
 How rows of data become tokens is in test_sft_data.py.
 """
@@ -24,9 +24,8 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-    Qwen2Config,
-    Qwen3NextConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import envs
 import sft
@@ -42,7 +41,6 @@ from tests.run_folders import (
     slow_but,
     train,
 )
-from tools import merge_adapter
 from tools.validate_train_log import validate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of tied heads and Conv1D
@@ -63,16 +61,11 @@ def write_rows(tmp_path, rows=ROWS):
 
 KINDS = {  # each with attention or positions of its own
     "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {}),
     "mistral": (MistralConfig, dict(sliding_window=5)),
     "gpt2": (GPT2Config, dict(n_embd=16, n_head=4, n_layer=2)),
 }
-LEAKING = {  # a state that goes on from row to row, linear attention, a convolution
+LEAKING = {  # a state that goes on from row to row, a convolution
     "mamba": (MambaConfig, dict(state_size=4)),
-    "qwen3-next": (Qwen3NextConfig, dict(
-        layer_types=["linear_attention", "full_attention"], head_dim=4, linear_num_key_heads=2,
-        linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4, num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)),
     "lfm2": (Lfm2Config, dict(layer_types=["conv", "full_attention"])),
 }
 
@@ -108,9 +101,13 @@ def one_step(folder, **flags):
     train(sft, folder, **dict(steps=1, eval_every=0, eval_tasks=1, eval_samples=1,
                            checkpoint_every=1, warmup_steps=0) | flags)
     state = torch.load(folder / "checkpoints" / "step_000001" / "trainer_state.pt")["optimizer"]["state"]
-    rows = datasets.Dataset.from_file(str(folder / "data" / "train.arrow"))
     gradient = torch.cat([state[name]["exp_avg"].flatten().double() / 0.1 for name in sorted(state)])
-    return records(folder)[-1]["train/loss"], gradient, [(row["ids"], row["mask"]) for row in rows]
+    return records(folder)[-1]["train/loss"], gradient, rows_of(folder)
+
+
+def rows_of(folder):
+    rows = datasets.Dataset.from_file(str(folder / "data" / "train.arrow"))
+    return [(row["ids"], row["mask"]) for row in rows]
 
 
 def reference(model, rows):
@@ -171,6 +168,51 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
         assert_close(found, reference(model, rows), 1e-4)
 
 
+def checkpoint(folder, step):
+    """-> the model in float64, its trained weights, the state of the optimiser"""
+    place = folder / "checkpoints" / f"step_{step:06d}"
+    adapted = (place / "adapter_config.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(TINY if adapted else place)
+    model = peft.PeftModel.from_pretrained(model, place, is_trainable=True) if adapted else model
+    weights = {name: weight for name, weight in model.double().named_parameters() if weight.requires_grad}
+    return model, weights, torch.load(place / "trainer_state.pt")["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("case", [
+    dict(microbatch_tokens=20, weight_decay=3.0, beta2=0.7),
+    dict(lora_rank=2, learning_rate=1e-2, gradient_checkpointing=True)], ids=["small-passes", "lora"])
+def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
+    """Each step learns all rows, and the second one is held against the first one's checkpoint."""
+    flags = dict(steps=2, batch_size=len(ROWS), val_ratio=0.0, eval_every=0, checkpoint_every=1,
+                 warmup_steps=4, model=TINY, train_files=(write_rows(tmp_path),)) | case
+    folder = train(sft, tmp_path / "run", **flags)
+    args, record = sft.Args(**flags), records(folder)[-1]
+    rate = args.learning_rate * 2 / 4
+
+    model, weights, moments = checkpoint(folder, 1)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    optimizer = torch.optim.AdamW([dict(params=[weight], weight_decay=args.weight_decay * (weight.ndim > 1))
+                                   for weight in weights.values()], lr=rate, betas=(0.9, args.beta2))
+    for name, weight in weights.items():
+        optimizer.state[weight] = {key: x.double() if x.ndim else x for key, x in moments[name].items()}
+    loss, _ = reference(model, rows_of(folder))
+    norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+    optimizer.step()
+
+    def near(found, expected, tolerance):
+        one, other = (torch.cat([x[name].detach().double().flatten() for name in weights])
+                      for x in (found, expected))
+        assert (one - other).norm() < tolerance * other.norm()
+
+    _, after, moments = checkpoint(folder, 2)
+    for key in ("exp_avg", "exp_avg_sq"):
+        near({name: moments[name][key] for name in weights},
+             {name: optimizer.state[weight][key] for name, weight in weights.items()}, 1e-4)
+    near(*({name: x[name] - before[name] for name in weights} for x in (after, weights)), 2e-3)
+    found = [record[f"train/{name}"] for name in ("loss", "grad_norm", "learning_rate")]
+    assert found == pytest.approx([loss, norm.item(), rate], rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", slow_but(["mamba"], LEAKING))
 def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
     """The first rows are too long to share a packed row, and the later ones are not."""
@@ -186,15 +228,6 @@ def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
     assert said.startswith("--packing") and model in said and "\n" not in said
     assert not (tmp_path / "run" / "train_log.jsonl").read_bytes()
     train(sft, tmp_path / "run", **flags)  # without it, it learns
-
-
-def test_packed_rows_are_kept_apart_by_the_mask_alone(tmp_path, monkeypatch):
-    flags = dict(model=write_model(tmp_path / "model", "llama"), dtype="bfloat16", packing=True, steps=1,
-                 train_files=(write_rows(tmp_path),))
-    # It is the mask made of position_ids that keeps them apart.
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
-    with pytest.raises(envs.BadInput, match="--packing"):
-        train(sft, tmp_path / "leaking", **flags)
 
 
 @pytest.mark.parametrize("chunk_elements", [10**6, 4 * 50 + 7, 7])
@@ -227,40 +260,27 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
     assert chunks == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait for the backward pass
 
 
-DROPOUT = {"llama": dict(attention_dropout=0.5),
-           "gpt2": dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)}
-
-
-@pytest.mark.parametrize(("kind", "lora"), [("llama", 2), pytest.param("gpt2", 0, marks=pytest.mark.slow)])
-def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(kind, lora, tmp_path, monkeypatch):
-    """... with dropout in the model's configuration, which stays off."""
-    folder, runs, computed = write_model(tmp_path / "model", kind, **DROPOUT[kind]), [], []
-    layer = type(next(m for m in AutoModelForCausalLM.from_pretrained(folder).modules()
-                      if isinstance(m, torch.nn.Module) and type(m).__name__.endswith("MLP")))
-    forward = layer.forward
+def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(tmp_path, monkeypatch):
+    """... with dropout in the configuration, which stays off: a step's loss is val/loss before it."""
+    folder, runs, computed = write_model(tmp_path / "model", "llama", attention_dropout=0.5), [], []
+    forward = LlamaMLP.forward
 
     def counted(*given):
         computed.append(torch.is_grad_enabled())
         return forward(*given)
 
-    monkeypatch.setattr(layer, "forward", counted)
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    rows = (write_rows(tmp_path, ROWS[:3]),)
     for checkpointing in (False, True):
-        run = train(sft, tmp_path / str(checkpointing), model=folder, lora_rank=lora, packing=True,
-                    microbatch_tokens=130, gradient_checkpointing=checkpointing, steps=2,
-                    eval_tasks=1)
+        run = train(sft, tmp_path / str(checkpointing), model=folder, lora_rank=2, packing=True, batch_size=3,
+                    train_files=rows, val_files=rows, gradient_checkpointing=checkpointing, steps=2)
         runs.append((run, sum(computed), len(computed) - sum(computed)))
         computed.clear()
+
     (one, grad, others), (other, twice, the_same) = runs
-    assert twice == 2 * grad > 0 and the_same == others  # sampling is not computed again
+    assert twice == 2 * grad > 0 and the_same == others  # validation is not computed again
     same_end(one, other, "step_000002")
-
-
-def test_a_model_with_dropout_is_trained_without(tmp_path):
-    folder = write_model(tmp_path / "model", "gpt2", **DROPOUT["gpt2"])
-    rows = (write_rows(tmp_path, ROWS[:2]),)
-    run = train(sft, tmp_path / "run", model=folder, train_files=rows, val_files=rows, batch_size=2, steps=1,
-                eval_every=0, checkpoint_every=1)
-    before, after = records(run)
+    before, after, _ = records(one)
     assert after["train/loss"] == pytest.approx(before["val/loss"], rel=1e-6)
 
 
@@ -299,7 +319,7 @@ def adapting(tmp_path_factory):
     return flags, folder, f"{folder}-model"
 
 
-def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_and_merges_it(adapting, tmp_path, capsys):
+def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_it(adapting):
     flags, folder, out = adapting
     adapter = load_file(f"{out}/adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 3 and all("lora_" in name for name in adapter)
@@ -313,14 +333,10 @@ def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_and_merges_it(a
     assert flags["model"] in Path(out, "README.md").read_text()
 
     ids = AutoTokenizer.from_pretrained(out)("<bos> 6 18 14 -> 38 : 18 + 14", return_tensors="pt").input_ids
-    merge_adapter.main(["--adapter", out, "--output-dir", str(tmp_path / "merged")])
-    assert json.loads(capsys.readouterr().out)["modules"] == 7 * 3
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(flags["model"])(ids).logits
         loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     assert (loaded - base).abs().max() > 0.1
-    torch.testing.assert_close(merged, loaded, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_is_gone_on_from(adapting, tmp_path):
@@ -371,19 +387,19 @@ def checkpoints(folder):
     return steps, json.loads((folder / "checkpoints" / "state.json").read_text())
 
 
-@pytest.mark.parametrize("keep", slow_but([2], [2, 1, 0]))
-def test_the_best_checkpoint_is_named_and_kept(keep, overfitting, tmp_path):
-    folder = train(sft, tmp_path / "run", keep_checkpoints=keep, **overfitting)
+def test_the_best_checkpoint_is_named_and_kept(overfitting, tmp_path):
+    folder = train(sft, tmp_path / "run", **overfitting)
     losses = [record["val/loss"] for record in records(folder)]
     best = losses.index(min(losses))
     assert best == 7 and losses[7] < losses[14] - 0.3 and losses[7] < losses[0] - 1
-    steps, named = checkpoints(folder)
-    assert steps == {1: [7, 14], 2: [7, 12, 14], 0: [*range(1, 9), 10, 12, 14]}[keep]
-    assert named == {"last": "step_000014", "best": "step_000007"}
-    if keep != 1:  # a run that goes on from step 12 knows of it
-        killed = train(sft, killed_after(folder, tmp_path / "killed", 12), keep_checkpoints=keep,
-                       **overfitting | dict(output_dir=f"{folder}-model"))
-        assert checkpoints(killed) == (steps, named)
+    named = {"last": "step_000014", "best": "step_000007"}
+    assert checkpoints(folder) == ([7, 12, 14], named)
+
+    # A run that goes on from step 12 knows of it.
+    killed = train(sft, killed_after(folder, tmp_path / "killed", 12),
+                   **overfitting | dict(output_dir=f"{folder}-model"))
+    assert checkpoints(killed) == ([7, 12, 14], named)
+
     again = train(sft, tmp_path / "again", **overfitting | dict(
         model=str(folder / "checkpoints" / "step_000007"), steps=1, learning_rate=0.1, warmup_steps=0))
     assert records(again)[0]["val/loss"] == pytest.approx(losses[7], rel=1e-6)
@@ -503,3 +519,68 @@ def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
     assert sft.Args().env_options == ("skill=mixed",) == sft.Args(env_kwargs=("skill=mixed",)).env_options
     assert sft.Args(env="logic").env_options == () == sft.Args(env_kwargs=()).env_options
     assert sft.Args(env="logic", env_kwargs=("types=sudoku",)).env_options == ("types=sudoku",)
+
+
+def test_a_run_goes_on_between_two_records(tmp_path):
+    """The record after the checkpoint of step 3 speaks of that step, too."""
+    flags = dict(model=TINY, train_files=(write_rows(tmp_path),), steps=4, batch_size=2, eval_every=0,
+                 log_every=4, checkpoint_every=1, keep_checkpoints=0, output_dir=str(tmp_path / "model"))
+    whole = train(sft, tmp_path / "whole", **flags)
+    halves = train(sft, killed_after(whole, tmp_path / "halves", 3), **flags)
+    same_end(whole, halves)
+    each = records(train(sft, tmp_path / "each", **flags | dict(log_every=1)))[1:]
+    mean = sum(record["train/loss"] for record in each) / 4
+    assert records(whole)[-1]["train/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("what", ["template", "rows"])
+def test_a_run_does_not_go_on_with_another_template_or_file(what, tmp_path):
+    template, rows = tmp_path / "template.jinja", write_rows(tmp_path)
+    template.write_text(AutoTokenizer.from_pretrained(TINY).chat_template)
+    flags = dict(model=TINY, train_files=(rows,), chat_template=str(template), steps=1, eval_every=0)
+    folder = train(sft, tmp_path / "run", **flags)
+    with open(template if what == "template" else rows, "a") as file:
+        file.write("\n")
+    with pytest.raises(envs.BadInput, match="the source changed"):
+        train(sft, folder, **flags)
+
+
+def test_accuracy_is_that_of_replies_that_end_and_greedy_ones_are_transformers(tmp_path):
+    """A reply of three numbers has 8 tokens and its eos."""
+    options, found = ("test_tasks=16", "min_operands=3", "max_operands=3"), {}
+    env, expected = envs.make("countdown", **envs.parse_options(options)), []
+    model, tokenizer = (kind.from_pretrained(TINY) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for index in range(16):
+        task = env.task("test", index)
+        prompt = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, return_tensors="pt")
+        ids = model.generate(prompt.input_ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[0]
+        text = tokenizer.decode(ids[prompt.input_ids.shape[1]:], skip_special_tokens=True)
+        expected.append(env.start(task, 1).step(text).info["correct"])
+    for limit in (8, 9):
+        folder = train(sft, tmp_path / f"{limit}", model=TINY, steps=1, env_kwargs=("skill=mixed", *options),
+                       eval_tasks=16, eval_samples=2, eval_every=0, max_response_tokens=limit)
+        start = records(folder)[0]
+        found[limit] = [start[f"val/countdown/{name}"] for name in ("greedy", "pass@1", "pass@2")]
+    assert found[8] == [0, 0, 0]
+    assert 0.2 < found[9][0] == sum(expected) / 16 < 1 and 0 < found[9][1] < found[9][2] <= 2 * found[9][1]
+
+
+def test_a_conversation_is_cut_only_where_it_does_not_fit():
+    """Words of one token each: the start has 3, a reply 3 with its eos, what is said to it 3."""
+    tokenizer = sft.new_tokenizer(["hi", "a", ":", *"1234"])
+    messages = [dict(role="user", content="hi")]
+    for number in "1234":
+        messages += [dict(role="assistant", content=f"a {number}"), dict(role="user", content=f"hi {number}")]
+
+    def rows(most):
+        found = sft.encode_demonstration(messages[:-1], 1, tokenizer, sft.Args(max_length=most))
+        return [f"{tokenizer.decode(ids)} {sum(mask)}" for ids, mask in found]
+
+    a, b, c, d = "<bos> hi : a 1 <eos>", " hi 1 : a 2 <eos>", " hi 2 : a 3 <eos>", " hi 3 : a 4 <eos>"
+    after_a, after_b = (f"<bos> hi : a {number} <eos>" for number in "23")
+    for most in (24, 100):
+        assert rows(most) == [f"{a}{b}{c}{d} 12"]
+    for most in (18, 23):  # the last reply stands after the two turns before it
+        assert rows(most) == [f"{a}{b}{c} 9", f"{after_a}{c}{d} 3"]
+    for most in (12, 17):
+        assert rows(most) == [f"{a}{b} 6", f"{after_a}{c} 3", f"{after_b}{d} 3"]
