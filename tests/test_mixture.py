@@ -101,8 +101,8 @@ def test_what_cannot_be_mixed_is_one_line(name, options, says):
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), [sft, grpo_llm, ppo_llm]))
 def test_each_source_is_trained_and_evaluated_on_its_own(script, tmp_path):
-    folder = train(script, tmp_path / "run", env="countdown=2,tests/two_turn.py:TwoTurn",
-                   env_kwargs=("countdown.difficulty=true", "countdown.test_tasks=9", "TwoTurn.test_tasks=9"),
+    folder = train(script, tmp_path / "run", env="countdown=2,envs/countdown.py:Countdown",
+                   env_kwargs=("countdown.difficulty=1", "countdown.test_tasks=9", "Countdown.test_tasks=9"),
                    **{"steps" if script is sft else "iterations": 2})
     assert validate(folder, strict=True)["ok"]
     for record in (records(folder)[0], records(folder)[-1]):
