@@ -69,12 +69,16 @@ class Config:
     min_operands: int = 3
     max_operands: int = 3
     max_number: int = 20
+    min_target: int = 1
     max_target: int = 60
     max_intermediate: int = 99  # compact only: results of steps are integers 0..max_intermediate
     operators: str = "+-"
     style: Literal["compact", "r1", "plain"] = "compact"
-    trace: Literal["solution", "search"] = "solution"  # what `solution` writes before the answer
+    draw: Literal["game", "uniform"] = "game"  # uniform: a target and numbers until they make it
+    held_out: Literal["problems", "parts"] = "problems"  # parts: targets, and sets of numbers
+    trace: Literal["solution", "search", "tries"] = "solution"  # what `solution` writes before the answer
     max_trace_steps: int = 64  # steps in dead ends that a search trace may hold
+    good_tries: float = 0.0  # tries only: share of the tries that are drawn from those that succeed
     skill: Literal["solver", "mixed"] = "solver"  # mixed: novices' games and random solutions, for SFT
     novice_share: float = 0.7
     difficulty: bool = False  # sources countdown/3, countdown/4, ... by operand count
@@ -98,12 +102,19 @@ class Config:
             top, why = self.max_intermediate, " (max_intermediate, in style=compact)"
         check(1 <= self.max_number <= top, "max_number", f"1 to {top}{why}")
         check(1 <= self.max_target <= top, "max_target", f"1 to {top}{why}")
+        check(1 <= self.min_target <= self.max_target, "min_target", f"1 to max_target ({self.max_target})")
+        check(self.draw == "game" or self.max_operands <= 4, "draw",
+              "game, where max_operands is over 4 (it takes long to see that numbers do not make a target)")
         check(self.operators and set(self.operators) <= set("+-*/")
               and len(set(self.operators)) == len(self.operators), "operators", "distinct ones of + - * /")
         check(0 <= self.max_trace_steps <= 10_000, "max_trace_steps", "0 to 10000")
         check(0 <= self.novice_share <= 1, "novice_share", "0 to 1")
+        check(0 <= self.good_tries <= 1, "good_tries", "0 to 1")
         check(self.skill == "solver" or self.trace == "solution", "skill",
-              "solver together with trace=search (a novice does not search)")
+              f"solver together with trace={self.trace} (a novice does not search)")
+        four = self.min_operands == self.max_operands == 4
+        check(self.trace != "tries" or four and self.style == "compact", "trace",
+              "tries only together with style=compact min_operands=4 max_operands=4")
         check(self.train_tasks >= 1, "train_tasks", "1 or more")
         check(self.test_tasks >= 1, "test_tasks", "1 or more")
 
@@ -158,6 +169,8 @@ class Countdown(Env):
         else:
             nums, target = self._train_problem(index)
         source = f"countdown/{len(nums)}" if self.config.difficulty else "countdown"
+        if split == "test" and self.config.held_out == "parts" and not self._rows:
+            source += "/new_target" if is_test([], target) else "/new_numbers"
         return Task(f"countdown-{split}-{index}", source, self._prompt(nums, target),
                     {"nums": list(nums), "target": target})
 
@@ -181,6 +194,12 @@ class Countdown(Env):
         best = solve(nums, target, self._rules)
         if best is None or self.config.trace == "solution":
             return best and self._reply(nums, steps_of(best), best)
+        if self.config.trace == "tries" and len(nums) == 4:  # rows of data may have others
+            rng = random.Random(f"{self.config.seed} tries {task.id}").random
+            tries, steps = search_by_tries(nums, target, self._game_rules, self.config.good_tries, rng)
+            return f"{compact_tries(tries)} | {compact_steps(steps)}"
+        if self.config.trace == "tries":
+            return self._reply(nums, steps_of(best))
         rng, room = random.Random(f"{self.config.seed} trace {task.id}").random, self.config.max_trace_steps
         stream, steps = search_stream(nums, target, steps_of(best), self._game_rules, room, rng)
         return self._reply(nums, steps, stream=stream)
@@ -207,16 +226,34 @@ class Countdown(Env):
     def _random_problem(self, rng) -> tuple[list[int], int] | None:
         """A random game on random numbers, whose result is the target (None: not admitted by the options)."""
         config = self.config
+        if config.draw == "uniform":
+            return self._uniform_problem(rng)
         count = config.min_operands + int(rng() * (config.max_operands - config.min_operands + 1))
         nums = [1 + int(rng() * config.max_number) for _ in range(count)]
         steps = random_game(nums, self._game_rules, rng)
-        return (nums, steps[-1][3]) if steps and 1 <= steps[-1][3] <= config.max_target else None
+        admitted = steps and config.min_target <= steps[-1][3] <= config.max_target
+        return (nums, steps[-1][3]) if admitted else None
+
+    def _uniform_problem(self, rng) -> tuple[list[int], int] | None:
+        """A random target, and random numbers, drawn again until they make it in whole numbers of any size.
+
+        None if they do not within max_intermediate: the problems within it are drawn, each as often as the
+        others.
+        """
+        config, unlimited = self.config, self._game_rules._replace(limit=math.inf)
+        count = config.min_operands + int(rng() * (config.max_operands - config.min_operands + 1))
+        target = config.min_target + int(rng() * (config.max_target - config.min_target + 1))
+        for _ in range(GAMES):
+            nums = [1 + int(rng() * config.max_number) for _ in range(count)]
+            if makes(nums, target, unlimited):
+                return (nums, target) if makes(nums, target, self._game_rules) else None
+        return None
 
     def _train_problem(self, index) -> tuple[list[int], int]:
         rng = random.Random(f"{self.config.seed} train {index}").random
         for _ in range(GAMES):
             problem = self._random_problem(rng)
-            if problem and not is_test(*problem):
+            if problem and not self._is_test(*problem):
                 return problem
         raise self._no_problem("train", GAMES)
 
@@ -228,7 +265,7 @@ class Countdown(Env):
             found = {}  # (*sorted numbers, target) -> problem
             for _ in range(games):
                 problem = self._random_problem(rng)
-                if problem and is_test(*problem):
+                if problem and self._is_test(*problem):
                     found.setdefault((*sorted(problem[0]), problem[1]), problem)
                     if len(found) == self.config.test_tasks:
                         break
@@ -237,8 +274,14 @@ class Countdown(Env):
             self._test = list(found.values())
         return self._test
 
+    def _is_test(self, nums, target):
+        if self.config.held_out == "problems":
+            return is_test(nums, target)
+        return is_test([], target) or is_test(nums, "")
+
     def _no_problem(self, split, games):
-        names = ("min_operands", "max_operands", "max_number", "max_target", "operators", "style")
+        names = ("min_operands", "max_operands", "max_number", "min_target", "max_target", "operators",
+                 "style")
         options = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
         return BadInput(f"environment countdown: options {options}: expected a {split} problem among {games} "
                         "random games, found none")
@@ -266,7 +309,10 @@ class Countdown(Env):
 # ---- Splits
 
 def is_test(nums, target) -> bool:
-    """Whether the problem belongs to the test split: a property of the problem, the numbers in any order."""
+    """Whether the problem belongs to the test split: a property of the problem, the numbers in any order.
+
+    With [] for the numbers, or "" for the target, whether problems with such a target or such numbers do.
+    """
     return zlib.crc32(f"{','.join(map(str, sorted(nums)))}->{target}".encode()) % TEST_SHARE == 0
 
 
@@ -572,6 +618,63 @@ def tried(stream) -> int:
     return sum(item is not None for item in stream)
 
 
+# ---- Tries: a first step, and all that the three numbers after it give
+
+def gives(x, y, target, operators) -> bool:
+    """Whether one step on two numbers gives the target."""
+    return ("+" in operators and x + y == target or "-" in operators and abs(x - y) == target
+            or "*" in operators and x * y == target
+            or "/" in operators and (y > 0 and x == y * target or x > 0 and y == x * target))
+
+
+def makes(nums, target, rules) -> bool:
+    """Whether the numbers, two or more, make the target with no step outside the rules."""
+    if len(nums) == 2:
+        return gives(*nums, target, rules.operators)
+    for i, j in pairs(len(nums)):
+        rest = [n for k, n in enumerate(nums) if k != i and k != j]
+        for step in results(nums[i], nums[j], rules):
+            if makes([*rest, step[3]], target, rules):
+                return True
+    return False
+
+
+def attempt(first, pool, target, rules) -> tuple[list, list | None]:
+    """(table, steps) of a first step and the three numbers after it.
+
+    The table has a row for each number left aside: the number, and the results of the steps on the other two.
+    It ends at the first result that gives the target with the number left aside; the steps are that solution.
+    """
+    table = []
+    for k, aside in enumerate(pool):
+        table.append(row := [aside])
+        for second in results(*pool[:k], *pool[k + 1:], rules):
+            row.append(second[3])
+            for last in results(second[3], aside, rules):
+                if last[3] == target:
+                    return table, [first, second, last]
+    return table, None
+
+
+def search_by_tries(nums, target, rules, good, rng) -> tuple[list, list]:
+    """Tries in random order until one succeeds: ([(first step, table), ...], the steps of the solution).
+
+    A share `good` of the tries is drawn from those that will succeed. With 0 the search is blind: nothing in
+    it is known beforehand.
+    """
+    found = {first: attempt(first, pool, target, rules) for first, pool in moves(nums, rules)}
+    left, winners = list(found), [first for first, (_, steps) in found.items() if steps]
+    tries = []
+    while True:
+        among = winners if rng() < good else left
+        first = among[int(rng() * len(among))]
+        left.remove(first)
+        table, steps = found[first]
+        tries.append((first, table))
+        if steps:
+            return tries, steps
+
+
 # ---- Steps as text
 
 def compact_step(step) -> str:
@@ -589,6 +692,12 @@ def compact_stream(stream) -> str:
     for before, item in zip([None, *stream], stream, strict=False):
         text += ("; " if before and item else " ") + (compact_step(item[0]) if item else "x")
     return text.lstrip()
+
+
+def compact_tries(tries) -> str:
+    """A first step, then the rows of its table one after the other."""
+    return "; ".join(" ".join(map(str, [compact_step(first), *itertools.chain(*table)]))
+                     for first, table in tries)
 
 
 def chat_stream(stream, target) -> str:

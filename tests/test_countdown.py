@@ -22,6 +22,7 @@ from envs import countdown
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT = {"style": "r1", "operators": "+-*/"}
+TRIES = {"min_operands": 4, "max_operands": 4, "operators": "+-*/", "trace": "tries", "draw": "uniform"}
 
 
 def score(env, reply, nums, target):
@@ -64,6 +65,7 @@ def holds(style, reply, nums, target, limit=99):
     (100, {"skill": "mixed", "novice_share": 0, "max_operands": 4, "operators": "+-*/"}),
     (100, {**CHAT, "min_operands": 2, "max_operands": 4, "trace": "search"}),
     (50, {"style": "plain", "max_operands": 4}),
+    (100, {**TRIES, "max_number": 99, "min_target": 90, "max_target": 99}),
     (5, {"min_operands": 6, "max_operands": 6, "operators": "+-*/", "trace": "search"}),
     pytest.param(700, {**CHAT, "min_operands": 4, "max_operands": 4, "max_number": 99, "max_target": 99},
                  marks=pytest.mark.slow),
@@ -75,7 +77,8 @@ def test_solutions_are_right_by_other_means(count, options):
         task = env.task("train", k)
         nums, target = task.data["nums"], task.data["target"]
         assert env.config.min_operands <= len(nums) <= env.config.max_operands
-        assert all(1 <= n <= env.config.max_number for n in nums) and 1 <= target <= env.config.max_target
+        assert all(1 <= n <= env.config.max_number for n in nums) and (
+            env.config.min_target <= target <= env.config.max_target)
         reply = env.solution(task)
         assert env.start(task, 0).step(reply).info == {"correct": 1.0, "format": 1.0, "score": 1.0}, reply
         assert holds(style, reply, nums, target), reply
@@ -115,6 +118,24 @@ def test_the_test_split_is_as_large_as_there_are_problems():
     expected = {p for p in universe if countdown.is_test(p[:2], p[2])}
     assert {problem(small.task("test", k)) for k in range(small.num_tasks("test"))} == expected
     assert 0 < len(expected) < 512
+
+
+def test_held_out_parts_are_targets_and_sets_of_numbers():
+    env = envs.make("countdown", held_out="parts", max_number=8, max_target=20, test_tasks=200)
+    train = [problem(env.task("train", k)) for k in range(3000)]
+    tests = collections.defaultdict(list)
+    for k in range(env.num_tasks("test")):
+        tests[env.task("test", k).source].append(problem(env.task("test", k)))
+    assert sorted(tests) == ["countdown/new_numbers", "countdown/new_target"]
+    assert not {p[-1] for p in train} & {p[-1] for p in tests["countdown/new_target"]}
+    assert not {p[:-1] for p in train} & {p[:-1] for p in tests["countdown/new_numbers"]}
+    assert {p[-1] for p in tests["countdown/new_numbers"]} <= {p[-1] for p in train}
+
+
+def test_uniform_draws_make_every_target_as_likely():
+    env = envs.make("countdown", draw="uniform", max_operands=4, min_target=20, max_target=59)
+    targets = collections.Counter(env.task("train", k).data["target"] for k in range(4000))
+    assert set(targets) == set(range(20, 60)) and max(targets.values()) < 2 * min(targets.values())
 
 
 # ---- The verifier
@@ -295,6 +316,7 @@ def test_solver_in_whole_numbers(nums, operators, limit):
     for target in range(-3, limit + 20):
         node = countdown.solve(nums, target, rules)
         assert (node is not None) == (target in reachable), target
+        assert not 0 <= target <= limit or countdown.makes(nums, target, rules) == (target in reachable)
         if node:
             steps = countdown.steps_of(node)
             assert all(0 <= step[3] <= limit and type(step[3]) is int for step in steps)
@@ -386,6 +408,33 @@ def test_compact_traces_are_searches_in_the_vocabulary(options):
         total, longest = total + count, max(longest, tried)
     assert (total == 0) == (env.config.max_trace_steps == 0)
     assert longest >= 12 or env.config.max_trace_steps == 0
+
+
+@pytest.mark.parametrize("good", [0, 0.5, 1])
+def test_tries_tell_all_that_a_first_step_leaves_until_one_succeeds(good):
+    env, count = envs.make("countdown", good_tries=good, max_number=40, **TRIES), 0
+    tasks = [task for task in (env.task("train", k) for k in range(80)) if len({*task.data["nums"]}) == 4]
+    for task in tasks:
+        nums, target, reply = *task.data.values(), env.solution(task)
+        elided = reply.replace(" =", "").replace(";", "")
+        assert set(elided.split()) <= set(env.vocabulary)
+        tries, answer = reply.split(" | ")
+        tries = tries.split("; ")
+        count += len(tries)
+        assert tries[-1].startswith(answer.split(";")[0])
+        assert len({text.split(" = ")[0] for text in tries}) == len(tries)
+        for text in tries:
+            (a, op, b, _, result), written = text.split()[:5], [int(word) for word in text.split()[5:]]
+            assert value_of(f"{a} {op} {b}") == int(result)
+            expected, pool = [], [n for n in nums if n not in (int(a), int(b))] + [int(result)]
+            for aside in range(3):
+                x, y = sorted(pool[:aside] + pool[aside + 1:], reverse=True)
+                values = [value_of(f"{x} {op} {y}") for op in "+-*/"] + [value_of(f"{y} / {x}")] * (x != y)
+                expected += [pool[aside], *(v for v in values if v is not None and v == int(v) <= 99)]
+            wins = target in games(pool, "+-*/", 99)
+            assert wins == (text == tries[-1])
+            assert written == expected[:len(written)] and (wins or len(written) == len(expected))
+    assert count == len(tasks) if good == 1 else count > 1.3 * len(tasks)
 
 
 def test_vocabulary_covers_prompts_and_replies():
@@ -488,6 +537,8 @@ def test_a_file_of_too_few_problems_is_refused(rows, expected, tmp_path):
     ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"operators": "++"}, "operators"),
     ({"style": "chat"}, "expected one of compact, r1, plain"), ({"novice_share": "nan"}, "novice_share"),
     ({"difficulty": "maybe"}, "expected bool"), ({"skill": "mixed", "trace": "search"}, "expected solver"),
+    ({"min_target": 61}, "min_target"), ({"draw": "uniform", "max_operands": 5}, "draw: expected game"),
+    ({"good_tries": 2}, "good_tries"), ({"trace": "tries"}, "trace: expected tries only together with"),
     ({"operators": "+", "max_number": 20, "max_target": 2}, "expected a train problem"),
 ])
 def test_bad_options_are_named(options, expected):
@@ -518,6 +569,6 @@ def test_the_page_tells_every_option_and_its_default():
 def test_the_replies_on_the_page_are_right():
     page = (ROOT / "docs" / "countdown.md").read_text()
     pairs = re.findall(r"    user +([\d ]+) -> (\d+)\n    assistant +(.+)\n", page)
-    assert len(pairs) == 2
+    assert len(pairs) == 3
     for nums, target, reply in pairs:
         assert score(envs.make("countdown"), reply, map(int, nums.split()), int(target)) == (1, 1, 1.0)
