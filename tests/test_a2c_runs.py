@@ -101,18 +101,8 @@ def receipt_of(folder):
     return told, path
 
 
-def check_evidence(path, num_steps=4):
-    """The last frames of four environments, their last actions and distances."""
-    pictures = [Image.open(file) for file in sorted(path.glob("*.png"))]
-    assert [picture.size for picture in pictures] == [(80, 72)] * 4
-    assert all(set(np.unique(picture)) <= {0, 85, 170, 255} and np.ptp(picture) for picture in pictures)
-    told = json.loads((path / "batch.json").read_text())
-    actions, dist, rewards = (np.array(told[name]) for name in ("actions", "dist", "rewards"))
-    assert actions.shape == dist.shape == rewards.shape == (num_steps, 4)
-    assert actions.min() >= 0 and actions.max() < 8 and 0 < dist.max() <= 1
-
-
 def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
+    """The last frames of four environments, their last actions and distances."""
     loss, calls = a2c.a2c_loss, []
 
     def interrupted(*given):
@@ -126,7 +116,14 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
         train(a2c, tmp_path / "run")
     told, path = receipt_of(tmp_path / "run")
     assert told["iteration"] == 2 and told["type"] == "KeyboardInterrupt"
-    check_evidence(path)
+
+    pictures = [Image.open(file) for file in sorted(path.glob("*.png"))]
+    assert [picture.size for picture in pictures] == [(80, 72)] * 4
+    assert all(set(np.unique(picture)) <= {0, 85, 170, 255} and np.ptp(picture) for picture in pictures)
+    told = json.loads((path / "batch.json").read_text())
+    actions, dist, rewards = (np.array(told[name]) for name in ("actions", "dist", "rewards"))
+    assert actions.shape == dist.shape == rewards.shape == (4, 4)
+    assert actions.min() >= 0 and actions.max() < 8 and 0 < dist.max() <= 1
 
 
 def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):

@@ -3,11 +3,9 @@
 import concurrent.futures
 import contextlib
 import functools
-import http.server
 import json
-import random
 import re
-import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -28,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SESSION = str(ROOT / "envs" / "arcagi3" / "session.json")
 KINDS = sorted(games.GAMES)
 SHORT = dict(style="short", downsample="8")
+NOBODY = dict(root_url="http://127.0.0.1:1")  # where no server is
 
 
 @contextlib.contextmanager
@@ -51,27 +50,19 @@ def connect(server, key="", **options):
     return HttpTransport(server.url, key, **options)
 
 
-def make(**options):
-    """The games of a server that is not there, unless the options name another or a recording."""
-    place = {} if {"root_url", "session"} & set(options) else {"root_url": "http://127.0.0.1:1"}
-    return envs.make("arcagi3", **place, **options)
-
-
-def offline(**options):
-    return envs.make("arcagi3", **options)
+make = functools.partial(envs.make, "arcagi3")
 
 
 def one_game(game_id, **options):
-    """(environment, task) of one of our own games in this process"""
-    env = offline(game_ids=game_id, test_ids="none", **options)
+    """(environment, task) of one game: of our own in this process, or of the server at root_url"""
+    env = make(game_ids=game_id, test_ids="none", **options)
     return env, env.task("train", 0)
 
 
 def over_http(server, game_id, key="", transport=None, **options):
-    """(environment, task) of a game of a server"""
-    env = make(root_url=server.url, game_ids=game_id, test_ids="none", **options)
+    env, task = one_game(game_id, root_url=server.url, **options)
     env.make_transport = transport or (lambda: connect(server, key))
-    return env, env.task("train", 0)
+    return env, task
 
 
 def run(env, task, replies=None):
@@ -91,21 +82,21 @@ def run(env, task, replies=None):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("options", [{}, SHORT], ids=["chat", "short"])
-def test_solutions_score_full_marks_and_corrupted_ones_do_not(name, options):
-    env = offline(game_ids=name, **options)
-    for index in range(3):
-        task = env.task("test", index)
+def test_solutions_score_full_marks_and_corrupted_ones_do_not(name):
+    for index, options in enumerate(({}, SHORT, SHORT | dict(levels=1))):
+        env = make(game_ids=name, **options)
+        task, levels = env.task("test", index), env.config.levels
         steps = run(env, task)
         assert [step.terminated for step in steps] == [False] * (len(steps) - 1) + [True]
-        assert sum(step.reward for step in steps) == 3 and steps[-1].messages == []
+        assert sum(step.reward for step in steps) == levels and steps[-1].messages == []
+
         info = steps[-1].info
-        assert info["correct"] == info["progress"] == 1 and info["score"] == 3 and info["state"] == "WIN"
+        assert info["correct"] == info["progress"] == 1 and info["state"] == "WIN" and info["score"] == levels
         assert info["actions_taken"] == len(steps) and not info["invalid"] + info["errors"] + info["error"]
-        assert env.solution(task) is None  # no one reply wins
-        lacking = env.replies(task)
-        del lacking[index % len(lacking)]
-        assert run(env, task, lacking)[-1].info["correct"] == 0
+        assert run(env, task, env.replies(task)[1:])[-1].info["correct"] == 0
+
+    whole = make(game_ids=name, **SHORT)  # a game of fewer levels begins with the same ones
+    assert whole.replies(whole.task("test", index))[:len(steps)] == env.replies(task)
 
 
 @pytest.mark.slow
@@ -155,17 +146,6 @@ def test_collect_a_wrong_item_spoils_until_undone():
     assert not game.spoiled and list(game.items) == list(order)
 
 
-def test_reset_begins_the_level_and_twice_the_game():
-    game = games.new_game("maze-3")
-    first = game.frame()
-    for step in game.solve(game.level):
-        game.act(*step)
-    second = game.frame()
-    game.act(*game.solution()[-1])
-    assert game.completed == 1 and game.reset() is False and game.frame() == second
-    assert game.reset() is True and game.completed == 0 and game.frame() == first
-
-
 # ---- Tasks
 
 
@@ -180,50 +160,43 @@ def test_no_test_game_looks_like_a_train_game_from_afar():
 
 
 def test_games_of_a_list_are_split_by_their_ids_without_network():
-    def transport():
-        raise AssertionError("nothing may be asked for")
+    def games_of(**options):
+        env = make(**options, **NOBODY)
+        return {split: {env.task(split, k).data["game_id"] for k in range(env.num_tasks(split))}
+                for split in env.splits}
 
     ids = [f"g{k}-abc" for k in range(40)]
-    env = make(game_ids=",".join(ids))
-    env.make_transport = transport
-    found = {split: [env.task(split, k) for k in range(env.num_tasks(split))] for split in env.splits}
-    names = {split: {task.data["game_id"] for task in tasks} for split, tasks in found.items()}
-    assert names["train"] | names["test"] == set(ids) and not names["train"] & names["test"]
-    assert 3 < len(names["test"]) < 20
-    assert found["train"][0].source == f"arcagi3/{found['train'][0].data['game_id'].split('-')[0]}"
-    assert "RESET" in found["train"][0].messages[-1]["content"]
-    fewer = make(game_ids=",".join(ids[:20]))  # whether a game is held out does not depend on the others
-    assert {fewer.task("test", k).data["game_id"] for k in range(fewer.num_tasks("test"))} <= names["test"]
-    chosen = make(game_ids="a,b,c", test_ids="b")
-    assert chosen.num_tasks("train") == 2 and chosen.task("test", 0).data["game_id"] == "b"
-    assert make(game_ids="a", test_ids="none").num_tasks("test") == 0
-    with pytest.raises(BadInput, match="a, the only game.*game_ids.*test_ids=none"):
-        make(game_ids="a").num_tasks("test")
-    few = make(game_ids="a,b,c")  # of which no hash sends one to test
-    with pytest.warns(match="game c is held out: of these 3"):
-        assert (few.num_tasks("train"), few.task("test", 0).data["game_id"]) == (2, "c")
-    with pytest.raises(BadInput, match="held out"):
-        make(game_ids="a", test_ids="a").num_tasks("train")
-    with pytest.raises(BadInput, match="test_ids.*zz"):
-        make(game_ids="a", test_ids="zz").num_tasks("train")
-    listed = offline(game_ids="maze-1,maze-2,lights-4", test_ids="none")
-    assert [listed.task("train", k).id for k in range(3)] == [f"arcagi3-train-{k}" for k in range(3)]
+    found = games_of(game_ids=",".join(ids))
+    assert found["train"] | found["test"] == set(ids) and not found["train"] & found["test"]
+    assert 3 < len(found["test"]) < 20
+    fewer = games_of(game_ids=",".join(ids[:20]))
+    assert fewer["test"] <= found["test"]  # whether a game is held out does not depend on the others
+    task = make(game_ids="ls20-abc", test_ids="none", **NOBODY).task("train", 0)
+    assert task.source == "arcagi3/ls20" and "RESET" in task.messages[-1]["content"]
+
+    assert games_of(game_ids="a,b,c", test_ids="b") == {"train": {"a", "c"}, "test": {"b"}}
+    assert games_of(game_ids="a", test_ids="none") == {"train": {"a"}, "test": set()}
+    with pytest.warns(match="game c is held out: of these 3"):  # no hash sends one to test
+        assert games_of(game_ids="a,b,c") == {"train": {"a", "b"}, "test": {"c"}}
 
 
 @pytest.mark.parametrize("options, says", [
-    (dict(downsample=0), "downsample: expected 1 to 32, got 0"), (dict(history=-1), "history"),
-    (dict(max_actions=0), "max_actions"),
-    (dict(live=True, session=SESSION), "session"), (dict(session=SESSION, root_url="http://h"), "session"),
-    (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(game_ids="mazes"), "maze.*live=true"),
-    (dict(game_ids="maze,maze-1"), "not both"), (dict(test_ids="a"), "test_ids"),
-    (dict(changes=True, style="short"), "changes"), (dict(timeout="0"), "timeout"),
-    (dict(reward_scale="inf"), "reward_scale"), (dict(session="no such file"), "no such file"),
-    (dict(downsample=5), "1, 2, 3, 4 or 8 .* got 5"), (dict(game_ids="maze-99999999999"), "game_ids"),
+    (dict(downsample=0), "downsample: expected 1 to 32, got 0"),
+    (dict(downsample=5), "1, 2, 3, 4 or 8 .* got 5"),
+    (dict(reward_scale="inf"), "reward_scale"), (dict(changes=True, style="short"), "changes"),
+    (dict(session=SESSION, root_url="http://h"), "session"), (dict(session="no such file"), "no such file"),
     (dict(session=SESSION, game_ids="maze-1"), "game_ids: expected demo-0001, .* got 'maze-1'"),
+    (dict(root_url="three.arcprize.org"), "http://host:port"),
+    (dict(game_ids="mazes"), "maze.*live=true"), (dict(game_ids="maze-99999999999"), "game_ids"),
+    (dict(game_ids="maze,maze-1"), "not both"), (dict(test_ids="a"), "test_ids"),
+    (dict(game_ids="a", **NOBODY), "a, the only game.*game_ids.*test_ids=none"),
+    (dict(game_ids="a", test_ids="a", **NOBODY), "held out"),
+    (dict(game_ids="a", test_ids="zz", **NOBODY), "test_ids.*zz"),
 ])
 def test_options_that_cannot_be_are_named(options, says):
     with pytest.raises(BadInput, match=says):
-        offline(**options)
+        env = make(**options)
+        assert [env.num_tasks(split) for split in env.splits]
 
 
 # ---- Screens
@@ -251,18 +224,15 @@ def test_a_screen_says_what_the_spec_promises():
     assert animated
 
 
-@pytest.mark.parametrize("scale", [1, 3, 8, 32])
+@pytest.mark.parametrize("scale", [1, 3, 8])
 def test_a_shrunk_screen_shows_majorities(scale):
     view = arcagi3.View(arcagi3.Config(live=True, downsample=scale))
-    rng = random.Random(scale)
-    grid = [[rng.choice((1, 4, 15)) for _ in range(13)] for _ in range(10)]
+    grid = np.random.default_rng(scale).choice([1, 4, 15], (10, 13))
     expected = []
     for y in range(0, 10, scale):
-        expected.append([])
-        for x in range(0, 13, scale):
-            cells = [cell for row in grid[y:y + scale] for cell in row[x:x + scale]]
-            expected[-1].append(max(sorted(set(cells)), key=cells.count))
-    assert view.shrink(grid) == expected
+        blocks = [grid[y:y + scale, x:x + scale].flatten().tolist() for x in range(0, 13, scale)]
+        expected.append([max(sorted(set(cells)), key=cells.count) for cells in blocks])
+    assert view.shrink(grid.tolist()) == expected
 
 
 def test_options_of_the_screen():
@@ -276,7 +246,7 @@ def test_options_of_the_screen():
     assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
 
 
-@pytest.mark.parametrize("scale", [1, 3, 4, 8])
+@pytest.mark.parametrize("scale", [1, 3, 8])
 def test_changes_are_told_by_the_cell_that_a_click_takes(scale):
     env, task = one_game("lights-17", downsample=scale, changes=True)
     game = games.new_game("lights-17")
@@ -293,9 +263,9 @@ def test_changes_are_told_by_the_cell_that_a_click_takes(scale):
 
 
 def test_the_short_style_is_within_its_vocabulary():
-    env = offline(history=3, **SHORT)
+    env = make(history=3, **SHORT)
     words = set(env.vocabulary)
-    assert len(words) == len(env.vocabulary) < 300 and offline().vocabulary is None
+    assert len(words) == len(env.vocabulary) < 300 and make().vocabulary is None
     for index in range(3):
         task = env.task("train", index)
         replies = ["nonsense", *env.replies(task)]
@@ -304,7 +274,7 @@ def test_the_short_style_is_within_its_vocabulary():
         texts += [task.messages[0]["content"], *replies[1:]]
         assert not {word for text in texts for word in text.split()} - words
         assert texts[0].startswith("bad score 0 actions") and len(texts[0].split()) < 80
-    opening = make(game_ids="g", test_ids="none", **SHORT).task("train", 0).messages
+    opening = make(game_ids="g", test_ids="none", **SHORT, **NOBODY).task("train", 0).messages
     assert opening == [{"role": "user", "content": "start"}]
 
 
@@ -326,17 +296,12 @@ def test_a_short_click_is_in_the_middle_of_its_block(scale):
     ("  action6 x = 1, y = 2  ", Action("ACTION6", 1, 2)), ("ACTION6 63 0", Action("ACTION6", 63, 0)),
     ("`ACTION6 x=1 y=2`.", Action("ACTION6", 1, 2)), ("I go up.\r\nACTION1\r\n", Action("ACTION1")),
     ('first {"action": "ACTION1"} then {"action": "action2"} done', Action("ACTION2")),
-    ('{"action": "ACTION1"} {"note": 1}', Action("ACTION1")),
+    ('{"action": "ACTION1"} {"note": 1}\nACTION4', Action("ACTION1")),
     ('```json\n{\r\n"action": "RESET"\r\n}\n```', Action("RESET")),
-    ('<think>{"action": "ACTION1"}</think>{"action": "ACTION2"}', Action("ACTION2")),
-    ("<think>ACTION1</think>\nACTION5", Action("ACTION5")),
-    ('{"action": "ACTION1", "x": 99, "y": true}', Action("ACTION1")),
-    ('{"action": "ACTION2", "data": {"action": "ACTION3"}}', Action("ACTION2")),
+    ('<think>{"action": "ACTION1"}</think>\nACTION5', Action("ACTION5")),
+    ('{"action": "ACTION2", "x": 99, "data": {"action": "ACTION3"}}', Action("ACTION2")),
     ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
     ('{"action": "ACTION1", "reasoning": ["a", 1]}', Action("ACTION1", reasoning="['a', 1]")),
-    ('{"action": "ACTION1", "reasoning": ' + "[" * 600 + "]" * 600 + "}",
-     Action("ACTION1", reasoning="[" * 600 + "]" * 600)),
-    ('{"action": "ACTION1", "reasoning": "\\ud800"}', Action("ACTION1", reasoning="\ud800")),
 ])
 def test_replies_that_name_an_action(reply, expected):
     assert parse_reply(reply) == expected
@@ -344,27 +309,22 @@ def test_replies_that_name_an_action(reply, expected):
 
 @pytest.mark.parametrize("reply, says", [
     ("<think>a</think>\nACTION1\n<think>\nACTION2", "no action"),
-    ('{"action": "ACTION1"}</think>', "no action"), ("REſET", "no action"),
-    ('{"action": "REſET"}', "not the name"), ("I choose ACTION1", "no action"),
-    ("ACTION8", "'ACTION8' is not"), ('{"action": "ACTION0"}', "not the name"),
+    ('{"action": "ACTION1"}</think>', "no action"), ("I choose ACTION1", "no action"),
+    ("REſET", "no action"), ('{"action": "REſET"}', "not the name"), ("ACTION６ x=1 y=1", "no action"),
+    ("ACTION8", "'ACTION8' is not"), ('{"action": 1}', "not the name"),
     ("ACTION6", "x is missing"), ('{"action": "ACTION6", "x": 1}', "y is missing"),
     ('{"action": "ACTION6", "x": true, "y": 1}', "x is True"), ("ACTION6 x=64 y=0", "x is 64"),
-    ('{"action": "ACTION6", "x": 1, "y": -1}', "y is -1"), ("ACTION6 x=-1 y=1", "x is -1"),
-    ('{"action": "ACTION6", "x": NaN, "y": 1}', "x is nan"),
+    ('{"action": "ACTION6", "x": 1, "y": -1}', "y is -1"),
     ('{"action": "ACTION6", "x": ' + "9" * 4000 + ', "y": 1}', "x is 9999"),
-    ('{"action": "ACTION6", "x": ' + "9" * 5000 + ', "y": 1}', "no action"),  # Python reads no such integer
-    ("ACTION６ x=1 y=1", "no action"),
     ('{"action": "ACTION1"' + " " * 9000 + "}", "no action"),  # longer than what is read
 ])
 def test_replies_that_name_none(reply, says):
     assert says in parse_reply(reply)
 
 
-@pytest.mark.parametrize("options",
-                         [{}, dict(changes=True, history=3, downsample=2), SHORT | dict(history="2")],
-                         ids=["chat", "all", "short"])
+@pytest.mark.parametrize("options", [dict(changes=True, history=3, downsample=2), SHORT | dict(history=2)])
 def test_empty_replies_and_echoes_do_not_score(options):
-    env = offline(max_actions=12, **options)
+    env = make(max_actions=12, **options)
     task = env.task("train", 0)
     episode = env.start(task, 1)
     step = episode.step(env.replies(task)[0])  # so that there is a history
@@ -402,12 +362,16 @@ def test_the_bundled_session_ends_in_win(options, rewards):
     assert steps[-1].info["replay_url"].endswith("/replay/demo-0001/recorded-play")
 
 
-def test_reset_takes_back_what_a_level_earned():
+def test_reset_begins_the_level_and_twice_the_game():
     env, task = one_game("maze-3")
+    replies = env.replies(task)
     first = len(games.new_game("maze-3").solve(games.new_game("maze-3").level))
-    steps = run(env, task, env.replies(task)[:first] + ["RESET", "hm", "RESET"] + env.replies(task))
+    steps = run(env, task, replies[:first + 1] + ["RESET", "hm", "RESET", *replies])
+    assert [step.reward for step in steps[first - 1:first + 4]] == [1, 0, 0, 0, -1]  # what a level earned
     assert sum(step.reward for step in steps) == 3 and steps[-1].info["correct"] == 1
-    assert [step.reward for step in steps[:first + 1]][-2:] == [1, -1]  # nothing was done in the second level
+
+    won, _, again, _, anew = (grid_of(step.messages[0]["content"]) for step in steps[first - 1:first + 4])
+    assert again == won and anew == grid_of(task.messages[-1]["content"])
 
 
 # ---- The client's schema
@@ -419,18 +383,16 @@ FRAME = {"game_id": "g", "guid": "u", "frame": [[[0, 15], [1, 2]]], "state": "NO
 
 
 @pytest.mark.parametrize("reply", [
-    [], {}, FRAME | {"error": "X"},
+    [], FRAME | {"error": "X"},
     *({key: value for key, value in FRAME.items() if key != name}
       for name in ("game_id", "guid", "frame", "state", "levels_completed")),
     *(FRAME | change for change in (
-        {"guid": 1}, {"guid": ""}, {"game_id": []}, {"state": "WON"}, {"state": []},
-        {"frame": []}, {"frame": [[]]}, {"frame": [[[]]]}, {"frame": [[[16]]]}, {"frame": [[[-1]]]},
-        {"frame": [[[True]]]}, {"frame": [[[1.0]]]}, {"frame": [[[0], [0, 1]]]}, {"frame": [[[0] * 65]]},
-        {"frame": [[[0]] * 65]}, {"frame": [0]}, {"frame": {"0": 1}}, {"frame": [[[0]]] * 1001},
-        {"levels_completed": 255}, {"levels_completed": -1}, {"levels_completed": True},
+        {"guid": 1}, {"guid": ""}, {"state": "WON"}, {"state": []},
+        {"frame": []}, {"frame": [[]]}, {"frame": [[[]]]}, {"frame": [[[16]]]}, {"frame": [[[True]]]},
+        {"frame": [[[0], [0, 1]]]}, {"frame": [[[0] * 65]]}, {"frame": [[[0]] * 65]}, {"frame": [0]},
+        {"frame": [[[0]]] * 1001}, {"levels_completed": 255}, {"levels_completed": True},
         {"win_levels": 255}, {"available_actions": [8]}, {"available_actions": "ACTION1"},
-        {"available_actions": [True]}, {"available_actions": ["ACTION9"]}, {"full_reset": 1},
-        {"action_input": 5})),
+        {"available_actions": [True]}, {"full_reset": 1}, {"action_input": 5})),
 ])
 def test_frames_that_fail_the_schema(reply):
     with pytest.raises(ClientError):
@@ -442,29 +404,24 @@ def test_the_client_checks_what_it_sends_and_gets():
 
     def transport(method, path, payload):
         calls.append((method, path, payload))
-        if path == "/api/games":
-            return [{"title": "no id"}]
-        if "scorecard" in path:
-            return []
-        raise KeyError("a transport may raise anything")
+        if "cmd" in path:
+            raise KeyError("a transport may raise anything")
+        return [{"title": "no id"}] if path == "/api/games" else []
 
     client = arcagi3.Client(transport)
-    for bad in ((64, 0), (0, -1), (True, 1), (1.0, 1), (None, 1), ("1", 1)):
-        with pytest.raises(ClientError, match="0 to 63"):
-            client.act("g", "u", "ACTION6", *bad)
-    with pytest.raises(ClientError, match="not an action"):
-        client.act("g", "u", "RESET")
+    for name, *place in (("ACTION6", 64, 0), ("ACTION6", 0, -1), ("ACTION6", True, 1), ("RESET",)):
+        with pytest.raises(ClientError, match="0 to 63|not an action"):
+            client.act("g", "u", name, *place)
     assert calls == []
-    for ask in (client.games, client.open_scorecard, lambda: client.scorecard("c"),
-                lambda: client.close_scorecard("c")):
+
+    for ask in (client.games, client.open_scorecard, lambda: client.close_scorecard("c"),
+                lambda: client.scorecard("../c d", "g/1")):
         with pytest.raises(ClientError):
             ask()
+    assert calls[-1][1] == "/api/scorecard/..%2Fc%20d/g%2F1"
     with pytest.raises(TransportError, match="POST /api/cmd/ACTION1: KeyError"):
         client.act("g", "u", "ACTION1", reasoning="\ud800" + "r" * 10_000)
     assert len(calls[-1][2]["reasoning"]) == 2_000 and calls[-1][2]["reasoning"].isascii()
-    with pytest.raises(ClientError):
-        client.scorecard("../c d", "g/1")
-    assert calls[-1][1] == "/api/scorecard/..%2Fc%20d/g%2F1"
 
 
 # ---- Over HTTP
@@ -506,27 +463,27 @@ def test_addresses_and_keys_come_from_the_environment(serve, monkeypatch):
     monkeypatch.setenv("ARC_API_KEY", "k")
     assert run(*one_game("lights-1", live=True))[-1].info["correct"] == 1
     monkeypatch.delenv("ARC_ROOT_URL")
-    assert offline(live=True).root_url == "https://three.arcprize.org"
+    assert make(live=True).root_url == "https://three.arcprize.org"
     monkeypatch.delenv("ARC_API_KEY")
     with pytest.raises(BadInput, match="option live: https://three.arcprize.org wants a key.*ARC_API_KEY"):
-        offline(live=True)
+        make(live=True)
     monkeypatch.setenv("ARC_ROOT_URL", "127.0.0.1:8001")
     with pytest.raises(BadInput, match="ARC_ROOT_URL=127.0.0.1:8001: expected the form http"):
-        offline(live=True)
+        make(live=True)
 
 
 def test_429_waits_as_long_as_the_server_asks(serve):
-    server, waits = serve(rate_limit=6), []
+    server, waits = serve(rate_limit=1), []
 
     def sleep(seconds):
         waits.append(seconds)
         with server.lock:
             server.times.clear()  # a minute passes
 
-    transport = functools.partial(connect, server, deadline=300, sleep=sleep)
-    env, task = over_http(server, "maze-2", transport=transport)
-    assert run(env, task)[-1].info["correct"] == 1
-    assert len(waits) >= 3 and all(30 < wait <= 60 for wait in waits)
+    transport = connect(server, deadline=300, sleep=sleep)
+    for _ in range(3):
+        assert len(transport("GET", "/api/games")) == 24
+    assert len(waits) == 2 and all(30 < wait <= 60 for wait in waits)
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
@@ -604,11 +561,9 @@ def test_without_a_first_screen_any_reply_opens_the_game():
     assert len(steps) == 3 and steps[-1].truncated and steps[-1].info["invalid"] == 2
 
 
-@pytest.mark.parametrize("key", ["", "wrong"])
-def test_a_wrong_key_ends_the_episode_at_once(key, serve):
+def test_a_wrong_key_ends_the_episode_at_once(serve):
     server = serve(api_key="right")
-    env, task = over_http(server, "maze-2", key)
-    (step,) = run(env, task)
+    (step,) = run(*over_http(server, "maze-2", "wrong"))
     assert step.truncated and not step.terminated and step.messages == []
     assert step.info["error"] == 1 and step.info["correct"] == 0 and step.info["state"] == "NOT_STARTED"
     assert len(server.requests) == 1
@@ -620,67 +575,58 @@ def test_a_server_that_always_fails_ends_the_episode_after_so_many_errors(serve)
     episode = env.start(task, 1)
     episode.step("RESET")
     server.faults.fail_every = 1
-    server.faults.drop_every = 0
     steps = [episode.step("ACTION1") for _ in range(6)]
     assert [step.truncated for step in steps] == [False] * 3 + [True] * 3
     assert steps[3].info["error"] == 1 and steps[5].info["errors"] == 4
     assert "HTTP 500" in steps[0].messages[0]["content"]
     assert all(step.reward == 0 and not step.terminated for step in steps)
+
     before = len(server.requests)
-    episode.step("ACTION1")
     episode.close()
     assert len(server.requests) == before
 
 
-def test_no_server_at_all(serve):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens
-        waits = []
-        with pytest.raises(TransportError) as failure:
-            HttpTransport(url, retries=2, sleep=waits.append)("POST", "/api/cmd/ACTION1", {"guid": "u"})
-        assert not failure.value.unknown and len(waits) == 2  # nothing was sent, so it was tried again
-        assert "0x" not in str(failure.value)
-        env = make(root_url=url, game_ids="maze-1", test_ids="none", retries=0, max_errors=2)
-        steps = run(env, env.task("train", 0), ["RESET"] * 5)
-        assert len(steps) == 2 and steps[-1].info["error"] == 1
+def test_no_server_at_all():
+    url, waits = "http://127.0.0.1:1", []
+    with pytest.raises(TransportError) as failure:
+        HttpTransport(url, retries=2, sleep=waits.append)("POST", "/api/cmd/ACTION1", {"guid": "u"})
+    assert not failure.value.unknown and len(waits) == 2  # nothing was sent, so it was tried again
+    assert "0x" not in str(failure.value)
+
+    steps = run(*one_game("maze-1", root_url=url, retries=0, max_errors=2), ["RESET"] * 5)
+    assert len(steps) == 2 and steps[-1].info["error"] == 1
 
 
-class Strange(http.server.BaseHTTPRequestHandler):
-    """Answers of other kinds than JSON objects, by the path."""
+def http_answer(body="", status="200 OK", missing=0):
+    return (f"HTTP/1.1 {status}\r\nContent-Length: {len(body) + missing}\r\nConnection: close\r\n"
+            f"Location: /elsewhere\r\nRetry-After: Wed, 21 Oct 2026 07:28:00 GMT\r\n\r\n{body}")
 
-    protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
-        self.server.seen.append(self.path)
-        body = {"/empty": b"", "/deep": b"[" * 100_000, "/latin": b'"\xff"'}.get(self.path, b"{}")
-        status = {"/redirect": 302, "/gateway": 502, "/api/cmd/ACTION1": 502}.get(self.path, 200)
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == "/api/cmd/ACTION2":  # the head comes by a letter
-            for letter in b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX: " + b"x" * 60:
-                self.wfile.write(bytes([letter]))
-                time.sleep(0.05)
-        self.send_response(status)
-        more = {"/short": 1, "/drip": 100}.get(self.path, 0)
-        self.send_header("Content-Length", str(len(body) + more))
-        self.send_header("Location", "/elsewhere")
-        self.send_header("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")
-        self.end_headers()
-        for _ in range(100 * (self.path == "/drip")):  # a little, and again a little
-            self.wfile.write(b" ")
-            time.sleep(0.05)
-        self.wfile.write(body)
-        self.close_connection = self.path == "/short"
+STRANGE = {  # in parts
+    "/quick": [http_answer("{}")], "/empty": [http_answer()], "/deep": [http_answer("[" * 100_000)],
+    "/redirect": [http_answer("{}", "302 Found")], "/gateway": [http_answer("{}", "502 Bad Gateway")],
+    "/api/cmd/ACTION1": [http_answer("{}", "502 Bad Gateway")], "/short": [http_answer("{}", missing=1)],
+    "/drip": [http_answer(missing=100), *" " * 40], "/drip-head": [*f"HTTP/1.1 200 OK\r\nX: {'x' * 20}"],
+}
 
-    do_POST = do_GET
 
-    def log_message(self, *args):
-        pass
+class Strange(socketserver.StreamRequestHandler):
+    """Answers of other kinds than JSON objects, by the path, and hangs up."""
+
+    def handle(self):
+        path, length = self.rfile.readline().split()[1].decode(), 0
+        while header := self.rfile.readline().strip().lower():
+            length = int(header.split()[1]) if header.startswith(b"content-length") else length
+        self.rfile.read(length)
+        self.server.seen.append(path)
+        for part in STRANGE[path]:
+            self.wfile.write(part.encode())
+            time.sleep(0.02)
 
 
 @pytest.fixture
 def strange():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Strange)
     server.daemon_threads, server.seen = True, []
     server.handle_error = lambda *client: None  # one that gave up
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -688,31 +634,26 @@ def strange():
         yield server
 
 
-@pytest.mark.parametrize("path, kind, says", [
-    ("/empty", ClientError, "not JSON"), ("/deep", ClientError, "not JSON"),
-    ("/latin", ClientError, "not JSON"), ("/redirect", TransportError, "302"),
-    ("/gateway", TransportError, "502"), ("/short", TransportError, "Error"),
+@pytest.mark.parametrize("method, path, kind, says, tries", [
+    ("GET", "/empty", ClientError, "not JSON", 1), ("GET", "/deep", ClientError, "not JSON", 1),
+    ("GET", "/redirect", TransportError, "302", 1), ("GET", "/gateway", TransportError, "502", 2),
+    ("GET", "/short", TransportError, "Error", 2),
+    ("POST", "/api/cmd/ACTION1", TransportError, "502", 1),  # it may have been carried out
 ])
-def test_answers_that_are_no_json(path, kind, says, strange):
+def test_answers_that_are_no_json(method, path, kind, says, tries, strange):
     with pytest.raises(ClientError, match=says) as failure:
-        connect(strange, retries=1)("GET", path)
-    assert type(failure.value) is kind and "/elsewhere" not in strange.seen
-    assert len(strange.seen) == (2 if path in ("/gateway", "/short") else 1)
+        connect(strange, retries=1)(method, path, {"guid": "u"})
+    assert type(failure.value) is kind and len(strange.seen) == tries and "/elsewhere" not in strange.seen
+    assert failure.value.unknown == (path in ("/gateway", "/short", "/api/cmd/ACTION1"))
 
 
-@pytest.mark.parametrize("asked", [("GET", "/drip"), ("POST", "/api/cmd/ACTION2", {"guid": "u"})])
-def test_an_answer_that_drips_is_given_up_at_the_deadline(asked, strange):
+@pytest.mark.parametrize("path", ["/drip", "/drip-head"])
+def test_an_answer_that_drips_is_given_up_at_the_deadline(path, strange):
     transport, began = connect(strange, timeout=1, deadline=0.3), time.monotonic()
     with pytest.raises(TransportError, match="too slow") as failure:
-        transport(*asked)
+        transport("GET", path)
     assert 0.25 < time.monotonic() - began < 1.5 and failure.value.unknown and len(strange.seen) == 1
     assert transport("GET", "/quick") == {}  # the next one has time of its own
-
-
-def test_a_gateway_that_lost_an_action_is_not_asked_again(strange):
-    with pytest.raises(TransportError, match="502") as failure:
-        connect(strange, retries=3)("POST", "/api/cmd/ACTION1", {"guid": "u"})
-    assert failure.value.unknown and len(strange.seen) == 1
 
 
 def test_closing_is_best_effort(serve):
@@ -806,11 +747,9 @@ def test_session_files_of_other_editors(tmp_path):
 @pytest.mark.parametrize("text", [
     "", "[]", "{", "\xff", '{"steps": []}', '{"reset": {"error": "X"}}',
     *(json.dumps({"reset": FRAME} | more) for more in (
-        {"failures": [{}]}, {"failures": 1}, {"steps": 1}, {"scorecard": {"card_id": 1}},
-        {"steps": [{"action": "ACTION1", "payload": {}, "error": 1}]},
+        {"failures": [{}]}, {"steps": 1}, {"scorecard": {"card_id": 1}},
         {"steps": [{"action": "ACTION9", "payload": {}, "response": {}}]},
         {"steps": [{"action": "ACTION1", "payload": []}]})),
-    json.dumps({"action": "ACTION1", "payload": {}, "response": FRAME}),
 ])
 def test_files_that_are_no_session(text, tmp_path):
     path = tmp_path / "session.json"
@@ -833,11 +772,7 @@ def check_outputs(folder, result, size):
     """The GIF's frames, number and size; the recording, a line for each step; the conversation."""
     with Image.open(folder / "frames.gif") as gif:
         assert gif.n_frames == result["frames"] and gif.size == size and gif.info["loop"] == 0
-        colours = set()
-        for number in range(gif.n_frames):
-            gif.seek(number)
-            colours |= {colour for _, colour in gif.convert("RGB").getcolors()}
-    assert len(colours) > 4
+        assert len(gif.convert("RGB").getcolors()) > 4
     lines = [json.loads(line) for line in (folder / "session.jsonl").read_text().splitlines()]
     assert "reset" in lines[0] and "scorecard" in lines[-1] and len(lines) == result["actions_taken"] + 2
     messages = [json.loads(line) for line in (folder / "episode.jsonl").read_text().splitlines()]
@@ -866,12 +801,12 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
     (["--scripted", "--game-id", "maze"], "expected one game"),
     (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
-    (["--scripted", "--game-id", "ls20-1"], "live=true: the server's"),
     (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "ls20-1"], "no solver"),
+    (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "maze-1", "--env-kwargs",
+      "retries=0", "max_errors=2"], "server failed"),
     (["--model", "tests", "--game-id", "maze-1"], "cannot be loaded"), (["--live"], "ARC_API_KEY"),
     (["--scripted", "--random"], "not allowed"), (["--root-url", "http://h", "--scripted"], "--live"),
-    (["--mock-session", "none.json"], "no such file"), (["--max-actions", "0"], "1 or more"),
-    (["--mock-session", SESSION, "--game-id", "maze-17"], "game_ids: expected demo-0001"),
+    (["--max-actions", "0"], "1 or more"),
 ])
 def test_run_arc_eval_names_what_cannot_be_and_plays_nothing_else(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -897,36 +832,9 @@ def test_run_arc_eval_reads_a_dotenv_file(capsys, tmp_path, monkeypatch):
     assert "ARC_ROOT_URL=nonsense: expected the form" in evaluate(capsys, "--live")["reason"]
 
 
-@pytest.mark.parametrize("flags", [
-    ("--delay", "nan"), ("--rate-limit", "-2"), ("--seeds", "0"), ("--drop-every", "x"), ("--port", "70000")])
-def test_the_server_refuses_numbers_that_cannot_be(flags, capsys):
-    with pytest.raises(SystemExit) as end:
-        arc_server.main(list(flags))
-    assert end.value.code == 2 and f"argument {flags[0]}: " in capsys.readouterr().err
-
-
-def test_a_server_away_is_a_failed_evaluation(capsys):
-    result = evaluate(capsys, "--scripted", "--live", "--root-url", "http://127.0.0.1:1",
-                      "--game-id", "maze-1", "--env-kwargs", "retries=0", "max_errors=2")
-    assert not result["ok"] and "server failed" in result["reason"] and result["state"] == "NOT_STARTED"
-
-
-@pytest.mark.parametrize("game", games.GAMES)
-def test_games_of_fewer_levels_begin_with_the_same_ones(game):
-    env, whole = (offline(game_ids=game, levels=n, **SHORT) for n in (1, 3))
-    for index in range(2):
-        task = env.task("test", index)
-        assert task.data == whole.task("test", index).data
-        replies = env.replies(task)
-        assert replies == whole.replies(task)[:len(replies)]
-        step = run(env, task)[-1]
-        assert step.terminated and step.info["state"] == "WIN"
-        assert step.info["correct"] == step.info["score"] == step.info["progress"] == 1
-
-
 def test_a_demonstration_is_the_solvers_game():
     for options in ({}, {"first_screen": False}):
-        env = offline(game_ids="collect", **SHORT | options)
+        env = make(game_ids="collect", **SHORT | options)
         task = env.task("train", 1)
         messages = env.demonstration(task)
         said = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -954,23 +862,18 @@ def test_the_server_as_a_program():
 # ---- The training scripts
 
 
-@pytest.fixture
-def small_model(tmp_path):
-    """A folder with a model with random weights that knows the words of the short style."""
-    import sft
-
-    tokenizer = sft.new_tokenizer(offline(**SHORT).vocabulary)
-    sft.new_model(sft.Args(max_length=1024), tokenizer).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
 @pytest.mark.slow
-def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, capsys):
+def test_grpo_runs_on_it_and_a_model_can_be_evaluated(tmp_path, capsys):
     import grpo_llm
+    import sft
     from tests.run_folders import records, train
 
-    folder = train(grpo_llm, tmp_path / "run", model=small_model, env="arcagi3", iterations=2, seed=2,
+    model = str(tmp_path / "model")
+    tokenizer = sft.new_tokenizer(make(**SHORT).vocabulary)
+    sft.new_model(sft.Args(max_length=1024), tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+
+    folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", iterations=2, seed=2,
                    env_kwargs=("style=short", "downsample=8", "max_actions=3"), max_response_tokens=150,
                    max_context_tokens=700, eval_tasks=3, prompts_per_iteration=3, group_size=2)
     last = records(folder)[-1]
@@ -979,7 +882,7 @@ def test_grpo_runs_on_it_and_a_model_can_be_evaluated(small_model, tmp_path, cap
     assert {"val/arcagi3/maze/pass@1", "val/arcagi3/lights/progress",
             "val/arcagi3/collect/invalid"} <= set(last)
     capsys.readouterr()
-    result = evaluate(capsys, "--model", small_model, "--game-id", "maze-1", "--max-actions", 3,
+    result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3,
                       "--temperature", 1, "--max-response-tokens", 4, "--max-context-tokens", 200,
                       "--env-kwargs", "style=short", "downsample=8")
     assert result["ok"] and result["actions_taken"] + result["invalid"] == 3

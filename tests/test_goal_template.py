@@ -19,68 +19,54 @@ def picture(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 4, shape, dtype=np.uint8)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """Of a goal."""
+    save_goal(tmp_path / "goal", picture(6, 5), **FIELDS)
+    return tmp_path / "goal"
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
 def test_what_is_saved_is_loaded(tmp_path, shape):
-    frames = picture(*shape)
-    folder = tmp_path / "new" / "goal"
+    frames, folder = picture(*shape), tmp_path / "new" / "goal"
     meta = save_goal(folder, frames, **FIELDS, note="extra fields are kept")
     found, found_meta = load_goal(folder, **FIELDS)
     assert found.dtype == np.uint8 and (found == frames).all() and found_meta == meta
     assert meta["schema_version"] == 1 and meta["shade_levels"] == 4 and meta["dist_metric"] == "l1_mean_norm"
     assert meta["created_at"].endswith("+00:00") and meta["note"] == "extra fields are kept"
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["goal"]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([ARRAY, META])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["new", "goal", ARRAY, META])
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    ("action_codec_id", "gb4", "action_codec_id is 'gb8', expected 'gb4'"),
     ("tau", 0.04, "tau is 0.05, expected 0.04"), ("nonsense", 1, "nonsense is None, expected 1"),
     ("sha256", {"world": "cd" * 32}, "sha256.world is 'abab"),
     ("sha256", {"rom": "cd" * 32}, "sha256.rom is None"),
 ])
-def test_expectations(tmp_path, field, value, message):
-    save_goal(tmp_path / "goal", picture(6, 5), **FIELDS)
+def test_expectations(folder, field, value, message):
     with pytest.raises(BadInput) as error:
-        load_goal(tmp_path / "goal", **FIELDS | {field: value})
-    assert message in str(error.value) and str(tmp_path / "goal") in str(error.value)
-    for nothing in (None, "", {}):  # is not checked
-        load_goal(tmp_path / "goal", **{field: nothing})
+        load_goal(folder, **FIELDS | {field: value})
+    assert message in str(error.value) and str(folder) in str(error.value)
+    load_goal(folder, **{field: None})  # is not checked
 
 
 @pytest.mark.parametrize(("frames", "change", "message"), [
     (picture(6, 5).astype(np.int64), {}, "dtype is int64"), (picture(6, 5).tolist(), {}, "expected an array"),
     (picture(5, 6), {}, "shape is (5, 6)"), (picture(3, 6, 5), {}, "shape is (3, 6, 5)"),
     (picture(6, 5) + np.uint8(1), {}, "shade 4"), (picture(6, 5), {"tau": float("nan")}, "tau is nan"),
-    (picture(6, 5), {"tau": "0.05"}, "tau is '0.05'"), (picture(6, 5), {"stack_k": 0}, "stack_k is 0"),
     (picture(6, 5), {"stack_k": True}, "stack_k is True"),
     (picture(6, 5), {"sha256": {"rom": "x"}}, "sha256.rom is 'x'"),
-    (picture(6, 5), {"sha256": []}, "sha256 is []"),
 ])
 def test_what_cannot_be_a_goal_is_not_saved(tmp_path, frames, change, message):
     with pytest.raises(BadInput) as error:
         save_goal(tmp_path / "goal", frames, **FIELDS | change)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
-    fewer = {key: value for key, value in FIELDS.items() if key != "pipeline_version"}
-    with pytest.raises(BadInput, match="pipeline_version is missing"):
-        save_goal(tmp_path / "goal", picture(6, 5), **fewer)
 
 
 def rewrite(folder, **change):
     meta = json.loads((folder / META).read_text())
     meta.update(change)
     (folder / META).write_text(json.dumps({key: value for key, value in meta.items() if value is not None}))
-
-
-def save_array(folder, array, **options):
-    with open(folder / ARRAY, "wb") as file:
-        np.save(file, array, **options)
-
-
-def claim(folder, header):
-    """An array file whose header says what it likes."""
-    text = header.encode().ljust(117) + b"\n"
-    (folder / ARRAY).write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(30))
 
 
 class Bomb:
@@ -95,25 +81,18 @@ class Bomb:
     (lambda f: (f / META).write_text("[" * 100_000), "meta.json cannot be read"),
     (lambda f: (f / META).write_text("[]"), "no object"),
     (lambda f: rewrite(f, schema_version=2), "schema_version is 2, expected 1"),
-    (lambda f: rewrite(f, schema_version=True), "schema_version is True"),
     (lambda f: rewrite(f, created_at=None), "created_at is missing"),
     (lambda f: rewrite(f, downsample_h=7), "shape is (6, 5), expected (7, 5)"),
-    (lambda f: rewrite(f, dist_metric="l2"), "dist_metric is 'l2'"),
     (lambda f: rewrite(f, pipeline_version="x" * 10**6, k_consecutive="y" * 10**6), "k_consecutive is 'yyy"),
-    (lambda f: save_array(f, picture(6, 5, seed=1)), "template_sha256"),
-    (lambda f: save_array(f, picture(6, 5).astype(float)), "dtype is float64"),
-    (lambda f: save_array(f, np.zeros((0, 5), np.uint8)), "goal"),  # empty files cannot be mapped everywhere
-    (lambda f: save_array(f, np.array([Bomb()]), allow_pickle=True), "cannot be read"),
-    (lambda f: (f / ARRAY).write_bytes(os.urandom(500)), "cannot be read"),
+    (lambda f: np.save(f / ARRAY, picture(6, 5, seed=1)), "template_sha256"),
+    (lambda f: np.save(f / ARRAY, np.zeros((0, 5), np.uint8)), "goal"),  # cannot be mapped everywhere
+    (lambda f: np.save(f / ARRAY, np.array([Bomb()]), allow_pickle=True), "cannot be read"),
     (lambda f: (f / ARRAY).write_bytes((f / ARRAY).read_bytes()[:-5]), "cannot be read"),
     (lambda f: np.savez(open(f / ARRAY, "wb"), a=picture(6, 5)), "no array"),
-    (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (9999999, 9999999)}"), "be read"),
-    (lambda f: claim(f, "{'descr': '|u1', 'fortran_order': False, 'shape': (-1, 5)}"), "npy"),
-    (lambda f: claim(f, "__import__('os').abort()"), "cannot be read"),
+    (lambda f: (f / ARRAY).write_bytes((f / ARRAY).read_bytes().replace(
+        b"(6, 5), }          ", b"(9999999, 9999999)}")), "be read"),
 ])
-def test_damage_is_one_line(tmp_path, damage, message):
-    folder = tmp_path / "goal"
-    save_goal(folder, picture(6, 5), **FIELDS)
+def test_damage_is_one_line(folder, damage, message):
     damage(folder)
     with pytest.raises(BadInput) as error:
         load_goal(folder)
@@ -121,41 +100,33 @@ def test_damage_is_one_line(tmp_path, damage, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
-def test_only_force_replaces_and_only_a_goal(tmp_path):
-    folder = tmp_path / "goal"
-    save_goal(folder, picture(6, 5), **FIELDS)
+def test_only_force_replaces_and_only_a_goal(folder, tmp_path):
     with pytest.raises(BadInput, match="exists"):
         save_goal(folder, picture(6, 5, seed=1), **FIELDS)
     save_goal(folder, picture(6, 5, seed=1), force=True, **FIELDS)
     assert (load_goal(folder)[0] == picture(6, 5, seed=1)).all() and len(list(tmp_path.iterdir())) == 1
+
     (folder / "thesis.txt").write_text("the only copy")
-    with pytest.raises(BadInput, match="more than a goal template"):
-        save_goal(folder, picture(6, 5), force=True, **FIELDS)
     (tmp_path / "file").write_text("x")
-    for force in (False, True):
-        with pytest.raises(BadInput):
-            save_goal(tmp_path / "file", picture(6, 5), force=force, **FIELDS)
-    with pytest.raises(BadInput, match="cannot be written"):
-        save_goal(tmp_path / "file" / "below", picture(6, 5), **FIELDS)
+    for place in (folder, tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(BadInput, match="more than a goal template|cannot be written"):
+            save_goal(place, picture(6, 5), force=True, **FIELDS)
     assert (folder / "thesis.txt").exists() and (tmp_path / "file").read_text() == "x"
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_an_interrupted_save_leaves_the_old_goal(tmp_path, monkeypatch, exchange):
-    folder = tmp_path / "goal"
-    save_goal(folder, picture(6, 5), **FIELDS)
-
+def test_an_interrupted_save_leaves_the_old_goal(folder, tmp_path, monkeypatch, exchange):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(goals, "_sync", full)
-    with pytest.raises(BadInput, match="No space left"):
-        save_goal(folder, picture(6, 5, seed=1), force=True, **FIELDS)
-    with pytest.raises(BadInput, match="No space left"):
-        save_goal(tmp_path / "other", picture(6, 5), **FIELDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(goals, "_sync", full)
+        for place in (folder, tmp_path / "other"):
+            with pytest.raises(BadInput, match="No space left"):
+                save_goal(place, picture(6, 5, seed=1), force=True, **FIELDS)
     assert [path.name for path in tmp_path.iterdir()] == ["goal"]
     assert (load_goal(folder)[0] == picture(6, 5)).all()
-    monkeypatch.undo()
+
     if not exchange:
         monkeypatch.setattr(goals, "_exchange", lambda left, right: False)
     save_goal(folder, picture(6, 5, seed=2), force=True, **FIELDS)
@@ -202,7 +173,6 @@ def test_steps_towards_a_goal():
 
 @pytest.mark.parametrize(("field", "value"), [
     ("max_steps", 0), ("k_consecutive", 0), ("tau", 0.0), ("tau", 1.5), ("alpha", float("nan")),
-    ("goal_bonus", float("inf")),
 ])
 def test_options_are_checked(field, value):
     with pytest.raises(BadInput, match=field):

@@ -1,7 +1,6 @@
 """tools/make_goal.py, and the goal that ships with the repository."""
 
 import json
-import re
 from pathlib import Path
 
 import make_rom
@@ -21,6 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "envs" / "pixels" / "goals" / "map1"
 
 
+@pytest.fixture(scope="module")
+def world():
+    """The default world, one row of it."""
+    return PixelGoal(1)
+
+
 def run(capsys, *words):
     """-> exit status, the JSON on standard output, and that on standard error"""
     status = make_goal.main([str(word) for word in words])
@@ -29,21 +34,23 @@ def run(capsys, *words):
     return status, json.loads(out) if out else None, json.loads(errors)["error"] if errors else None
 
 
-def succeeds(env, script, seed=None):
+def succeeds(env, script, recorder=None, seed=0):
     """Whether the script, then rest, ends the episode as a success; with a seed, from where it was recorded.
 
     With another goal the same seed begins elsewhere: the starts are those from which the goal can be reached.
     """
-    env.reset(seed or 0)
-    if seed is not None:
-        recorder = PixelGoal(1)
+    env.reset(seed)
+    if recorder:
         recorder.reset(seed)
         env._codes[:] = recorder._codes
-    for action in [*parse_actions(script, ACTIONS), *[0] * 3]:
-        _, _, terminated, _, _ = env.step(torch.tensor([action]))
-        if terminated:
-            return True
-    return False
+    actions = [*parse_actions(script, ACTIONS), *[0] * 3]
+    return any(bool(env.step(torch.tensor([action]))[2]) for action in actions)
+
+
+def towards(env):
+    """The first actions of shortest ways to the goal."""
+    codes = env._codes[:, -1]
+    return env.paths[env._next.view(-1, 8)[codes], 0].argmin(1) * (env.paths[codes, 0] > 0)
 
 
 def test_the_shipped_goal_is_what_its_script_records(tmp_path, capsys):
@@ -59,98 +66,78 @@ def test_the_shipped_goal_is_what_its_script_records(tmp_path, capsys):
     assert words in " ".join((ROOT / "docs" / "pixel_goal.md").read_text().replace("\\\n", " ").split())
 
 
-def test_the_shipped_goal_is_reached_by_its_script_and_by_shortest_paths():
+def test_the_shipped_goal_is_reached_by_its_script_and_by_shortest_paths(world):
     recorded = load_goal(SHIPPED)[1]["recorded"]
     env = make_vec("pixel-goal", 1, goal_dir=str(SHIPPED))
-    assert succeeds(env, recorded["actions"], recorded["seed"])
-    assert not succeeds(env, "NOOP", recorded["seed"])
+    assert succeeds(env, recorded["actions"], world, recorded["seed"])
+    assert not succeeds(env, "NOOP", world, recorded["seed"])
+
     env = make_vec("pixel-goal", 512, goal_dir=str(SHIPPED))
     env.reset(0)
     done = torch.zeros(512, dtype=torch.bool)
     for _ in range(40):
-        code = env._codes[:, -1]
-        action = env.paths[env._next.view(-1, 8)[code], 0].argmin(1) * (env.paths[code, 0] > 0)
-        done |= env.step(action)[2]
+        done |= env.step(towards(env))[2]
     assert done.all()
 
 
 @pytest.mark.parametrize("script, options", [
     ("B DOWN*2 NOOP*2", []),  # at rest: four stacks in a row are alike
-    ("B DOWN*5", ["k_consecutive=1"]),  # on the move: only one stack is like it
+    ("B DOWN*5", ["--env-kwargs", "k_consecutive=1"]),  # on the move: only one stack is like it
 ])
-def test_a_stack_is_reached_by_its_script(script, options, tmp_path, capsys):
-    out = tmp_path / "goal"
-    words = ["--actions", script, "--stack-k", 3, "--keep-stack", "--out", out, "--seed", 2]
-    status, report, _ = run(capsys, *words, *(["--env-kwargs", *options] if options else []))
+def test_a_stack_is_reached_by_its_script(script, options, world, tmp_path, capsys):
+    out, picture = tmp_path / "goal", tmp_path / "deep" / "goal.png"
+    status, report, _ = run(capsys, "--actions", script, "--stack-k", 3, "--keep-stack", "--out", out,
+                            "--seed", 2, "--png", picture, *options)
     assert status == 0 and report["shape"] == [3, 72, 80]
     env = make_vec("pixel-goal", 1, goal_dir=str(out))  # what it was recorded with are the defaults
-    assert succeeds(env, script, 2)
-    assert not succeeds(env, "B NOOP*9", 2)
+    assert succeeds(env, script, world, 2) and not succeeds(env, "B NOOP*9", world, 2)
+
+    grey = np.asarray(Image.open(picture))[::4, ::4]
+    assert (grey == 255 - 85 * np.concatenate([*load_goal(out)[0]], axis=1)).all()
 
 
-def test_actions_come_from_a_file_too(tmp_path, capsys):
+def test_actions_come_from_a_file_too_and_a_goal_is_replaced_by_force_alone(tmp_path, capsys):
     (tmp_path / "way.txt").write_text("# the menu first\nB, down*2  # two down\nUP")
-    words = ["--out", tmp_path / "goal", "--force", "--env-kwargs", "pack=2bpp"]
-    first, second = (run(capsys, *words, *actions)[1] for actions in (
-        ["--actions", "B DOWN*2 UP"], ["--actions-file", tmp_path / "way.txt"]))
-    assert first["template_sha256"] == second["template_sha256"] and first["actions"] == 4
+    words = ["--out", tmp_path / "goal", "--env-kwargs", "pack=2bpp", "--actions"]
+    other = run(capsys, *words, "B UP")[1]["template_sha256"]
+    status, _, error = run(capsys, *words, "B DOWN*2 UP")
+    assert status == 1 and "exists; --force replaces it" in error
+    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == other
+
+    first = run(capsys, *words, "B DOWN*2 UP", "--force")[1]
+    second = run(capsys, *words[:-1], "--actions-file", tmp_path / "way.txt", "--force")[1]
+    assert first["template_sha256"] == second["template_sha256"] != other and first["actions"] == 4
     frame, meta = load_goal(tmp_path / "goal")
     assert meta["recorded"]["actions"] == "B, down*2 UP" and frame.shape == (72, 80)
 
 
-def test_the_worlds_own_goal_is_at_no_distance(tmp_path, capsys):
+def test_the_worlds_own_goal_is_at_no_distance(world, tmp_path, capsys):
     """The script may rest there, and be longer than an episode."""
-    env = PixelGoal(1)
-    env.reset(4)
+    world.reset(4)
+    world.step(torch.tensor([ACTIONS.index("B")]))
     script = ["B"]
-    env.step(torch.tensor([ACTIONS.index("B")]))
-    while (path := int(env.paths[env._codes[0, -1], 0])) > 0:
-        action = int(env.paths[env._next.view(-1, 8)[env._codes[0, -1]], 0].argmin())
+    while (action := towards(world)) > 0:
         script.append(ACTIONS[action])
-        env.step(torch.tensor([action]))
-        assert int(env.paths[env._codes[0, -1], 0]) == path - 1
+        world.step(action)
     status, report, _ = run(capsys, "--actions", " ".join([*script, "NOOP*200"]), "--seed", 4,
                             "--out", tmp_path / "goal")
-    assert status == 0 and report["distance"] < env.config.tau
-
-
-def test_the_preview_is_the_picture(tmp_path, capsys):
-
-    run(capsys, "--actions", "B UP", "--stack-k", 2, "--keep-stack", "--env-kwargs", "k_consecutive=1",
-        "--out", tmp_path / "goal", "--png", tmp_path / "deep" / "goal.png")
-    stack, _ = load_goal(tmp_path / "goal")
-    grey = np.asarray(Image.open(tmp_path / "deep" / "goal.png"))[::4, ::4]
-    assert (grey == 255 - 85 * np.concatenate([*stack], axis=1)).all()
-
-
-def test_a_goal_is_replaced_by_force_alone(tmp_path, capsys):
-    words = ["--out", tmp_path / "goal", "--actions"]
-    first = run(capsys, *words, "B UP")[1]["template_sha256"]
-    status, _, error = run(capsys, *words, "B DOWN*3")
-    assert status == 1 and "exists; --force replaces it" in error
-    assert load_goal(tmp_path / "goal")[1]["template_sha256"] == first
-    assert run(capsys, *words, "B DOWN*3", "--force")[0] == 0
-    assert load_goal(tmp_path / "goal")[1]["template_sha256"] != first
+    assert status == 0 and report["distance"] < world.config.tau
 
 
 @pytest.mark.parametrize("words, says", [
     (["--actions", "B JUMP"], "word 2 of the actions, 'JUMP': expected one of NOOP, A, B, START, UP"),
-    (["--actions", "UP*0"], "word 1 of the actions, 'UP*0': expected a count from 1"),
-    (["--actions", "UP* 3"], "'UP*': expected one of"),
     (["--actions", "UP*9999 DOWN*2"], "word 2 of the actions, 'DOWN*2': expected a count from 1, and 10,000"),
     (["--actions", " # nothing"], "the script holds no action"),
     (["--actions-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
     (["--actions", "B", "--env-id", "chess"], "--env-id chess: expected one of pixel-goal, pyboy"),
-    (["--actions", "B", "--env-kwargs", "map=1"], "unknown option 'map'"),
     (["--actions", "B", "--env-kwargs", "num_maps=2"], "recorded with num_maps 1 and num_goals 1"),
     (["--actions", "B", "--stack-k", "2", "--env-kwargs", "stack_k=3"], "stack_k is given twice"),
     (["--actions", "START"], "out/goal: 234 cells look like the goal within tau 0.05"),
-    (["--actions", "B", "--env-id", "pyboy"], "rom: expected a cartridge file"),
 ])
 def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, report, error = run(capsys, *words, "--out", "out/goal")
-    assert (status, report) == (1, None) and re.search(re.escape(says), error), error
+    assert (status, report) == (1, None) and says in error
     assert not Path("out").exists()
 
 

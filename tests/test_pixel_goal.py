@@ -227,6 +227,12 @@ WORLDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """The default world, two rows of it."""
+    return PixelGoal(2)
+
+
 @pytest.mark.parametrize("name", slow_but(("defaults", "packed"), WORLDS))
 def test_steps_like_the_slow_world(name):
     config = PixelGoalConfig(**WORLDS[name])
@@ -257,25 +263,24 @@ def compare(env, rows, seed, steps):
     assert terminated.dtype == truncated.dtype == info["reset_mask"].dtype == torch.bool
 
 
-def save(folder, frames, env, **meta):
+def save(folder, frames, world_sha256, config, **meta):
     fields = dict(action_codec_id="gb8", frames_per_step=24, downsample_h=72, downsample_w=80,
-                  stack_k=env.config.stack_k, tau=env.config.tau, k_consecutive=env.config.k_consecutive,
-                  pipeline_version="pixel-goal-1", sha256={"world": env.world_sha256})
+                  stack_k=config.stack_k, tau=config.tau, k_consecutive=config.k_consecutive,
+                  pipeline_version="pixel-goal-1", sha256={"world": world_sha256})
     save_goal(folder, frames, **fields | meta)
     return str(folder)
 
 
-def test_recorded_goals_step_like_the_slow_world(tmp_path):
+def test_recorded_goals_step_like_the_slow_world(plain, tmp_path):
     config = PixelGoalConfig(stack_k=3, k_consecutive=2, max_steps=30, goal_in_obs=True, menu_prob=0.5)
-    world, plain = slow_map(1, 0, True), PixelGoal(1, "cpu", config)
+    world = slow_map(1, 0, True)
     goal = np.stack([world.picture((0, 1, 14, 5, facing)) for facing in (DOWN, RIGHT, RIGHT)])
-    folder = save(tmp_path / "goal", goal, plain)
+    folder = save(tmp_path / "goal", goal, plain.world_sha256, config)
     env = PixelGoal(3, "cpu", dataclasses.replace(config, goal_dir=folder))
     rows = [SlowEnv(config, goal) for _ in range(3)]
     # The starts are those of another goal: only their number and order are taken from the environment.
-    starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
     for row in rows:
-        row.starts = starts
+        row.starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
     compare(env, rows, 5, 200)
 
 
@@ -305,37 +310,25 @@ def test_frames_are_grey_pictures_for_people():
 
 
 class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
+        self.count += 1
         return function(*args, **kwargs or {})
 
 
-def test_a_step_reads_three_numbers_on_the_host():
-    counts = {}
+def test_on_another_device_nothing_is_read_and_any_number_of_rows_takes_as_many_calls():
+    """Tensors of the meta device have shapes and no values: reading one would raise."""
+    counts = []
     for num_envs in (1, 64):
-        env = PixelGoal(num_envs, "cpu", PixelGoalConfig())
+        env = make_vec("pixel-goal", num_envs, "meta", **WORLDS["maps"])
         env.reset(0)
         with Calls() as calls:
-            env.step(torch.zeros(num_envs, dtype=torch.int64))
-        # The two bounds of the actions, and whether any episode ended: on the CPU alone.
-        assert sum("_local_scalar_dense" in name or "is_nonzero" in name for name in calls.names) == 3
-        counts[num_envs] = len(calls.names)
-    assert counts[1] == counts[64]
-
-
-@pytest.mark.parametrize("name", ["maps", "packed"])
-def test_on_another_device_nothing_is_read(name):
-    """Tensors of the meta device have shapes and no values: reading one would raise."""
-    env = make_vec("pixel-goal", 4, "meta", **WORLDS[name])
-    env.reset(0)
-    for _ in range(3):
-        obs, *rest, info = env.step(torch.zeros(4, dtype=torch.int64, device="meta"))
-    assert obs.shape[:2] == (4, env.obs_shape[0])
-    assert {x.device.type for x in (obs, *rest, info["dist"], info["reset_mask"])} == {"meta"}
+            obs, *rest, info = env.step(torch.zeros(num_envs, dtype=torch.int64, device="meta"))
+        counts.append(calls.count)
+        assert obs.shape[:2] == (num_envs, env.obs_shape[0])
+        assert {x.device.type for x in (obs, *rest, info["dist"], info["reset_mask"])} == {"meta"}
+    assert counts[0] == counts[1]
 
 
 # Bad input
@@ -343,40 +336,30 @@ def test_on_another_device_nothing_is_read(name):
 
 @pytest.mark.parametrize("actions, error, says", [
     (np.zeros(2, int), TypeError, "expected a tensor, got ndarray"),
-    (torch.zeros(2), TypeError, "expected an integer dtype, got torch.float32"),
     (torch.zeros(2, dtype=torch.bool), TypeError, "expected an integer dtype, got torch.bool"),
     (torch.zeros(2, 1, dtype=torch.int64), ValueError, "expected shape (2,), got (2, 1)"),
     (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "expected them on cpu, got meta"),
     (torch.tensor([0, 8]), ValueError, "expected 0..7, got 0..8"),
     (torch.tensor([-1, 7]), ValueError, "expected 0..7, got -1..7"),
 ])
-def test_bad_actions_are_refused_and_change_nothing(actions, error, says):
-    env = PixelGoal(2, "cpu", PixelGoalConfig())
-    env.reset(0)
-    before = env.state_dict()
+def test_bad_actions_are_refused_and_change_nothing(actions, error, says, plain):
+    plain.reset(0)
+    before = plain.state_dict()
     with pytest.raises(error, match=re.escape(says)):
-        env.step(actions)
-    assert all(torch.equal(value, before[name]) for name, value in env.state_dict().items())
+        plain.step(actions)
+    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("num_envs, options, says", [
-    (0, {}, "0 environments: expected 1 to 16384"),
-    (16385, {}, "16385 environments: expected 1 to 16384"),
-    (1, dict(stack_k=0), "stack_k 0: expected 1 or more"),
-    (1, dict(num_maps=0), "num_maps 0"),
-    (1, dict(num_goals=0), "num_goals 0"),
-    (1, dict(difficulty=-1), "difficulty -1"),
-    (1, dict(map_seed=-1), "map_seed -1"),
+    (0, {}, "0 environments: expected 1 to 16384"), (16385, {}, "16385 environments: expected 1 to 16384"),
+    (1, dict(stack_k=0), "stack_k 0: expected 1 or more"), (1, dict(tau="nan"), "tau: expected 0 < tau <= 1"),
     (1, dict(menu_prob=1.5), "menu_prob 1.5: expected 0 to 1"),
-    (1, dict(tau="nan"), "tau: expected 0 < tau <= 1"),
     pytest.param(1, dict(tau=0.5), "no map with a cell that no other resembles within tau 0.5",
                  marks=pytest.mark.slow),
     pytest.param(1, dict(num_goals=300, tau=0.15), "num_goals 300: map 0 of map_seed 1 has ",
                  marks=pytest.mark.slow),
-    (1, dict(pack="4bpp"), "expected one of none, 2bpp"),
-    (1, dict(door="maybe"), "option door: expected bool"),
+    (1, dict(pack="4bpp"), "expected one of none, 2bpp"), (1, dict(goal_dir="nowhere"), "npy is missing"),
     (1, dict(stack="2"), "unknown option 'stack' (did you mean 'stack_k'?)"),
-    (1, dict(goal_dir="nowhere"), "goal_template.npy is missing"),
     (1, dict(goal_dir="nowhere", num_maps=2), "needs num_maps 1 and num_goals 1"),
 ])
 def test_bad_options_are_one_line(num_envs, options, says):
@@ -385,28 +368,25 @@ def test_bad_options_are_one_line(num_envs, options, says):
     assert "\n" not in str(caught.value)
 
 
-def test_recorded_goals_that_do_not_fit_are_named(tmp_path):
-    plain, world = PixelGoal(1), slow_map(1, 0, True)
+def test_recorded_goals_that_do_not_fit_are_named(plain, tmp_path):
+    world, one, stack = slow_map(1, 0, True), PixelGoalConfig(), PixelGoalConfig(stack_k=3)
     picture = world.picture((0, 1, 14, 5, RIGHT))
     other = slow_map(2, 0, True).picture((0, 1, 9, 9, RIGHT))
     walk = np.stack([world.picture((0, 1, row, 4, DOWN)) for row in (10, 11, 12)])
-    stacked = PixelGoal(1, "cpu", PixelGoalConfig(stack_k=3))
-    for number, (frames, env, meta, says) in enumerate((
-            (picture, plain, dict(action_codec_id="gb4"), "action_codec_id is 'gb4', expected 'gb8'"),
-            (picture, plain, dict(frames_per_step=8), "frames_per_step is 8, expected 24"),
-            (picture, plain, dict(tau=0.1), "tau is 0.1, expected 0.05"),
-            (picture, plain, dict(k_consecutive=2), "k_consecutive is 2, expected 4"),
-            (picture, plain, dict(pipeline_version="x"), "pipeline_version is 'x'"),
-            (picture, plain, dict(sha256={}), "recorded on another map"),
-            (picture, stacked, dict(stack_k=1), "stack_k is 1, expected 3"),
-            (picture[:36], plain, dict(downsample_h=36), "downsample_h is 36, expected 72"),
-            (other, plain, {}, "nothing on the map resembles the goal: the nearest is at distance 0."),
-            (pixel_goal.menu_picture(), plain, {}, "234 cells look like the goal within tau 0.05"),
-            (walk, stacked, {}, "no walk shows them for 4 steps in a row"),
-            (np.stack([picture, walk[0], picture]), stacked, {}, "nothing on the map resembles the goal"))):
-        folder = save(tmp_path / str(number), frames, env, **meta)
+    for number, (frames, config, meta, says) in enumerate((
+            (picture, one, dict(action_codec_id="gb4"), "action_codec_id is 'gb4', expected 'gb8'"),
+            (picture, one, dict(frames_per_step=8), "frames_per_step is 8, expected 24"),
+            (picture, one, dict(tau=0.1), "tau is 0.1, expected 0.05"),
+            (picture, one, dict(k_consecutive=2), "k_consecutive is 2, expected 4"),
+            (picture, one, dict(pipeline_version="x"), "pipeline_version is 'x'"),
+            (picture, one, dict(sha256={}), "recorded on another map"),
+            (picture, stack, dict(stack_k=1), "stack_k is 1, expected 3"),
+            (picture[:36], one, dict(downsample_h=36), "downsample_h is 36, expected 72"),
+            (other, one, {}, "nothing on the map resembles the goal: the nearest is at distance 0."),
+            (walk, stack, {}, "no walk shows them for 4 steps in a row"))):
+        folder = save(tmp_path / str(number), frames, plain.world_sha256, config, **meta)
         with pytest.raises(envs.BadInput, match=re.escape(says)):
-            PixelGoal(1, "cpu", dataclasses.replace(env.config, goal_dir=folder))
+            PixelGoal(1, "cpu", dataclasses.replace(config, goal_dir=folder))
 
 
 # Packed frames
@@ -416,16 +396,14 @@ def test_packed_bytes_and_pixels_are_inverse():
     every = torch.arange(256, dtype=torch.uint8)
     assert unpack_2bpp(every[:0].view(0, 8, 20)).shape == (0, 8, 80)
     assert unpack_2bpp(torch.tensor([0b11100100], dtype=torch.uint8)).tolist() == [0, 1, 2, 3]
-    assert unpack_2bpp(every).shape == (1024,) and torch.equal(pack_2bpp(unpack_2bpp(every)), every)
-    pixels = unpack_2bpp(every).view(4, 8, 32)
-    assert torch.equal(unpack_2bpp(pack_2bpp(pixels)), pixels)
+    assert torch.equal(pack_2bpp(unpack_2bpp(every.view(4, 64))), every.view(4, 64))
 
 
 # The margin: what makes the goal one place, and the shortest paths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("map_seed", range(5))
+@pytest.mark.parametrize("map_seed", range(2))
 def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
     env = PixelGoal(2048, "cpu", PixelGoalConfig(map_seed=map_seed, max_steps=100, menu_prob=0.5))
     # Walls have entries too, in which nobody ever stands: what can be walked to from the starts, and no more.
@@ -451,9 +429,3 @@ def test_the_goal_is_one_place_and_every_start_is_solved(map_seed):
             _, _, terminated, truncated, _ = env.step(actions)
             ended = torch.where(terminated & (ended == 0), step, ended)
         assert torch.equal(ended, lengths)
-
-
-def test_goals_lie_in_the_open():
-    """Not in a pocket that obstacles close off: all starts would be in it too."""
-    for map_seed, door in ((60, True), (64, False)):
-        assert len(PixelGoal(1, "cpu", PixelGoalConfig(map_seed=map_seed, door=door))._start_codes) > 600
