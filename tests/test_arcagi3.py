@@ -100,11 +100,12 @@ def test_solutions_score_full_marks_and_corrupted_ones_do_not(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, most", [("maze", 0.3), ("lights", 0.05), ("collect", 0.2)])
-def test_play_at_random_scores_little(name, most, capsys):
-    assert run_arc_eval.main(["--random", "--tasks", "40", "--game-id", name]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["games"].values()
-    assert row["tasks"] == 40 and row["score"] <= most and row["correct"] == 0 and row["invalid"] == 0
+def test_play_at_random_scores_little(capsys):
+    assert run_arc_eval.main(["--random", "--tasks", "120"]) == 0
+    rows = json.loads(capsys.readouterr().out)["games"]
+    for name, most in (("maze", 0.3), ("lights", 0.05), ("collect", 0.2)):
+        row = rows[f"arcagi3/{name}"]
+        assert row["tasks"] == 40 and row["score"] <= most and row["correct"] == 0 and row["invalid"] == 0
 
 
 def test_the_maze_by_hand():
@@ -181,13 +182,11 @@ def test_games_of_a_list_are_split_by_their_ids_without_network():
 
 
 @pytest.mark.parametrize("options, says", [
-    (dict(downsample=0), "downsample: expected 1 to 32, got 0"),
-    (dict(downsample=5), "1, 2, 3, 4 or 8 .* got 5"),
-    (dict(reward_scale="inf"), "reward_scale"), (dict(changes=True, style="short"), "changes"),
+    (dict(downsample=0), "downsample: expected 1 to 32, got 0"), (dict(reward_scale="inf"), "reward_scale"),
+    (dict(downsample=5), "1, 2, 3, 4 or 8 .* got 5"), (dict(changes=True, style="short"), "changes"),
     (dict(session=SESSION, root_url="http://h"), "session"), (dict(session="no such file"), "no such file"),
     (dict(session=SESSION, game_ids="maze-1"), "game_ids: expected demo-0001, .* got 'maze-1'"),
-    (dict(root_url="three.arcprize.org"), "http://host:port"),
-    (dict(game_ids="mazes"), "maze.*live=true"), (dict(game_ids="maze-99999999999"), "game_ids"),
+    (dict(root_url="three.arcprize.org"), "http://host:port"), (dict(game_ids="mazes"), "maze.*live=true"),
     (dict(game_ids="maze,maze-1"), "not both"), (dict(test_ids="a"), "test_ids"),
     (dict(game_ids="a", **NOBODY), "a, the only game.*game_ids.*test_ids=none"),
     (dict(game_ids="a", test_ids="a", **NOBODY), "held out"),
@@ -238,12 +237,10 @@ def test_a_shrunk_screen_shows_majorities(scale):
 def test_options_of_the_screen():
     env, task = one_game("maze-17", downsample=4, history=2, changes=True)
     assert "screen (16x16, a digit stands for 4x4 cells):" in task.messages[-1]["content"]
-    texts = [step.messages[0]["content"] for step in run(env, task, env.replies(task)[:5])]
-    assert "history: ACTION" in texts[0] and "changed (x, y): (" in texts[0] and "nothing" not in texts[0]
+    texts = [step.messages[0]["content"] for step in run(env, task, [*env.replies(task)[:5], "hm"])]
     last = [reply.split('"')[3] for reply in env.replies(task)[3:5]]
     assert f"history: {', '.join(last)}\n" in texts[4]
-    text = env.start(task, 1).step("hm").messages[0]["content"]
-    assert "no action was found. Expected" in text and "changed (x, y): nothing" in text
+    assert "no action was found. Expected" in texts[5] and "changed (x, y): nothing" in texts[5]
 
 
 @pytest.mark.parametrize("scale", [1, 3, 8])
@@ -360,6 +357,7 @@ def test_the_bundled_session_ends_in_win(options, rewards):
     assert [step.reward for step in steps] == rewards
     assert steps[-1].terminated and steps[-1].info["state"] == "WIN" and steps[-1].info["correct"] == 1
     assert steps[-1].info["replay_url"].endswith("/replay/demo-0001/recorded-play")
+    assert env.demonstration(task) is None and env.solution(task) is None
 
 
 def test_reset_begins_the_level_and_twice_the_game():
@@ -675,15 +673,13 @@ def test_closing_is_best_effort(serve):
 @pytest.mark.slow
 def test_64_episodes_at_once_have_cookies_and_a_scorecard_each(serve):
     server = serve(require_cookie=True)
-    ids = [f"maze-{seed}" for seed in range(64)]
-    env = make(root_url=server.url, game_ids=",".join(ids), test_ids="none")
-    tasks = [env.task("train", index) for index in range(64)]
+    plays = [over_http(server, f"maze-{seed}") for seed in range(64)]
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        ends = [steps[-1] for steps in pool.map(lambda task: run(env, task), tasks)]
-    assert [step.info["game_id"] for step in ends] == ids and {step.info["score"] for step in ends} == {3}
-    cards = [server.arcade.cards[step.info["card_id"]] for step in ends]
-    assert len({id(card) for card in cards}) == 64 == len({step.info["guid"] for step in ends})
-    assert not any(card["open"] for card in cards)
+        ends = [steps[-1].info for steps in pool.map(lambda play: run(*play), plays)]
+    assert [info["game_id"] for info in ends] == [f"maze-{seed}" for seed in range(64)]
+    assert {info["score"] for info in ends} == {3} and len({info["guid"] for info in ends}) == 64
+    cards = {info["card_id"]: server.arcade.cards[info["card_id"]] for info in ends}
+    assert len(cards) == 64 and not any(card["open"] for card in cards.values())
 
 
 # ---- Recordings
@@ -788,10 +784,9 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
         assert result["replay"] == (f"{server.url}/replay/maze-17/{result['guid']}" if flags else "")
         check_outputs(tmp_path / name, result, (256, 276))
         assert result["frames"] == 1 + result["actions_taken"] + 3  # each level ends with two frames
-    again = evaluate(capsys, "--mock-session", tmp_path / "live" / "session.jsonl", "--out",
-                     tmp_path / "again")
-    assert {name: again[name] for name in ("state", "score", "reward", "guid", "scorecard", "frames")} == {
-        name: result[name] for name in ("state", "score", "reward", "guid", "scorecard", "frames")}
+    again = evaluate(capsys, "--mock-session", tmp_path / "live" / "session.jsonl")
+    for name in ("state", "score", "reward", "guid", "scorecard"):
+        assert again[name] == result[name]
     mock = evaluate(capsys, "--mock-session", SESSION, "--out", tmp_path / "mock")
     assert (mock["state"], mock["score"], mock["reward"], mock["frames"]) == ("WIN", 3, 3, 4)
     check_outputs(tmp_path / "mock", mock, (250, 220))
@@ -799,7 +794,6 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
 
 @pytest.mark.parametrize("flags, says", [
     (["--scripted", "--game-id", "maze"], "expected one game"),
-    (["--scripted", "--game-id", "maze-17", "--tasks", "3"], "the only game"),
     (["--scripted", "--game-id", "maze", "--tasks", "3", "--out", "D"], "--out D: expected one game"),
     (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "ls20-1"], "no solver"),
     (["--scripted", "--live", "--root-url", "http://127.0.0.1:1", "--game-id", "maze-1", "--env-kwargs",
@@ -832,18 +826,6 @@ def test_run_arc_eval_reads_a_dotenv_file(capsys, tmp_path, monkeypatch):
     assert "ARC_ROOT_URL=nonsense: expected the form" in evaluate(capsys, "--live")["reason"]
 
 
-def test_a_demonstration_is_the_solvers_game():
-    for options in ({}, {"first_screen": False}):
-        env = make(game_ids="collect", **SHORT | options)
-        task = env.task("train", 1)
-        messages = env.demonstration(task)
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
-        assert said == ["RESET"] * (not task.data["begun"]) + env.replies(task)
-        assert messages[:len(task.messages)] == task.messages and messages[-1]["role"] == "assistant"
-    other = make(session=SESSION)
-    assert other.demonstration(other.task_of("demo-0001")) is None
-
-
 def test_the_server_as_a_program():
     flags = ["--port", "0", "--old-names", "--seeds", "2", "--levels", "2"]
     server = subprocess.Popen([sys.executable, "tools/arc_server.py", *flags], cwd=ROOT, text=True,
@@ -859,30 +841,13 @@ def test_the_server_as_a_program():
         server.communicate()
 
 
-# ---- The training scripts
-
-
-@pytest.mark.slow
-def test_grpo_runs_on_it_and_a_model_can_be_evaluated(tmp_path, capsys):
-    import grpo_llm
+def test_a_model_can_be_evaluated(tmp_path, capsys):
     import sft
-    from tests.run_folders import records, train
 
-    model = str(tmp_path / "model")
     tokenizer = sft.new_tokenizer(make(**SHORT).vocabulary)
-    sft.new_model(sft.Args(max_length=1024), tokenizer).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-
-    folder = train(grpo_llm, tmp_path / "run", model=model, env="arcagi3", iterations=2, seed=2,
-                   env_kwargs=("style=short", "downsample=8", "max_actions=3"), max_response_tokens=150,
-                   max_context_tokens=700, eval_tasks=3, prompts_per_iteration=3, group_size=2)
-    last = records(folder)[-1]
-    assert last["iteration"] == 2 and 0 < last["rollout/turns"] <= 3
-    # A random model ends few replies, and a game that none has reached has no metrics: not with this seed.
-    assert {"val/arcagi3/maze/pass@1", "val/arcagi3/lights/progress",
-            "val/arcagi3/collect/invalid"} <= set(last)
-    capsys.readouterr()
-    result = evaluate(capsys, "--model", model, "--game-id", "maze-1", "--max-actions", 3,
+    sft.new_model(sft.Args(max_length=1024), tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = evaluate(capsys, "--model", tmp_path, "--game-id", "maze-1", "--max-actions", 3,
                       "--temperature", 1, "--max-response-tokens", 4, "--max-context-tokens", 200,
                       "--env-kwargs", "style=short", "downsample=8")
     assert result["ok"] and result["actions_taken"] + result["invalid"] == 3

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import gymnasium
-import make_rom
 import numpy as np
 import pytest
 import torch
@@ -16,8 +15,6 @@ from PIL import Image, ImageSequence
 
 import a2c_vecenv
 from envs.pixels import make_vec
-from envs.pixels.game_boy import Config, goal_meta, record_frames
-from envs.pixels.goals import save_goal
 from tools import dump_policy_gif
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,24 +202,6 @@ def test_image_observations_are_shown_where_there_is_no_render(render, dump, tra
     path = trained(env_id="Lamp-v0", env_kwargs=(render,))  # a vector: there is nothing to show
     status, said, _ = dump("--checkpoint", path)
     assert status == 1 and "cannot be drawn" in said["reason"] and "no images" in said["reason"]
-
-
-@pytest.mark.slow
-def test_a_game_boy_is_shown_with_its_goal(dump, trained, tmp_path):
-    """A policy that always presses RIGHT moves the block of our own ROM to where it should be."""
-    (tmp_path / "game.gb").write_bytes(make_rom.rom())
-    config = Config(rom=str(tmp_path / "game.gb"), tau=0.001, k_consecutive=1)
-    shown = 255 - 85 * np.concatenate([record_frames(config, ["RIGHT"] * n) for n in range(4)])
-    save_goal(tmp_path / "goal", record_frames(config, ["RIGHT"] * 3)[0], **goal_meta(config))
-    options = [f"rom={config.rom}", f"goal_dir={tmp_path / 'goal'}", "tau=0.001", "k_consecutive=1"]
-    path = trained(env_id="pyboy", env_kwargs=tuple(options), network="patch")
-    status, said, out = dump("--checkpoint", changed(path, always(7)), "--scale", 1, "--greedy")
-    assert status == 0 and said["episodes"][0]["success"] is True and said["frames"] == 4, said
-    assert [step["dist"] == 0 for step in steps_of(out)] == [False, False, True]
-    left = 80 + dump_policy_gif.GAP
-    for frame, picture in zip(frames_of(out), shown, strict=True):
-        assert np.array_equal(frame[:72, :80, 0], picture)
-        assert np.array_equal(frame[:72, left:left + 80, 0], shown[-1])
 
 
 # What cannot be shown is JSON

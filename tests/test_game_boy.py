@@ -197,6 +197,8 @@ def test_log_meta_pictures_and_a_saved_state_of_another_cartridge(folder):
     picture = env.frames(0)
     assert picture.dtype == np.uint8 and picture.shape == (72, 80) and (picture == 0).sum() == 16
     assert set(np.unique(picture)) == {0, 170, 255}
+    goal = np.load(folder / "goal1" / "goal_template.npy")
+    assert (env.goal_picture(0) == 255 - 85 * goal).all()
 
     with pytest.raises(ValueError):
         env.step(torch.tensor([8]))

@@ -136,17 +136,12 @@ def test_an_interrupted_save_leaves_the_old_goal(folder, tmp_path, monkeypatch, 
 
 def test_distance():
     frames = torch.from_numpy(picture(7, 2, 6, 5))
-    real = frames.double()
-    shapes = (6, 5), (2, 6, 5), (7, 2, 6, 5)
-    one, stack, each = (torch.from_numpy(picture(*shape, seed=3)) for shape in shapes)
-    for goal, expected in ((one, (real[:, -1] - one.double()).abs().mean((1, 2)) / 3),
-                           (stack, (real - stack.double()).abs().mean((1, 2, 3)) / 3),
-                           (each, (real - each.double()).abs().mean((1, 2, 3)) / 3)):
-        dist = l1_distance(frames, goal)
+    for shape, seen in (((6, 5), frames[:, -1:]), ((2, 6, 5), frames), ((7, 2, 6, 5), frames)):
+        goal = torch.from_numpy(picture(*shape, seed=3))
+        dist, expected = l1_distance(frames, goal), (seen.double() - goal).abs().mean((1, 2, 3)) / 3
         assert dist.dtype == torch.float32 and torch.allclose(dist.double(), expected, atol=1e-7)
     light, dark = torch.zeros(1, 1, 6, 5, dtype=torch.uint8), torch.full((1, 1, 6, 5), 3, dtype=torch.uint8)
     assert l1_distance(light, dark[0]).item() == l1_distance(dark, light[0]).item() == 1  # no wrap below 0
-    assert l1_distance(dark, dark[0, 0]).item() == 0
     for shape, dtype in (((3, 6, 5), torch.uint8), ((5, 6), torch.uint8), ((6, 5), torch.float32)):
         with pytest.raises(ValueError):
             l1_distance(frames, torch.zeros(shape, dtype=dtype))
@@ -169,11 +164,3 @@ def test_steps_towards_a_goal():
     assert step(0.5, 0.5, steps=126) == (-0.01, False, False, 0, 127)
     assert step(0.5, 0.5, steps=127) == (-0.01, False, True, 0, 128)
     assert step(0.0, 0.0, streak=3, steps=127, goal_bonus=5.0) == (4.99, True, True, 4, 128)
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("max_steps", 0), ("k_consecutive", 0), ("tau", 0.0), ("tau", 1.5), ("alpha", float("nan")),
-])
-def test_options_are_checked(field, value):
-    with pytest.raises(BadInput, match=field):
-        GoalConfig(**{field: value})
