@@ -5,7 +5,7 @@ import collections
 import copy
 import dataclasses
 import gc
-import importlib
+import itertools
 import json
 import math
 import os
@@ -21,21 +21,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import envs
 import grpo_llm
+import ppo_llm
+import sft
 from envs import Step
 from grpo_llm import Args, Segment
 from tests.run_folders import full_forward, records, slow_but
 
-# Whose rollouts are played: a test holds their code to be the same to the letter, so one will do in a hurry.
-SCRIPTS = ["grpo_llm", pytest.param("ppo_llm", marks=pytest.mark.slow)]
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
-
-
-def check_logprobs(model, prompts, replies, temperature):
-    """Each reply's log-probabilities are those of its own prompt's full forward."""
-    with torch.no_grad():
-        for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):
-            expected, _ = full_forward(model, Segment(prompt, ids), temperature)
-            assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def one_by_one(model, tokenizer, prompt, limit):
@@ -65,7 +57,10 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
                                   (random_llama(vocab_size=6), noise, 30)):
         replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer)
         assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, limit) for p in prompts]
-        check_logprobs(model, prompts, replies, 1.0)
+        for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):
+            with torch.no_grad():  # those of its own prompt's full forward
+                expected, _ = full_forward(model, Segment(prompt, ids), 1.0)
+            assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
     assert len({len(ids) for ids, _ in replies}) > 4
 
 
@@ -223,24 +218,20 @@ def check_tokens(rollouts):
                                                 for t, chosen in enumerate(segment.response_mask)]
 
 
-@pytest.fixture(params=SCRIPTS)
-def trainer(request):
-    return importlib.import_module(request.param)
+def play(tokenizer, env, replies, **flags):
+    """Plays a task with given replies, one after another.  -> its Rollout, what the sampler was asked"""
+    replies = iter(replies)
+    engine = Speaker(tokenizer, lambda text: next(replies))
+    args = Args(**dict(max_response_tokens=40) | flags)
+    rollouts = grpo_llm.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, 1.0, args,
+                                grpo_llm.episode_reward)
+    assert next(replies, None) is None
+    check_tokens(rollouts)
+    return rollouts[0], engine.prompts
 
 
-@pytest.fixture
-def play(trainer):
-    """Plays a task with given replies, one after another. -> Rollouts, what the sampler was asked"""
-    def play(tokenizer, env, replies, num_samples=1, score=None, **flags):
-        replies = iter(replies)
-        engine = Speaker(tokenizer, lambda text: next(replies))
-        args = trainer.Args(**dict(max_response_tokens=40) | flags)
-        rollouts = trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], num_samples, 1.0, args,
-                                   score or trainer.episode_reward)
-        assert next(replies, None) is None
-        check_tokens(rollouts)
-        return rollouts, engine.prompts
-    return play
+# Tests hold the code that plays episodes to be the same in both scripts, to the letter: one plays them here.
+BOTH = pytest.mark.parametrize("script", [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
 
 
 class World(envs.Env):
@@ -312,15 +303,15 @@ def three_turns(episode, reply):
 
 
 @pytest.fixture(params=[(0, False), (2, True)], ids=["together", "continuous-blocking"])
-def visit(request, trainer):
+def visit(request):
     """Plays tasks of a world. A reply is r and the number of those before it: r0, r1. -> Rollouts"""
     def visit(world, num_tasks=1, num_samples=1, say=lambda text: f"r{text.count('!')}", **flags):
-        args = trainer.Args(**dict(chat_template="plain", max_response_tokens=40) | flags)
+        args = Args(**dict(chat_template="plain", max_response_tokens=40) | flags)
         tokenizer, tasks = byte_tokenizer(), [world.task("train", n) for n in range(num_tasks)]
         world.blocking = request.param[1] or world.blocking
         visit.engine = Speaker(tokenizer, say, request.param[0])
-        rollouts = trainer.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args,
-                                   trainer.episode_reward)
+        rollouts = grpo_llm.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args,
+                                    grpo_llm.episode_reward)
         check_tokens(rollouts)
         return rollouts
     return visit
@@ -371,14 +362,13 @@ TEMPLATES = {"words": None, "chatml": CHATML, "plain": None,
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
-        play, countdown_tiny, two_turn, template):
+def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(countdown_tiny, two_turn, template):
     tokenizer = countdown_tiny[1] if template == "words" else byte_tokenizer(TEMPLATES[template])
     task, plain = two_turn.task("train", 0), template == "plain"
     said = [wrong(two_turn), two_turn.solution(task)]
     replies = [reply_ids(tokenizer, text) for text in said]
     replies[0].insert(2, tokenizer.convert_tokens_to_ids("<bos>"))  # kept as it was sampled
-    (r,), prompts = play(tokenizer, two_turn, replies, chat_template="plain" if plain else "model")
+    r, prompts = play(tokenizer, two_turn, replies, chat_template="plain" if plain else "model")
 
     assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.0, 1.0, 2)
     problem = task.messages[0]["content"]
@@ -398,84 +388,9 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(
     assert template == "words" or tokenizer.decode(segment.ids) == whole
 
 
-def test_a_reply_cut_at_the_limit_never_reaches_the_environment(play, countdown_tiny):
-    tokenizer, heard = countdown_tiny[1], []
-
-    def behave(episode, reply):
-        heard.append(reply)
-        return over()
-
-    whole = reply_ids(tokenizer, "1 + 1 = 2")
-    world = World(behave)
-    (cut, ended), _ = play(tokenizer, world, [whole[:-1], whole], 2, max_response_tokens=len(whole))
-    assert (cut.termination, cut.reward, cut.correct, cut.steps) == ("length", 0.0, 0.0, [])
-    assert cut.segments[0].response_mask == [1] * (len(whole) - 1)
-    assert (ended.termination, ended.reward, heard) == ("done", 1.0, ["1 + 1 = 2"])
-    world = World(lambda episode, reply: Step([], 0.25, False, True, {"correct": 1.0}))
-    (r,), _ = play(tokenizer, world, [whole])
-    assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
-
-
-def expected_segments(tokenizer, env, said, budget, limit):
-    """Prompt ids and response ids of each segment, by brute force over what may be kept of the history."""
-    task = env.task("train", 0)
-
-    def prompt_of(messages):
-        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False,
-                                                       add_generation_prompt=True)).input_ids
-
-    history, segments = [], [(prompt_of(task.messages), [])]
-    for text in said[:-1]:
-        segments[-1][1].extend(reply_ids(tokenizer, text))
-        history += [{"role": "assistant", "content": text}, *task.messages]
-        answer = prompt_of(task.messages)[1:]  # as the first turn, without <bos>
-        if sum(map(len, segments[-1])) + len(answer) + limit <= budget:
-            segments[-1][1].extend(answer)
-            continue
-        prompts = [prompt_of(task.messages + history[start:]) for start in range(2, len(history), 2)]
-        prompt = next((prompt for prompt in prompts if len(prompt) + limit <= budget), None)
-        if not prompt:  # whole turns go, the oldest first, until there is none
-            return segments
-        segments.append((prompt, []))
-    segments[-1][1].extend(reply_ids(tokenizer, said[-1]))
-    return segments
-
-
-@pytest.mark.parametrize("budget", [45, 52, 60, 75])
-def test_a_history_over_the_budget_starts_a_segment_that_keeps_the_task(
-        play, countdown_tiny, two_turn, budget):
-    tokenizer, limit = countdown_tiny[1], 16
-    two_turn.replies = 8
-    solution = two_turn.solution(two_turn.task("train", 0))
-    said = [wrong(two_turn)] * 3 + [wrong(two_turn) + "; 1 + 1 = 2"] * 4 + [solution]
-    (r,), prompts = play(tokenizer, two_turn, said, max_context_tokens=budget, max_response_tokens=limit)
-    assert (r.termination, r.correct) == ("done", 1.0)
-    found = [(s.prompt_ids, s.response_ids) for s in r.segments]
-    assert found == expected_segments(tokenizer, two_turn, said, budget, limit)
-    assert len(found) > 1 and max(len(s.ids) for s in r.segments) <= budget
-    for prompt, (number, start, _) in zip(prompts, r.turns, strict=True):
-        assert prompt == r.segments[number].ids[:len(prompt)]
-        assert len(prompt) == len(r.segments[number].prompt_ids) + start
-
-
-def test_an_episode_that_cannot_fit_ends_with_context(play, countdown_tiny, two_turn):
-    tokenizer, bad = countdown_tiny[1], wrong(two_turn)
-    messages = two_turn.task("train", 0).messages
-    prompt = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    # The prompt and one reply fit, the second turn does not, and there is no older turn to leave out.
-    flags = dict(max_context_tokens=len(prompt.input_ids) + 16, max_response_tokens=16)
-    (r,), _ = play(tokenizer, two_turn, [bad], **flags)
-    assert (r.termination, r.correct, len(r.segments), len(r.steps)) == ("context", 0.0, 1, 1)
-    assert r.segments[0].response_ids == reply_ids(tokenizer, bad)
-    # The prompt alone does not fit: nothing is sampled.
-    flags["max_context_tokens"] -= 1
-    (r,), prompts = play(tokenizer, two_turn, [], **flags)
-    assert (r.termination, r.reward, r.segments[0].response_ids, prompts) == ("context", 0.0, [], [])
-
-
 LETTERS = "".join(dict.fromkeys("system user assistant tool\n<0123456789>! abc"))
-CONVERSATIONS = {"chatml": (CHATML, "<|im_end|>"), "llama3": (LLAMA3, "<bos>"), "plain": (None, "<|im_end|>"),
-                 "qwen3": (QWEN3, "<|im_end|>"), "unthinking": (UNTHINKING, "<|im_end|>")}
+CONVERSATIONS = {"llama3": (LLAMA3, "<bos>"), "plain": (None, "<|im_end|>"), "qwen3": (QWEN3, "<|im_end|>"),
+                 "unthinking": (UNTHINKING, "<|im_end|>")}
 
 
 def conversation(episode, reply):
@@ -488,8 +403,7 @@ def conversation(episode, reply):
 
 
 @pytest.mark.parametrize("name", slow_but(("llama3", "qwen3"), CONVERSATIONS))
-def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
-        trainer, random_llama, monkeypatch, name):
+def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(random_llama, name):
     """The sampler is the model itself: each segment's log-probabilities are those of its own full forward."""
     template, eos = CONVERSATIONS[name]
     tokenizer = byte_tokenizer(template, eos, LETTERS)
@@ -499,17 +413,17 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(
     with torch.no_grad():  # so that it thinks, and ends
         model.lm_head.bias.zero_()[[*marks, eot]] = torch.tensor([1.0, 2.0, 2.5, 1.0])
     model.generation_config.eos_token_id = eot
-    args = trainer.Args(max_response_tokens=24, chat_template="model" if template else "plain")
+    args = Args(max_response_tokens=24, chat_template="model" if template else "plain")
     world, asked = World(conversation), {}
 
-    class Recorder(trainer.HfEngine):
+    class Recorder(grpo_llm.HfEngine):
         async def sample(self, prompt_ids, temperature, seed, order):
             asked.setdefault(order, []).append(prompt_ids)
             return await super().sample(prompt_ids, temperature, seed, order)
 
     tasks = [world.task("train", n) for n in range(8)]
-    rollouts = trainer.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
-                               trainer.episode_reward)
+    rollouts = grpo_llm.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
+                                grpo_llm.episode_reward)
     forks = thoughts = 0
     for r in (member for parent in rollouts for member in parent.family):
         seen = [r.segments[number].ids[:len(r.segments[number].prompt_ids) + start]
@@ -553,8 +467,10 @@ def test_an_episode_ends_after_max_turns_with_what_it_has_earned(visit):
     (r,) = visit(world, max_turns=3)
     assert (r.termination, r.reward, r.correct, len(r.turns)) == ("turns", 0.75, 0.0, 3)
     assert texts(r)[-2:] == ["r2", "!"] and world.all_closed_once
-    world = World(three_turns)  # an end of the environment's own in the last turn counts
-    assert [r.termination for r in visit(world, 3, max_turns=2)] == ["done", "done", "turns"]
+    # An end of the environment's own in the last turn counts, and so does a limit of its own.
+    assert [r.termination for r in visit(World(three_turns), 3, max_turns=2)] == ["done", "done", "turns"]
+    (r,) = visit(World(lambda episode, reply: Step([], 0.25, False, True, {"correct": 1.0})), max_turns=1)
+    assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
 
 
 @pytest.mark.parametrize("reason, flags", [
@@ -572,13 +488,25 @@ def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason
     for r in visit(world, 2, **flags):
         turns = 1 if reason == "context" else 2
         assert (r.termination, r.correct, len(r.turns), len(r.steps)) == (reason, 1.0, turns, turns)
-        earned = 0.5 if reason == "turns" else 0.25  # the reply that was cut has earned nothing itself
+        earned = 0.5 if reason == "turns" else 0.25  # the reply that was cut never reaches the environment
         assert r.reward == 0.5 + earned and "never read" not in texts(r)
     assert asked == [(reason, False)] * 2 and world.all_closed_once
-    failing = World(lambda episode, reply: go_on(0.25))
-    failing.judge = lambda episode, reason: 1 / 0
-    (r,) = visit(failing, **flags)
-    assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and failing.all_closed_once
+
+    world.judge = lambda episode, reason: 1 / 0
+    (r,) = visit(world, **flags)
+    assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and world.all_closed_once
+
+
+def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
+    world = World(None)
+    world.judge = None
+    (cut,) = visit(world, say=lambda text: [65, 66])
+    assert (cut.termination, cut.reward, cut.correct, cut.retries) == ("length", 0.0, 0.0, 0)
+    assert cut.segments[0].response_mask == [1, 1]
+
+    (long,) = visit(world, max_context_tokens=6, max_response_tokens=4)
+    assert (long.termination, long.reward, visit.engine.prompts) == ("context", 0.0, [])
+    assert world.all_closed_once
 
 
 @blocking_alone
@@ -603,15 +531,7 @@ def test_a_step_that_hangs_ends_its_episode_and_holds_up_no_other(visit):
 
 
 @blocking_alone
-def test_what_comes_as_or_after_the_time_is_up_is_closed_all_the_same(visit):
-    forever = threading.Event()
-    world = World(three_turns, lambda world, task: task.id == "t0" and forever.wait(60))
-    slow, quick = visit(world, 2, episode_timeout=0.2, max_concurrent=1)
-    assert (slow.termination, quick.termination, world.started) == ("timeout", "done", ["t1"])
-    forever.set()
-    until(lambda: len(world.closed) == 2)
-    assert world.all_closed_once
-
+def test_what_starts_as_the_time_is_up_is_closed_all_the_same(visit):
     def say(text):
         time.sleep(0.3)  # t0's reply; as it comes, t1 has been started and its time is up
         return "r"
@@ -636,27 +556,25 @@ def failing(times):
     return World(behave, on_start)
 
 
-def test_an_episode_whose_environment_fails_is_played_again_from_its_start(visit, capsys):
-    world, expected = failing(1), visit(World(three_turns), 3)
+def test_an_episode_whose_environment_fails_is_played_again_from_its_start_and_twice_at_most(visit, capsys):
+    expected, world = visit(World(three_turns), 3), failing(1)
     rollouts = visit(world, 3)
     assert capsys.readouterr().err.count("the environment failed") == 2
     assert [r.retries for r in rollouts] == [1, 0, 1]
     assert [kept(r) | {"retries": 0} for r in rollouts] == [kept(r) for r in expected]
     assert world.attempts.count("t0") == world.started.count("t2") == 2 and world.all_closed_once
 
-
-def test_after_the_last_retry_an_episode_ends_as_an_error(visit, trainer, capsys):
     world = failing(99)
     rollouts = visit(world, 3)
-    assert [r.termination for r in rollouts] == ["error", "done", "error"]
-    assert [r.retries for r in rollouts] == [2, 0, 2]
-    assert [r.reward for r in rollouts] == [0.0, 1.25, 0.0] and not rollouts[2].correct
-    assert world.attempts.count("t0") == world.started.count("t2") == 3 and world.all_closed_once
     assert capsys.readouterr().err.count("the environment failed") == 6
+    assert [(r.termination, r.retries, r.reward) for r in rollouts] == [
+        ("error", 2, 0.0), ("done", 0, 1.25), ("error", 2, 0.0)]
+    assert world.attempts.count("t0") == world.started.count("t2") == 3 and world.all_closed_once
+    assert not rollouts[2].correct
 
 
 @pytest.mark.parametrize("where", ["engine", "environment", "server"])
-def test_an_interruption_closes_every_episode(visit, trainer, where):
+def test_an_interruption_closes_every_episode(visit, where):
     """Ctrl-C, or an engine that is lost, in the middle of an episode's sub-agents."""
     def behave(episode, reply):
         if where == "environment" and episode.task.id == "a" and len(episode.replies) == 2:
@@ -668,30 +586,13 @@ def test_an_interruption_closes_every_episode(visit, trainer, where):
         if text.startswith("<a>") and text.count("!") == 1 and where == "engine":
             os.kill(os.getpid(), signal.SIGINT)
         lost = text.startswith("<a>") and text.count("!") == 1 and where == "server"
-        return trainer.EngineError("gone") if lost else "r"
+        return grpo_llm.EngineError("gone") if lost else "r"
 
     world, handler = World(behave), signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(trainer.EngineError if where == "server" else KeyboardInterrupt):
+    with pytest.raises(grpo_llm.EngineError if where == "server" else KeyboardInterrupt):
         visit(world, 5, say=say, max_context_tokens=200)
     signal.signal(signal.SIGINT, handler)
     assert world.all_closed_once and len(world.started) >= 5
-
-
-def test_forged_results_are_counted(trainer, monkeypatch, tmp_path):
-    class Forged(World):
-        def task(self, split, index):
-            messages = [{"role": "user", "content": PROBLEMS[0]}]
-            return dataclasses.replace(super().task(split, index), messages=messages)
-
-    def behave(episode, reply):
-        return Step([], 0.0, True, False, dict(correct=0.0, suspicious=int(episode.task.id[1:]) % 2))
-
-    monkeypatch.setattr(envs, "make", lambda name, **options: Forged(behave))
-    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=8, group_size=2, eval_tasks=1,
-                              eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path)))
-    *found, _ = map(json.loads, (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines())
-    shares = [episode["info"].get("suspicious", 0) for episode in found]
-    assert sum(shares) and records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(shares) / len(shares))
 
 
 def family(episode, reply):
@@ -709,7 +610,7 @@ def family(episode, reply):
     return over(3.0) if task.id == "a/a" else go_on(4.0)
 
 
-def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(visit, trainer, capsys):
+def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(visit):
     world = World(family)
     rollouts = visit(world, 2, say=lambda text: f"{text.split('>')[0]}{text.count('!')}", max_turns=2)
     r, alone = rollouts
@@ -819,14 +720,14 @@ class Hostile(World):
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
-def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(trainer, capsys, blocking):
+def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(capsys, blocking):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
-    args = trainer.Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
-                        episode_timeout=0.5 if blocking else 0)
+    args = Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
+                episode_timeout=0.5 if blocking else 0)
     rng = random.Random(1)
     engine = Speaker(tokenizer, lambda text: rng.choice(["r", "<think>a</think>\n\nb", "\n", [65] * 8]))
     tasks = [world.task("train", n) for n in range(25)]
-    rollouts = trainer.rollout(engine, tokenizer, world, tasks, 4, 1.0, args, trainer.episode_reward)
+    rollouts = grpo_llm.rollout(engine, tokenizer, world, tasks, 4, 1.0, args, grpo_llm.episode_reward)
 
     check_tokens(rollouts)
     until(lambda: world.all_closed_once and threading.active_count() <= threads + world.hung)
@@ -839,28 +740,22 @@ def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(tra
         "done", "truncated", "length", "context", "turns", "timeout", "error"}
     assert ("timeout" in ends) == blocking and sum(ends.values()) == 4 * 25
     assert not any(r.reward for r in rollouts if r.termination == "error")
-    world = World(three_turns, blocking=blocking)
-    again = trainer.rollout(engine, tokenizer, world, [world.task("train", 3)], 1, 1.0, args,
-                            trainer.episode_reward)
-    assert again[0].termination in ("done", "length") and world.all_closed_once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ["llm_query('\\ud800')", "print('\\ud800')"])
-def test_half_of_a_surrogate_pair_from_the_code_of_a_reply_reaches_no_tokenizer(trainer, code):
+def test_half_of_a_surrogate_pair_from_the_code_of_a_reply_reaches_no_tokenizer():
     env = envs.make("repl", scenarios="tiny", prompt="short")
-    replies = iter([code, "finish()", "finish()"])
-    engine = Speaker(tokenizer := byte_tokenizer(CHATML), lambda text: next(replies, "no more"))
-    args = trainer.Args(max_response_tokens=100, max_context_tokens=4000)
-    (r,) = trainer.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, 1.0, args,
-                           trainer.episode_reward)
-    assert [(m.termination, m.retries) for m in r.family] == [("done", 0)] * len(r.family)
-    for message in r.messages[1:] + [message for child in r.children for message in child.messages]:
+    said = ["print('\\ud800', llm_query('\\ud800'))", "finish()", "finish()"]
+    r, _ = play(byte_tokenizer(CHATML), env, said, max_response_tokens=100, max_context_tokens=4000)
+    assert [(m.termination, m.retries) for m in r.family] == [("done", 0)] * 2
+    for message in r.messages[1:] + r.children[0].messages:
         message["content"].encode()
 
 
 class Generations(World):
-    """Each task calls a sub-agent, which calls one too. In training they tell what is no number in JSON."""
+    """Each task calls a sub-agent, which calls one too. In training they tell what is no number in JSON, and
+    that some have forged their results.
+    """
 
     def __init__(self):
         super().__init__(self.act)
@@ -871,7 +766,7 @@ class Generations(World):
             return self.ask(f"{episode.task.id}/0")
         self.ended += 1
         part, right = (math.inf, -math.inf, math.nan)[self.ended % 3], float(self.ended // 3 % 2)
-        told = dict(part=part, parts=[part, 1.0]) if self.split == "train" else {}
+        told = dict(part=part, parts=[part, 1.0], suspicious=1 - right) if self.split == "train" else {}
         return Step([], 0.25, True, False, {"correct": right} | told)
 
     def task(self, split, index):
@@ -880,14 +775,15 @@ class Generations(World):
                                    messages=[{"role": "user", "content": PROBLEMS[3]}])
 
 
+@BOTH
 @pytest.mark.parametrize("told", [False, True])
-def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(trainer, told, monkeypatch, tmp_path):
+def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(script, told, monkeypatch, tmp_path):
     def no_number(name):
         raise AssertionError(f"{name} is not JSON")
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
-    trainer.main(trainer.Args(iterations=1, prompts_per_iteration=4, group_size=4, eval_tasks=1,
-                              eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told))
+    script.main(script.Args(iterations=1, prompts_per_iteration=4, group_size=4, eval_tasks=1,
+                            eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told))
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
     *episodes, last = (json.loads(line, parse_constant=no_number) for line in lines)
 
@@ -895,13 +791,16 @@ def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(trainer, to
         "episodes": 16, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
         "correct_sum": sum(e["correct"] for e in episodes)}}
     assert 0 < last["summary"]["correct_sum"] < 16 == len(episodes)
+    forged = sum(e["info"].get("suspicious", 0) for e in episodes) / 16
+    assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(forged) and forged
+
     depths = collections.Counter()
     for episode in episodes:
         members = [episode]
         for member in members:  # which grows
             members += member["sub_agents"]
             assert member["segments"][0]["response_ids"] and member["reward"] == episode["reward"]
-            if trainer is grpo_llm:  # they learn what their parent's group says of it, when told to
+            if script is grpo_llm:  # they learn what their parent's group says of it, when told to
                 learns = told or member is episode
                 assert member["segments"][0]["advantage"] == (
                     episode["segments"][0]["advantage"] if learns else 0.0)
@@ -912,11 +811,11 @@ def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(trainer, to
     assert depths[3] and set(depths) <= {1, 2, 3}  # a reply that was cut calls nobody
 
 
-def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(trainer, random_llama):
+def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama):
     """The engine answers all together once every episode waits for it: no batch depends on who was first."""
     tokenizer = byte_tokenizer(None, alphabet=LETTERS)
     model = random_llama(vocab_size=len(tokenizer), seed=3, dtype=torch.float32)
-    args = trainer.Args(max_response_tokens=12, chat_template="plain", max_concurrent=9)
+    args = Args(max_response_tokens=12, chat_template="plain", max_concurrent=9)
 
     def behave(episode, reply):
         time.sleep(random.random() / 200)
@@ -926,102 +825,73 @@ def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(trainer, ran
 
     found = []
     for blocking in (True, True, False):
-        world = World(behave, blocking=blocking)
-        engine = trainer.HfEngine(model, tokenizer, args)
+        world, engine = World(behave, blocking=blocking), grpo_llm.HfEngine(model, tokenizer, args)
         engine.eos = [*range(0, len(tokenizer), 2)]  # whatever ends a reply by the limit, half go on
-        rollouts = trainer.rollout(engine, tokenizer, world, [world.task("train", n) for n in range(8)], 2,
-                                   1.0, args, trainer.episode_reward)
+        rollouts = grpo_llm.rollout(engine, tokenizer, world, [world.task("train", n) for n in range(8)], 2,
+                                    1.0, args, grpo_llm.episode_reward)
         found.append([[member.segments for member in r.family] for r in rollouts])
     assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
 
 
-def test_dynamic_sampling_asks_for_more_prompts_until_enough_groups_teach(monkeypatch, tmp_path):
-    """Tasks in order of their drawing: a third of the groups teaches anything; at most three rounds more."""
-    drawn = []
-
-    class Third(World):
-        def task(self, split, index):
-            task = super().task(split, index)
-            drawn.append(task.id) if split == "train" else None
-            return dataclasses.replace(task, messages=[{"role": "user", "content": PROBLEMS[0]}])
-
-    def behave(episode, reply):
-        teaches = episode.world.attempts.count(episode.task.id) % 2 and int(episode.task.id[1:]) % 3 == 0
-        return over(float(teaches))
-
-    monkeypatch.setattr(envs, "make", lambda name, **options: Third(behave))
-    grpo_llm.main(Args(iterations=2, prompts_per_iteration=6, group_size=2, eval_tasks=1, eval_samples=1,
-                       dynamic_sampling=3, run_dir=str(tmp_path)))
-    lines = records(tmp_path)[1:]
-    submitted = [line["rollout/groups_submitted"] for line in lines]
-    assert drawn[:6] == drawn[6:12]  # the first ones are looked at before the model is loaded
-    del drawn[:6]
-    assert len(drawn) == len(set(drawn)) == sum(submitted) and max(submitted) > 6
-    assert all(line["rollout/groups_trainable"] >= 6 or line["rollout/groups_submitted"] == 24
-               for line in lines)
-
-
-def test_evaluation_counts_correct_replies_by_source(trainer, countdown_tiny):
+@BOTH
+def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
     """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
-    tokenizer = countdown_tiny[1]
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
-    args = trainer.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16, eval_temperature=0.5)
-    tasks = [env.task("test", i) for i in range(6)]
-    rng = random.Random(1)
+    args = script.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16, eval_temperature=0.5)
+    tasks, rng = [env.task("test", i) for i in range(6)], random.Random(1)
     drawn = [[rng.random() < 0.3 for _ in range(4)] for _ in tasks]
     greedy = [rng.random() < 0.5 for _ in tasks]
-    plan = [task if right else None for task, row in zip(tasks, drawn, strict=True) for right in row]
-    plan += [task if right else None for task, right in zip(tasks, greedy, strict=True)]
-    replies = iter([env.solution(task) if task else "1 + 1 = 2" for task in plan])
-    engine = Speaker(tokenizer, lambda text: next(replies))
-    metrics, samples = trainer.evaluate(engine, tokenizer, env, args, trainer.episode_reward)
-    assert engine.temperatures == [0.5] * 24 + [0.0] * 6
-    assert len(samples) == 24 and {task.source for task in tasks} == {"countdown/2", "countdown/3"}
-    for source in {task.source for task in tasks}:
+
+    right = [[*zip([task] * 4, row, strict=True)] for task, row in zip(tasks, drawn, strict=True)]
+    plan = [*sum(right, []), *zip(tasks, greedy, strict=True)]
+    replies = iter([env.solution(task) if solved else "1 + 1 = 2" for task, solved in plan])
+    engine = Speaker(countdown_tiny[1], lambda text: next(replies))
+    metrics, samples = script.evaluate(engine, countdown_tiny[1], env, args, script.episode_reward)
+    assert engine.temperatures == [0.5] * 24 + [0.0] * 6 and len(samples) == 24
+
+    for source in ("countdown/2", "countdown/3"):
         mine = [i for i, task in enumerate(tasks) if task.source == source]
-        correct = sum(sum(drawn[i]) for i in mine)
-        assert metrics[f"val/{source}/pass@1"] == pytest.approx(correct / (4 * len(mine)))
-        assert metrics[f"val/{source}/pass@4"] == pytest.approx(sum(any(drawn[i]) for i in mine) / len(mine))
-        assert metrics[f"val/{source}/greedy"] == pytest.approx(sum(greedy[i] for i in mine) / len(mine))
-        assert metrics[f"val/{source}/correct"] == metrics[f"val/{source}/pass@1"]
+        found = {name: metrics[f"val/{source}/{name}"] for name in ("pass@1", "correct", "pass@4", "greedy")}
+        share = sum(sum(drawn[i]) for i in mine) / (4 * len(mine))
+        assert found == pytest.approx({
+            "pass@1": share, "correct": share, "pass@4": sum(any(drawn[i]) for i in mine) / len(mine),
+            "greedy": sum(greedy[i] for i in mine) / len(mine)})
 
 
 GAMES = {
-    "unseen": ("arcagi3", dict(game_ids="lights", style="short", downsample=8,
-                               first_screen=False)),
-    "hex": ("openspiel", dict(cases="hex(board_size=4)", mode="game", style="words", playouts=1)),
+    "unseen": ("arcagi3", dict(game_ids="lights", style="short", downsample=8, first_screen=False)),
     "mixture": ("openspiel,arcagi3", {
         "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
-        "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short",
-        "arcagi3.downsample": 8}),
+        "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short", "arcagi3.downsample": 8}),
     "countdown": ("countdown", {}),
 }
 
 
 @pytest.mark.parametrize("game", GAMES)
 def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game):
-    import sft
-
-    env = envs.make(GAMES[game][0], **GAMES[game][1])
-    tokenizer, ends = sft.new_tokenizer(env.vocabulary), collections.Counter()
-    for index in range(3):
+    name, options = GAMES[game]
+    env, ends = envs.make(name, **options), collections.Counter()
+    tokenizer = sft.new_tokenizer(env.vocabulary)
+    for index, limit in itertools.product(range(3), (90, 180, 400, 4000)):
         task = env.task("train", index)
         messages = env.demonstration(task)
         said = [[*tokenizer(m["content"]).input_ids, tokenizer.eos_token_id] for m in messages
                 if m["role"] == "assistant"]
-        for limit in (90, 180, 400, 4000):
-            # The rollout leaves room for its longest reply: both cut at the same turns if none is shorter.
-            args = Args(seed=0, max_response_tokens=max(map(len, said)), max_context_tokens=limit)
-            replies = iter(said)
-            engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
-            r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, 1.0, args, grpo_llm.episode_reward)
-            rows = sft.encode_demonstration(messages, len(task.messages), tokenizer,
-                                            sft.Args(max_length=limit))
-            ends[r.termination] += 1
-            if r.termination == "context":
-                assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it
-                continue
-            assert r.termination == "done" and r.messages == messages
-            assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
-            assert [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m] == sum(said, [])
-    assert ends["done"]
+        # The rollout leaves room for its longest reply: both cut at the same turns if none is shorter.
+        args = Args(seed=0, max_response_tokens=max(map(len, said)), max_context_tokens=limit)
+        replies = iter(said)
+        engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
+        r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, 1.0, args, grpo_llm.episode_reward)
+        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer,
+                                        sft.Args(max_length=limit))
+        ends[r.termination, len(r.segments) > 1] += 1
+        if r.termination == "context":
+            assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it
+            continue
+        assert r.termination == "done" and r.messages == messages
+        assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
+        assert [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m] == sum(said, [])
+        assert max(len(s.ids) for s in r.segments) <= limit
+        for asked, (number, start, _) in zip(engine.prompts, r.turns, strict=True):
+            assert asked == r.segments[number].ids[:len(r.segments[number].prompt_ids) + start]
+    assert ends["done", False] and (ends["done", True] or not env.multi_turn)
