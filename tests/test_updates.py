@@ -402,14 +402,20 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     units = (ppo_segments if script is ppo_llm else grpo_segments)(played, flags)
     (_, first), (before, last) = (checkpoint(folder, n) for n in (1, 2))
     trained, model, sums = learnable(before), base_model(), []
+
+    class Summed:
+        """In place of Adam: the gradient of all tokens of a unit, and their number."""
+
+        def __init__(self, count):
+            self.trained, self.count = trained, count
+
+        def step(self, loss):
+            gradients = torch.autograd.grad(loss * self.count, [*trained.values()])
+            sums.append((torch.cat([g.flatten() for g in gradients]), self.count))
+
     for unit in units:
-        loss = 0.0
-        for s, numbers in zip(unit, known_before(model, trained, unit, flags), strict=True):
-            response = response_of(s, *forward(model, trained, s["prompt_ids"] + s["response_ids"]), 1.0)
-            total, _ = (of_ppo if script is ppo_llm else of_grpo)(s, response, flags, numbers)
-            loss = loss + total[torch.tensor(s["response_mask"]) > 0].sum()
-        gradients = torch.autograd.grad(loss, [*trained.values()])
-        sums.append((torch.cat([g.flatten() for g in gradients]), sum(sum(s["response_mask"]) for s in unit)))
+        replay(Summed(sum(sum(s["response_mask"]) for s in unit)), model, unit,
+               known_before(model, trained, unit, flags), of_ppo if script is ppo_llm else of_grpo, flags)
 
     def moment(state):
         kept = {clean(name): moments["exp_avg"] for name, moments in state["optimizer"]["state"].items()}
