@@ -52,17 +52,13 @@ MUTANTS = {
             "centred.square().sum(1, keepdim=True) / (size - 1)"),
         "balance of the other sign": ("torch.where(advantages < 0", "torch.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
-        "GSPO: gradient of the mean": ("sequence.detach() + logprobs", "sequence + logprobs"),
         "GSPO: unmasked mean": ("(log_ratio * mask).sum(1", "log_ratio.sum(1"),
         "clip sides exchanged": (
             "ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),
-        "clip: the larger": ("-torch.minimum(ratio * adv", "-torch.maximum(ratio * adv"),
         "CISPO: gradient of its weight": ("-clipped.detach() * adv", "-clipped * adv"),
         "mean of sequences over tokens": ("clamp(min=1) / num_sequences", "clamp(min=1) / num_tokens"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
-        "rate of the iteration before": (
-            "learning_rate(iteration + 1, args)", "learning_rate(iteration, args)"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
         "a single eos is ignored": ("if ids is None else [ids]", "if ids is None else []"),
@@ -77,14 +73,10 @@ MUTANTS = {
             "np.array(order, dtype=int), minibatches",
             "np.array(order, dtype=int)[:len(order) // minibatches * minibatches], minibatches"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
-        "importance weight upside down": (
-            'torch.exp(old_logprobs - batch["rollout_logprobs"])',
-            'torch.exp(batch["rollout_logprobs"] - old_logprobs)'),
         "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
         "no old log-probabilities": ("if not args.on_policy:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
-        "means over the last minibatch": ("num_seen += num_tokens", "num_seen = num_tokens"),
         "--max-grad-norm is ignored": ("(parameters, args.max_grad_norm)", "(parameters, 1.0)"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
         "groups without signal": ("(highest > lowest)", "(highest >= lowest)"),
@@ -105,7 +97,6 @@ MUTANTS = {
         "the cursor is not restored": ('cursor, metrics = run.state["cursor"]', "cursor, metrics = 0"),
         "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
         "a replaced file is not flushed": ("    flush_to_disk(temporary)\n", ""),
-        "a checkpoint's files are not flushed": ("(*temporary.iterdir(), temporary)", "(temporary,)"),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
         "the log is not cut": ("lines = [data[:end],", "lines = [data,"),
@@ -151,16 +142,8 @@ MUTANTS = {
             "and len(longer) <= args.max_length", "and len(longer) < args.max_length"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
         "the first token is learned": ("return ids, [0, *mask[1:]]", "return ids, mask"),
-        "the eos is not learned": (
-            "[0] * len(prompt) + [learned] * len(ids)",
-            "[0] * len(prompt) + [learned] * (len(ids) - 1) + [0]"),
         "rows are renamed before they are flushed": (
             "flush_to_disk(temporary)\n    replace_file", "replace_file"),
-        "rows come before their counts": (
-            'replace_file(path.with_suffix(".json"), json.dumps(counts).encode())\n    '
-            "temporary.replace(path)",
-            'temporary.replace(path)\n    replace_file(path.with_suffix(".json"), '
-            "json.dumps(counts).encode())"),
         "rows are encoded anew on resume": ("not (run.state and path.exists())", "True"),
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
         "the best is dropped": ('if old.name != state.get("best"):', "if True:"),
@@ -183,9 +166,6 @@ MUTANTS = {
         "entropy is punished": ("value_loss - entropy_coef", "value_loss + entropy_coef"),
         "final observations of wrong rows": (
             '["final_obs"][truncated[done]]', '["final_obs"][:int(truncated.sum())]'),
-        "values of the next episode": (
-            'torch.where(batch["truncated"], batch.pop("cut_values"), next_values)',
-            'batch.pop("cut_values") * 0 + next_values'),
         "annealing off by one": ("args.anneal * (iteration - 1)", "args.anneal * iteration"),
         "Adam's eps": ("eps=1e-5, ", ""),
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
@@ -197,8 +177,6 @@ MUTANTS = {
         "episodes lose the remainder": (
             "-((row - args.eval_episodes) // args.eval_envs)", "args.eval_episodes // args.eval_envs"),
         "short episodes are preferred": ("numbers[done & (played < due)]", "numbers[done]"),
-        "a limit is a success": (
-            "torch.stack([terminated & env.has_goal", "torch.stack([done & env.has_goal"),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
         "weights are not looked at": ("if not all(torch.isfinite(weight).all()", "if not all(True"),
         "a checkpoint is renamed first": (
@@ -226,20 +204,17 @@ MUTANTS = {
     },
     "envs/logic/__init__.py": {
         "types 4 and 5 are alike": ("    if number == 5:", "    if False:"),
-        "splits overlap": ("family.key(data)) == (seed >= TEST_SEEDS)", "family.key(data)) in (True, False)"),
     },
     "envs/logic/sudoku.py": {
         "givens may change": ('given in (".", digit)', "True"),
     },
     "envs/openspiel/__init__.py": {
         "ties are won": ("returns[player] > max(others)", "returns[player] >= max(others)"),
-        "moves as good as the rest": ("return margin > 1e-9 or", "return margin > -1e-9 or"),
         "returns are not scaled": ("(value - case.low) / (case.high - case.low)", "value"),
     },
     "envs/arcagi3/__init__.py": {
         "a click on a block's corner": (
             "value * self.scale + self.scale // 2) for", "value * self.scale) for"),
-        "true is a coordinate": ("type(value) is not int or", "not isinstance(value, int) or"),
         "one action more": ("self.turns >= self.config.max_actions", "self.turns > self.config.max_actions"),
         "the first screen of an animation": (
             "grid = self.shrink(frame.grids[-1])", "grid = self.shrink(frame.grids[0])"),
@@ -250,9 +225,6 @@ MUTANTS = {
         "the same files earn": ("if left == original:", "if False:"),
         "tests of the model count": (
             "files.items() if not scenario.is_test(path)}\n        if", "files.items()}\n        if"),
-        "partial where all is asked for": (
-            '"partial" if self.config.reward_mode == "partial"', '"partial" if True'),
-        "one turn more": ("self.turns >= self.config.max_turns", "self.turns > self.config.max_turns"),
     },
     "envs/code/swe.py": {
         "no reward without PASS_TO_PASS": ('kept = kept if row["PASS_TO_PASS"] else 1.0', "pass"),
@@ -266,7 +238,6 @@ MUTANTS = {
             "any(results.get(name, outcome) != outcome for name, outcome in must.items())", "False"),
         "doubles may pass": ('results.forged |= again.get(name) == "PASSED"', "pass"),
         "the tree decides over tests": ("if not decides(path)}", "}"),
-        "an end before the end": (' or ["", "end", ""] not in reports', ""),
         "a test that was not called": ('"PASSED" if "call" in phases else "FAILED"', '"PASSED"'),
     },
     "envs/code/doubles.py": {
@@ -280,26 +251,17 @@ MUTANTS = {
     },
     "envs/pixels/pixel_goal.py": {
         "the door opens from anywhere": ("ahead(facing)[2] == DOOR", "ahead(facing)[2] >= 0"),
-        "closed doors let through": (
-            "free = (tile == FLOOR) | ((tile == DOOR) & (door == 1))",
-            "free = (tile == FLOOR) | (tile == DOOR)"),
         "the same episodes again": (
             "hash32(hash32(self._seed) + self._episode)", "hash32(hash32(self._seed))"),
         "steps go on": ("self._steps.masked_fill_(mask, 0)", "pass"),
-        "the distance of the episode before": (
-            "self._dist = torch.where(mask, self._distance(), self._dist)", "pass"),
     },
     "envs/pixels/gymnasium.py": {
-        "final observations are the next ones": (
-            "final.append(np.array(self._convert(obs), self._array.dtype))",
-            "final.append(np.array(self._convert(env.reset()[0]), self._array.dtype))"),
         "ends and limits exchanged": ("terminated.append(ended)", "terminated.append(cut)"),
     },
     "tools/validate_train_log.py": {
         "counters may go back": ("            if value < before:", "            if False:"),
         "NaN is a number": (
             "math.isfinite(value) if isinstance(value, float)", "True if isinstance(value, float)"),
-        "rates over 1": ("not 0 <= value <= 1", "not 0 <= value"),
     },
     "tools/merge_adapter.py": {
         "files are not flushed": ('for path in (*temporary.rglob("*"), temporary)', "for path in ()"),

@@ -346,33 +346,19 @@ def noise(caplog, monkeypatch):
     assert not died and not [record for record in caplog.records if record.name == "asyncio"]
 
 
-@pytest.fixture
-def two_turn():
-    return envs.make("tests/two_turn.py:TwoTurn")
-
-
-def wrong(env):
-    """A well-formed wrong reply."""
-    a, b, *_ = env.task("train", 0).data["nums"]
-    return f"{a} + {b} = {a + b}"
-
-
-TEMPLATES = {"words": None, "chatml": CHATML, "plain": None,
-             "other-mark": CHATML.replace("<|im_end|>", "<|eot_id|>")}
+TEMPLATES = {"chatml": CHATML, "plain": None, "other-mark": CHATML.replace("<|im_end|>", "<|eot_id|>")}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(countdown_tiny, two_turn, template):
-    tokenizer = countdown_tiny[1] if template == "words" else byte_tokenizer(TEMPLATES[template])
-    task, plain = two_turn.task("train", 0), template == "plain"
-    said = [wrong(two_turn), two_turn.solution(task)]
-    replies = [reply_ids(tokenizer, text) for text in said]
+def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template):
+    tokenizer, plain = byte_tokenizer(TEMPLATES[template]), template == "plain"
+    replies = [reply_ids(tokenizer, text) for text in ("no", "yes")]
     replies[0].insert(2, tokenizer.convert_tokens_to_ids("<bos>"))  # kept as it was sampled
-    r, prompts = play(tokenizer, two_turn, replies, chat_template="plain" if plain else "model")
+    world = World(lambda episode, reply: over() if reply == "yes" else go_on(0.25))
+    r, prompts = play(tokenizer, world, replies, chat_template="plain" if plain else "model")
 
-    assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.0, 1.0, 2)
-    problem = task.messages[0]["content"]
-    assert texts(r) == [problem, said[0], problem, said[1]]
+    assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.25, 1.0, 2)
+    assert texts(r) == ["<0>", "no", "!", "yes"]
     (segment,) = r.segments
     assert [segment.response_ids[start:end] for _, start, end in r.turns] == replies
     assert prompts == [segment.prompt_ids, segment.ids[:-len(replies[1])]]
@@ -380,12 +366,12 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(countdow
     # What was read and said is the template's rendering of it all, up to the last eos and but for the odd id.
     segment.response_ids.pop(2)
     eos = tokenizer.eos_token
-    whole = (f"{problem}{said[0]}{eos}{problem}{said[1]}{eos}" if plain
+    whole = (f"<0>no{eos}!yes{eos}" if plain
              else tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip())
     if template == "other-mark":  # which the reply's own eos does not replace
-        whole = whole.replace(said[0], said[0] + eos).replace(f"{said[1]}<|eot_id|>", said[1] + eos)
+        whole = whole.replace("no", "no" + eos).replace("yes<|eot_id|>", "yes" + eos)
     assert segment.ids == tokenizer(whole, add_special_tokens=plain).input_ids
-    assert template == "words" or tokenizer.decode(segment.ids) == whole
+    assert tokenizer.decode(segment.ids) == whole
 
 
 LETTERS = "".join(dict.fromkeys("system user assistant tool\n<0123456789>! abc"))
@@ -510,27 +496,6 @@ def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
 
 
 @blocking_alone
-def test_a_step_that_hangs_ends_its_episode_and_holds_up_no_other(visit):
-    """It comes back when the episode is closed (t1), or long after the rollout (t4)."""
-    forever, late = threading.Event(), []
-
-    def behave(episode, reply):
-        if episode.task.id in ("t1", "t4") and len(episode.replies) == 2:
-            late.append((episode.ended if episode.task.id == "t1" else forever).wait(60))
-            return over(5.0)
-        return three_turns(episode, reply)
-
-    world = World(behave)
-    rollouts = visit(world, 6, episode_timeout=0.3, max_concurrent=2)
-    assert [r.termination for r in rollouts] == ["done", "timeout", "done", "done", "timeout", "done"]
-    assert world.all_closed_once
-    forever.set()
-    until(lambda: len(late) == 2)
-    for r in (rollouts[1], rollouts[4]):  # the answer came too late
-        assert (r.reward, r.correct, r.retries, texts(r)[1:]) == (0.25, 0.0, 0, ["r0", "!", "r1"])
-
-
-@blocking_alone
 def test_what_starts_as_the_time_is_up_is_closed_all_the_same(visit):
     def say(text):
         time.sleep(0.3)  # t0's reply; as it comes, t1 has been started and its time is up
@@ -632,38 +597,29 @@ def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(v
             reply_ids(visit.engine.tokenizer, text) for text in said]
 
 
-def test_a_sub_agent_may_end_while_its_sibling_waits_for_one_of_its_own(visit):
-    """The parent is not in play before the last of them has ended, or an engine would wait for it."""
+@blocking_alone
+def test_a_step_that_hangs_ends_its_episode_with_its_sub_agents_and_holds_up_no_other(visit):
+    """It comes back when the episode is closed, or long after the rollout."""
+    forever, late = threading.Event(), []
+
     def behave(episode, reply):
-        if episode.task.id == "a/a":
-            return go_on() if len(episode.replies) < 3 else over()
-        return over() if isinstance(reply, list) else family(episode, reply) if episode.task.id in (
-            "t0", "a") else over()
+        name = episode.task.id
+        if name in ("a/a", "b") or name == "t1" and len(episode.replies) == 2:
+            late.append(episode.ended.wait(60))
+        elif name == "c":
+            late.append(forever.wait(60))
+            return episode.world.ask("late", "later")
+        return three_turns(episode, reply) if name in ("t1", "t2") else family(episode, reply)
 
     world = World(behave)
-    (r,) = visit(world, episode_timeout=5.0)
-    assert {m.termination for m in r.family} == {"done"} and len(r.family) == 5 and world.all_closed_once
-
-
-@blocking_alone
-def test_a_time_out_ends_sub_agents_and_theirs(visit):
-    forever = threading.Event()
-
-    def hang(episode, reply):
-        if episode.task.id in ("a/a", "b"):
-            episode.ended.wait(60)
-        elif episode.task.id == "c":
-            forever.wait(60)
-            return episode.world.ask("late", "later")
-        return family(episode, reply)
-
-    world = World(hang)
-    (r,) = visit(world, episode_timeout=0.3)
-    assert [m.termination for m in r.family] == ["timeout"] * 5
-    assert not r.steps and len(world.started) == 5 and world.all_closed_once
+    parent, alone, other = visit(world, 3, episode_timeout=0.4, max_concurrent=2)
+    assert [m.termination for m in parent.family] == ["timeout"] * 5 and not parent.steps
+    assert (other.termination, other.reward) == ("done", 1.5) and len(world.started) == 7
     forever.set()
-    until(lambda: len(world.closed) == 7)  # with the sub-agents that came too late
+    until(lambda: len(late) == 4 and len(world.closed) == 9)  # with the sub-agents that came too late
     assert world.all_closed_once
+    assert (alone.termination, alone.reward, alone.correct, alone.retries) == ("timeout", 0.25, 0.0, 0)
+    assert texts(alone)[1:] == ["r0", "!", "r1"]  # the answer came too late
 
 
 class Hostile(World):
