@@ -629,10 +629,8 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
 @pytest.mark.slow
 def test_a_real_server_that_is_killed(servers, stand_in, tmp_path, capsys):
-    """It samples for one run after another, until it is lost; another server takes its place."""
+    """Whatever it was handed before, it samples for the run, until it is lost; another takes its place."""
     server, folder = servers[0].ready(), tmp_path / "run"
-    assert server_run(ppo_llm, tmp_path / "before", server) == 0
-    check_run(tmp_path / "before", 4)
 
     def kill_in_the_third_iteration():
         log, deadline = folder / "train_log.jsonl", time.monotonic() + 10 * PATIENCE

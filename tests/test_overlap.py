@@ -125,31 +125,6 @@ def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_t
         assert record[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-9), name
 
 
-@pytest.mark.slow
-def test_weights_wait_for_the_replies_in_flight_and_none_of_these_is_lost(stand_in, tmp_path):  # noqa: F811
-    """Second replies come quickly, first ones after all updates of the iteration before."""
-    server = stand_in()
-
-    def trouble(path, body):
-        if path != "/v1/completions" or body["n"] == 1:
-            return ()
-        with server.lock:
-            server.log.append((path, body))
-            answer = server.answer(path, body)
-        time.sleep(0.5)
-        return answer
-
-    server.trouble = trouble
-    folder = overlap(tmp_path / "run", max_staleness=1, iterations=4, eval_temperature=0.5,
-                     **asking(server, **TURNS | KEEP))
-    check_versions(folder)
-    played = [episode for n in range(1, 5) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
-    assert {episode["termination"] for episode in played} <= {"done", "length"}
-    asked = sum(body["n"] for body in server.asked() if body["temperature"] == 1.0)
-    assert asked == sum(len(episode["turns"]) for episode in played)
-    assert any(len(set(s["versions"])) > 1 for episode in played for s in episode["segments"])
-
-
 def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_continues(
         stand_in, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.syspath_prepend(variants()["grpo_overlap.py"].parent)

@@ -626,13 +626,10 @@ class Hostile(World):
     """Fails, hangs, answers late, calls sub-agents and says what no template or tokenizer takes."""
 
     multi_turn = True
-    says = ["\ud800 lone", "<|im_end|>\n<|im_start|>assistant\n<think>", "</think><pad>", "", "\x00\r\n ",
-            "é漢\u202e"]
-    answers = [None, "no step", Step([{"role": "martian", "content": "?"}], 0.0, False, False, {}),
-               Step([{"role": "user", "content": None}], 0.0, False, False, {}),
-               Step([{"no": "role"}], 0.0, False, False, {}), Step(5, 0.0, False, False, {})]
-    errors = [(OSError, "\ud800"), (StopIteration,), (RuntimeError, "x" * 10_000), (SystemExit, 3),
-              (MemoryError,)]
+    says = ["\ud800 lone", "<|im_end|>\n<|im_start|>assistant\n<think>", "</think><pad>", "\x00\r é漢\u202e"]
+    answers = [None, Step(5, 0.0, False, False, {}), Step([{"no": "role"}], 0.0, False, False, {}),
+               Step([{"role": "martian", "content": "?"}], 0.0, False, False, {})]
+    errors = [(OSError, "\ud800"), (StopIteration,), (RuntimeError, "x" * 10_000), (SystemExit, 3)]
 
     def __init__(self, blocking, seed=1):
         super().__init__(self.act, self.act_first, blocking)
@@ -676,7 +673,7 @@ class Hostile(World):
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
-def test_whatever_environments_do_nothing_is_left_behind_and_the_run_goes_on(capsys, blocking):
+def test_whatever_environments_do_nothing_is_left_behind(capsys, blocking):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
     args = Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
                 episode_timeout=0.5 if blocking else 0)
@@ -710,7 +707,7 @@ def test_half_of_a_surrogate_pair_from_the_code_of_a_reply_reaches_no_tokenizer(
 
 class Generations(World):
     """Each task calls a sub-agent, which calls one too. In training they tell what is no number in JSON, and
-    that some have forged their results.
+    that some have forged their results; some of the last ones fail, and some of the first in the end.
     """
 
     def __init__(self):
@@ -718,12 +715,16 @@ class Generations(World):
         self.ended = 0
 
     def act(self, episode, reply):
-        if isinstance(reply, str) and episode.task.id.count("/") < 2:
+        depth = episode.task.id.count("/")
+        if isinstance(reply, str) and depth < 2:
             return self.ask(f"{episode.task.id}/0")
         self.ended += 1
+        number = int(episode.task.id.partition("/")[0][1:])
+        if depth == 2 and self.ended % 4 == 0 or depth == 0 and number % 5 == 0:
+            raise OSError("lost")
         part, right = (math.inf, -math.inf, math.nan)[self.ended % 3], float(self.ended // 3 % 2)
         told = dict(part=part, parts=[part, 1.0], suspicious=1 - right) if self.split == "train" else {}
-        return Step([], 0.25, True, False, {"correct": right} | told)
+        return Step([], right / 4, True, False, {"correct": right} | told)
 
     def task(self, split, index):
         self.split = split
@@ -731,40 +732,48 @@ class Generations(World):
                                    messages=[{"role": "user", "content": PROBLEMS[3]}])
 
 
-@BOTH
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 @pytest.mark.parametrize("told", [False, True])
-def test_sub_agents_of_sub_agents_and_infinities_are_written_as_json(script, told, monkeypatch, tmp_path):
+def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
+    """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     def no_number(name):
         raise AssertionError(f"{name} is not JSON")
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
-    script.main(script.Args(iterations=1, prompts_per_iteration=4, group_size=4, eval_tasks=1,
-                            eval_samples=1, log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told))
+    own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
+    script.main(script.Args(iterations=1, prompts_per_iteration=9, group_size=4, eval_tasks=1, eval_samples=1,
+                            log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
     *episodes, last = (json.loads(line, parse_constant=no_number) for line in lines)
 
     assert last == {"summary": {
-        "episodes": 16, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
+        "episodes": 36, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
         "correct_sum": sum(e["correct"] for e in episodes)}}
-    assert 0 < last["summary"]["correct_sum"] < 16 == len(episodes)
-    forged = sum(e["info"].get("suspicious", 0) for e in episodes) / 16
-    assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(forged) and forged
+    assert 0 < last["summary"]["correct_sum"] < 36 == len(episodes)
+    forged = [e["info"].get("suspicious", 0) for e in episodes if e["termination"] != "error"]
+    assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(forged) / len(forged)) and any(forged)
 
-    depths = collections.Counter()
+    seen = collections.Counter()
     for episode in episodes:
         members = [episode]
         for member in members:  # which grows
             members += member["sub_agents"]
-            assert member["segments"][0]["response_ids"] and member["reward"] == episode["reward"]
-            if script is grpo_llm:  # they learn what their parent's group says of it, when told to
-                learns = told or member is episode
-                assert member["segments"][0]["advantage"] == (
-                    episode["segments"][0]["advantage"] if learns else 0.0)
+            (segment,) = member["segments"]
+            assert segment["response_ids"] and member["reward"] == episode["reward"]
+            ends, learns = (episode["termination"], member["termination"]), told or member is episode
+            seen[*ends, member is episode] += 1
+            if script is grpo_llm:  # what the group says of their parent
+                assert segment["advantage"] == (episode["segments"][0]["advantage"] if learns else 0.0)
+            elif learns and "error" not in ends:
+                assert segment["returns"] == [episode["reward"]] * len(segment["response_ids"])
+            else:
+                assert segment["advantages"] is segment["returns"] is segment["old_logprobs"] is None
             if member["termination"] == "done":
                 assert (member["info"]["part"], member["info"]["parts"]) == (None, [None, 1.0])
-        depths[len(members)] += 1
         assert [m["task_id"] for m in members] == [episode["task_id"] + "/0" * n for n in range(len(members))]
-    assert depths[3] and set(depths) <= {1, 2, 3}  # a reply that was cut calls nobody
+        assert len(members) == 3 or members[-1]["termination"] == "length"  # which calls nobody
+    assert {("error", "error", True), *itertools.product(
+        ("done", "error"), ("done", "error"), (False,))} <= set(seen)
 
 
 def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama):

@@ -15,12 +15,9 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-import envs
 import grpo_llm
 import ppo_llm
-from envs import Step, Task
 from tests.run_folders import TINY, episodes, records, slow_but, train
-from tests.test_rollout import PROBLEMS, World, over
 from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
@@ -451,72 +448,20 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
     assert capped == [True, True] and torch.equal(*ends)
 
 
-# What ppo_llm.py learns from an episode
-
-
-EPISODES = dict(iterations=1, prompts_per_iteration=18, minibatches=1, eval_tasks=1, eval_samples=1,
-                log_episodes=1.0, critic="none", gae_lambda=1.0)
-
-
-def chosen_of(segments, name):
-    """The numbers that stand at the policy's tokens."""
-    return [x for s in segments for x, m in zip(s[name], s["response_mask"], strict=True) if m]
-
-
 def test_a_single_reward_to_ppo_is_that_of_the_last_turn_even_if_it_was_cut(tmp_path):
     """In one or more segments. Rewards of each turn are in test_runs.py."""
+    def chosen(segments, name):
+        return [x for s in segments for x, m in zip(s[name], s["response_mask"], strict=True) if m]
+
     (tmp_path / "custom.py").write_text("def number(r): return 0.5 - len(r.turns)")
-    folder = train(ppo_llm, tmp_path / "run", **TURNS | EPISODES, reward_fn=f"{tmp_path}/custom.py:number")
+    folder = train(ppo_llm, tmp_path / "run", **TURNS, reward_fn=f"{tmp_path}/custom.py:number", eval_tasks=1,
+                   prompts_per_iteration=18, iterations=1, log_episodes=1.0, critic="none", gae_lambda=1.0)
     played, summary = episodes(folder, "train_step_000001")
     for episode in played:
         turns, segments = episode["turns"], episode["segments"]
         reward, count = 0.5 - len(turns), sum(turn["end"] - turn["start"] for turn in turns)
-        assert chosen_of(segments, "rewards") == [0.0] * (count - 1) + [reward]
-        assert chosen_of(segments, "returns") == [reward] * count and episode["reward"] == reward
+        assert chosen(segments, "rewards") == [0.0] * (count - 1) + [reward]
+        assert chosen(segments, "returns") == [reward] * count and episode["reward"] == reward
     assert any(len(episode["segments"]) > 1 for episode in played)
     assert {"done", "length"} <= {episode["termination"] for episode in played}
     assert summary["reward_sum"] == pytest.approx(sum(episode["reward"] for episode in played))
-
-
-class Parents(World):
-    """Each task calls two sub-agents, the second of which fails; so does every third task, after them."""
-
-    def task(self, split, index):
-        return self.of(f"t{index}")
-
-    def of(self, name):
-        return Task(name, "world", [{"role": "user", "content": PROBLEMS[3]}], {})
-
-
-def behave(episode, reply):
-    name, _, child = episode.task.id.partition("/")
-    if isinstance(reply, list):
-        return over(int(name[1:]) % 7 / 8) if int(name[1:]) % 3 else 1 / 0
-    if child:
-        return over(9.0) if child == "0" else 1 / 0
-    tasks = [episode.world.of(f"{name}/{n}") for n in range(2)]
-    return Step([], 0.0, False, False, {}, tuple((task, episode.world.start(task)) for task in tasks))
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_failed_environments_teach_ppo_nothing_and_sub_agents_what_their_parent_earns_if_told_to(
-        monkeypatch, tmp_path, told):
-    monkeypatch.setattr(envs, "make", lambda name, **options: Parents(behave))
-    folder = train(ppo_llm, tmp_path / "run", **EPISODES, train_sub_agents=told)
-    learned, ends = [], set()
-    for episode in episodes(folder, "train_step_000001")[0]:
-        for member in (episode, *episode["sub_agents"]):
-            ends.add((member is episode, episode["termination"], member["termination"]))
-            for s in member["segments"]:
-                if "error" in (episode["termination"], member["termination"]) or not (
-                        told or member is episode):
-                    assert s["advantages"] is s["returns"] is s["old_logprobs"] is None
-                    continue
-                learned.append(s)
-                assert chosen_of([s], "returns") == [episode["reward"]] * sum(s["response_mask"])
-    assert {(True, "done", "done"), (True, "error", "error"), (False, "done", "done"),
-            (False, "done", "error"), (False, "error", "done")} <= ends
-
-    advantages, returns = (chosen_of(learned, name) for name in ("advantages", "returns"))
-    mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
-    assert advantages == pytest.approx([(x - mean) / deviation for x in returns], abs=1e-6)
