@@ -87,6 +87,13 @@ def process(script, *flags, **options):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
+def write_jsonl(path, rows):
+    """One line for each row; bytes are written as they are.  -> the path"""
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+                              for row in rows))
+    return str(path)
+
+
 def kill_at(moment, run, folder, rng, pause=0.0):
     """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended.
 

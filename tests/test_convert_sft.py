@@ -13,13 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import sft
-from tests.run_folders import records
+from tests.run_folders import TINY, records, write_jsonl
 from tools import convert_sft
 from tools.convert_sft import BadRow, held_out, to_example
 from tools.validate_train_log import validate
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = str(ROOT / "models" / "countdown-tiny")
 
 
 def say(role, content, **more):
@@ -33,11 +30,6 @@ def chat(*messages, instance="i", patch=None, run="r"):
 def simple(number, instance=None):
     return chat(say("user", f"{number} 1 -> {number + 1}"),
                 say("assistant", f"{number} + 1 = {number + 1}"), instance=instance or f"task-{number}")
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def write_parquet(path, rows):
@@ -171,7 +163,7 @@ def test_malformed_rows(case):
 
 
 def test_a_malformed_row_stops_it_or_is_counted(tmp_path, capsys):
-    texts = [simple(1), "", "{torn", '{"messages": "\\ud800"}', chat() | {"messages": "["}, simple(2)]
+    texts = [simple(1), b"", b"{torn", b'{"messages": "\\ud800"}', chat() | {"messages": "["}, simple(2)]
     write_jsonl(tmp_path / "rows.jsonl", texts)
     refused(tmp_path, capsys, "rows.jsonl, row 3, expected a line of JSON (Expecting property name")
     report = convert(tmp_path, capsys, "--on-bad-row", "skip")

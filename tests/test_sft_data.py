@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sft
 from envs import BadInput
-from tests.run_folders import command_line, log_lines, records
+from tests.run_folders import command_line, log_lines, records, write_jsonl
 
 SMALL = dict(steps=2, batch_size=2, eval_every=0, checkpoint_every=2, log_every=1, warmup_steps=0,
              max_length=300)
@@ -60,13 +60,6 @@ def complaint(folder, **flags):
         train(folder, **flags)
     assert not (folder / "checkpoints" / "step_000002").exists() and "\n" not in str(error.value)
     return str(error.value)
-
-
-def write_jsonl(path, rows):
-    """One line for each row; bytes are written as they are."""
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
-                              for row in rows))
-    return str(path)
 
 
 def pairs(number, name=""):
@@ -347,7 +340,7 @@ def conversation(rng, alternate):
 
 
 def encoded(row, tokenizer, ends=("<|im_end|>",), **flags):
-    args = sft.Args(**dict(train_files=("x.jsonl",), max_length=10_000) | flags)
+    args = sft.Args(train_files=("x.jsonl",), **flags)
     ids, mask = sft.encode_row(row, tokenizer, args, tokenizer.convert_tokens_to_ids(list(ends)))
     return ids, [int(m) for m in mask]
 
@@ -373,17 +366,14 @@ def expected_row(pieces, tokenizer):
     return (ids, [int(learned[start]) for start in starts]), straddling
 
 
-MERGES = pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
-
-
-@MERGES
+@pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(name, merges):
     """Against the pieces that the text was put together of, whatever they hold.
 
     A token that begins before the answer is the prompt's, even if the answer begins within it.
     """
-    template, pieces, _, eos, ends, alternate = TEMPLATES[name]
+    template, pieces, opening, eos, ends, alternate = TEMPLATES[name]
     rng, count, straddling = random.Random(name), 0, 0
     conversations = [conversation(rng, alternate) for _ in range(40)]
     texts = ["".join(text for text, _ in pieces(messages)) for messages in conversations]
@@ -395,28 +385,15 @@ def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(name, mer
         assert found == expected, (messages, written(*found, tokenizer))
         count += any(found[1])
         straddling += within
-    assert count > 25 and (straddling > 15 or not merges), (count, straddling)
 
-
-@MERGES
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_row_is_the_prompt_then_the_responses_own_ids_then_eos(name, merges):
-    """What the sampler is asked and what it then writes: no token spans the two."""
-    template, pieces, opening, eos, _, _ = TEMPLATES[name]
-    rng, rows = random.Random(name), []
-    for _ in range(25):
-        prompt = [user(rng.choice(CONTENTS) or ""), assistant("yes"), user("yes")][:rng.choice([1, 1, 3])]
-        rows.append((prompt, "".join(text for text, _ in pieces(prompt)) + opening, rng.choice(CONTENTS)))
-    together = [text + (response or "") for _, text, response in rows]
-    tokenizer = merging_tokenizer(template, eos, together) if merges else byte_tokenizer(template, eos)
-
-    for prompt, text, response in rows:
-        before = ids_of(text, tokenizer)
+        # As a prompt, which a response follows: no token spans the two, as none does at sampling.
+        response = rng.choice(CONTENTS)
+        before = ids_of("".join(text for text, _ in pieces(messages)) + opening, tokenizer)
         after = [*ids_of(response or "", tokenizer), tokenizer.convert_tokens_to_ids(eos)]
         flag = int(bool((response or "").strip()))
-        for form in [prompt, prompt[0]["content"]][:3 - len(prompt)]:
-            ids, mask = encoded(pair(form, response), tokenizer)
-            assert ids == before + after and mask == [0] * len(before) + [flag] * len(after)
+        assert encoded(pair(messages, response), tokenizer) == (
+            before + after, [0] * len(before) + [flag] * len(after))
+    assert count > 25 and (straddling > 15 or not merges), (count, straddling)
 
 
 def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(tmp_path):
