@@ -12,9 +12,8 @@ import huggingface_hub
 import peft
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tests.run_folders import command_line, process, records, slow_but
 from tools import merge_adapter
@@ -78,14 +77,9 @@ def logits(folder, adapter=None):
 
 
 def tensors(folder):
-    """{name: shape} of what a folder's safetensors hold, and the types."""
-    shapes, types = {}, set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                shapes[name] = file.get_slice(name).get_shape()
-                types.add(file.get_slice(name).get_dtype())
-    return shapes, types
+    """{name: (shape, type)} of what a folder's safetensors hold"""
+    return {name: (tensor.shape, tensor.dtype) for path in folder.glob("*.safetensors")
+            for name, tensor in load_file(path).items()}
 
 
 def hashes(folder):
@@ -100,7 +94,7 @@ def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"
     assert tensors(out) == tensors(base)
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.num_parameters() == report["parameters"] == sum(
-        torch.Size(shape).numel() for shape in tensors(base)[0].values())
+        shape.numel() for shape, _ in tensors(base).values())
     expected = logits(base, tmp_path / adapter)
     assert (expected - logits(base)).abs().max() > 0.01  # the adapter does something
     torch.testing.assert_close(logits(out), expected, rtol=1e-5, atol=1e-5)
@@ -139,7 +133,7 @@ def test_the_merged_model_is_base_plus_adapter(case, tmp_path, capsys):
     assert report["modules"] == modules and report["adapter_effect"] > 0.01
     assert report["dtype"] == "float32" and report["tokenizer"] == "none"
     if base.get("tie_word_embeddings"):
-        assert "lm_head.weight" not in tensors(tmp_path / "merged")[0]
+        assert "lm_head.weight" not in tensors(tmp_path / "merged")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -207,14 +201,12 @@ def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):
     (tmp_path / "base" / "generation_config.json").write_text(odd)
     write_adapter(tmp_path / "adapter", tmp_path / "base")
     assert merge(tmp_path, capsys)["tokenizer"] == "base"
-    merged = tmp_path / "merged"
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-             "additional_chat_templates/tools.jinja", "generation_config.json")
-    for name in names:
-        assert (merged / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
-    assert AutoTokenizer.from_pretrained(merged).chat_template
-    for path in (TINY / "tokenizer.json", TINY / "tokenizer_config.json"):
-        shutil.copy(path, tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                 "additional_chat_templates/tools.jinja", "generation_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TINY, name), tmp_path / "adapter")
     (tmp_path / "adapter" / "chat_template.jinja").write_text("mine")
     assert merge(tmp_path, capsys, out="other")["tokenizer"] == "adapter"
     assert (tmp_path / "other" / "chat_template.jinja").read_text() == "mine"
@@ -225,15 +217,12 @@ def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):
 def test_a_hub_id_is_looked_up_in_the_cache_at_the_adapters_revision(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     cached = tmp_path / "cache" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
     for number, name in enumerate(("main", "old")):
-        commit = str(number) * 40
-        shutil.copytree(write_base(tmp_path / name, seed=number), cached / "snapshots" / commit)
-        (cached / "refs").mkdir(exist_ok=True)
-        (cached / "refs" / name).write_text(commit)
+        shutil.copytree(write_base(tmp_path / name, seed=number), cached / "snapshots" / (str(number) * 40))
+        (cached / "refs" / name).write_text(str(number) * 40)
     write_adapter(tmp_path / "adapter", tmp_path / "old")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": "some/model", "revision": "old"}
-    path.write_text(json.dumps(config))
+    change_json(tmp_path / CONFIG, base_model_name_or_path="some/model", revision="old")
     assert_merged(tmp_path, merge(tmp_path, capsys), base="old")
     report = merge(tmp_path, capsys, "--base-model", "some/model", out="newer")
     assert_merged(tmp_path, report, base="main", out="newer")
@@ -241,12 +230,18 @@ def test_a_hub_id_is_looked_up_in_the_cache_at_the_adapters_revision(tmp_path, c
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A tied base and an adapter, to be copied and broken."""
+def whole_pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     write_base(folder / "base", tie_word_embeddings=True)
     write_adapter(folder / "adapter", folder / "base")
     return folder
+
+
+@pytest.fixture
+def pair(whole_pair, tmp_path):
+    """A tied base and an adapter, which may be broken.  -> flags that name the base"""
+    shutil.copytree(whole_pair, tmp_path, dirs_exist_ok=True)
+    return ["--base-model", tmp_path / "base"]
 
 
 def refused(tmp_path, capsys, *says, flags=(), out="merged"):
@@ -281,8 +276,6 @@ def poison(stored):
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 BROKEN = {  # file, what is done to it, what is said
     "no-config": (CONFIG, Path.unlink, ["/adapter: there is no adapter_config.json"]),
-    "wrong-config": (CONFIG, lambda path: change_json(path, task_type="DANCE"), [
-        "its adapter_config.json cannot be read", "DANCE"]),
     "torn-weights": (WEIGHTS, truncate, ["/adapter: its adapter_model.safetensors cannot be read"]),
     "nan": (WEIGHTS, lambda path: break_weights(path, poison), ["layers.1.self_attn.v_proj.lora_B", "NaN"]),
     "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PROMPT_TUNING"), [
@@ -294,8 +287,7 @@ BROKEN = {  # file, what is done to it, what is said
     "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), [
         "models/none", "/adapter", "expected a folder with config.json and weights"]),
     "torn-base": ("base/model.safetensors", truncate, ["/base", "/adapter", "cannot be loaded"]),
-    "list-base-config": ("base/config.json", lambda path: path.write_text("[]"), [
-        "/base", "config.json cannot be read (not an object"]),
+    "torn-base-config": ("base/config.json", truncate, ["/base", "config.json cannot be read"]),
     "longer-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=3), [
         "/base", "the files lack model.layers.2.input_layernorm.weight and 8 more"]),
     "shorter-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=1), [
@@ -309,7 +301,6 @@ BROKEN = {  # file, what is done to it, what is said
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_input_is_one_clear_line(case, pair, tmp_path, capsys):
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
     change_json(tmp_path / CONFIG, base_model_name_or_path=str(tmp_path / "base"))
     file, spoil, says = BROKEN[case]
     spoil(tmp_path / file)
@@ -344,43 +335,37 @@ MISFITS = {  # the base that the adapter was made on, the adapter, what is said 
 @pytest.mark.parametrize("case", slow_but([*MISFITS][::2], MISFITS))
 def test_an_adapter_that_does_not_fit_is_refused_by_both_names(case, pair, tmp_path, capsys):
     other, adapter, says = MISFITS[case]
-    shutil.copytree(pair / "base", tmp_path / "base")
     write_base(tmp_path / "other", **other)
     write_adapter(tmp_path / "adapter", tmp_path / "other", **adapter)
     refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'}", f"--base-model {tmp_path / 'base'}", *says,
-            flags=["--base-model", tmp_path / "base"])
+            flags=pair)
 
 
 def test_a_folder_that_is_in_use_stays_as_it_is(pair, tmp_path, capsys):
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
-    flags = ["--base-model", tmp_path / "base"]
-    for out in ("adapter", "base", "adapter/README.md"):
+    for out in ("adapter", "adapter/README.md"):
         refused(tmp_path, capsys, f"--output-dir {tmp_path / out}: expected a new folder or an empty one",
-                flags=flags, out=out)
+                flags=pair, out=out)
     out = "adapter/README.md/merged"
-    refused(tmp_path, capsys, f"{out}: cannot be written", flags=flags, out=out)
+    refused(tmp_path, capsys, f"{out}: cannot be written", flags=pair, out=out)
 
 
 def test_a_full_disk_is_one_clear_line(pair, tmp_path, capsys):
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # too small for the weights
-        refused(tmp_path, capsys, "/merged: cannot be written", flags=["--base-model", tmp_path / "base"])
+        refused(tmp_path, capsys, "/merged: cannot be written", flags=pair)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatch):
     """By the two comparisons: in memory, where a merge leaves the weights alone, and of what was written."""
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
-    flags = ["--base-model", tmp_path / "base"]
     with monkeypatch.context() as patch:
         patch.setattr(peft.tuners.lora.Linear, "merge", lambda *args, **options: None)
-        refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=flags)
         # So weak an adapter that its absence hides behind a bound that is relative to the logits alone.
-        break_weights(tmp_path / WEIGHTS, lambda stored: [tensor.mul_(0.01) for tensor in stored.values()])
-        refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=flags)
+        for _ in range(2):
+            refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=pair)
+            break_weights(tmp_path / WEIGHTS, lambda stored: [x.mul_(0.01) for x in stored.values()])
     save = merge_adapter.save
 
     def damaging(folder, *rest):
@@ -389,4 +374,4 @@ def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatc
         return done
 
     monkeypatch.setattr(merge_adapter, "save", damaging)
-    refused(tmp_path, capsys, "/merged: read again, its logits are off by", flags=flags)
+    refused(tmp_path, capsys, "/merged: read again, its logits are off by", flags=pair)
