@@ -214,50 +214,41 @@ def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
 
 
 @pytest.mark.parametrize("kind", slow_but(["mamba"], LEAKING))
-def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path, capfd):
-    """The first rows are too long to share a packed row, and the later ones are not."""
-    model, order = write_model(tmp_path / "model", kind), sft.permutation(1, 12)
-    short = [(prompt, response) for prompt, response in ROWS if len(prompt) < 14][:4]
-    rows = {int(index): ("1 1 -> 2", "1 + 1 = 2; " * 17) if place < 6 else short[place % 4]
-            for place, index in enumerate(order)}
-    flags = dict(model=model, dtype="bfloat16", val_ratio=0.0, steps=1, log_every=1, checkpoint_every=1,
-                 train_files=(write_rows(tmp_path, [rows[n] for n in range(12)]),))
-    with pytest.raises(envs.BadInput) as told:
+def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path):
+    model = write_model(tmp_path / "model", kind)
+    flags = dict(model=model, dtype="bfloat16", steps=1, train_files=(write_rows(tmp_path),))
+    with pytest.raises(envs.BadInput, match=f"--packing: rows of {model} change one another"):
         train(sft, tmp_path / "run", packing=True, **flags)
-    said = str(told.value)
-    assert said.startswith("--packing") and model in said and "\n" not in said
     assert not (tmp_path / "run" / "train_log.jsonl").read_bytes()
     train(sft, tmp_path / "run", **flags)  # without it, it learns
 
 
-@pytest.mark.parametrize("chunk_elements", [10**6, 4 * 50 + 7, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_in_chunks_is_the_cross_entropy(dtype, chunk_elements):
+@pytest.mark.parametrize(("chunk_elements", "sizes"), [
+    (10**6, [23]), (4 * 50 + 7, [4, 4, 4, 4, 4, 3] * 2), (7, [1] * 46)])  # tokens; each chunk twice
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_the_loss_in_chunks_is_the_cross_entropy(dtype, tolerance, chunk_elements, sizes):
     torch.manual_seed(0)
     head, weight = torch.nn.Linear(8, 50).to(dtype), torch.rand(23)
     hidden, targets = torch.randn(23, 8, dtype=dtype, requires_grad=True), torch.randint(50, (23,))
-    inputs, seen, kept = [hidden, *head.parameters()], [], []
+    seen, kept = [], []
 
     def keep(tensor):
         kept.append(tensor.numel())
         return tensor
 
     def gradients_of(losses):
-        return torch.autograd.grad((weight * losses).sum(), inputs)
+        return torch.autograd.grad((weight * losses).sum(), [hidden, *head.parameters()])
 
     expected = functional.cross_entropy(head(hidden).float(), targets, reduction="none")
-    head.register_forward_hook(lambda module, arguments, logits: seen.append(logits.numel()))
+    head.register_forward_hook(lambda module, arguments, logits: seen.append(len(logits)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = sft.token_losses(hidden, head, targets, chunk_elements)
     assert losses.shape == (23,) and losses.dtype == torch.float32
     torch.testing.assert_close(losses, expected)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     for one, other in zip(gradients_of(losses), gradients_of(expected), strict=True):
         assert one.dtype == dtype and (one - other).float().norm() <= tolerance * other.float().norm()
-    size = max(1, chunk_elements // 50)  # tokens in a chunk
-    chunks = math.ceil(23 / size)
-    assert sum(seen) == 23 * 50 * (1 if chunks == 1 else 2) and max(seen) == 50 * min(size, 23)
-    assert chunks == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait for the backward pass
+    assert sorted(seen) == sorted(sizes)
+    assert len(sizes) == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait
 
 
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(tmp_path, monkeypatch):
@@ -339,11 +330,14 @@ def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_it(adapting):
     assert (loaded - base).abs().max() > 0.1
 
 
-def test_an_adapter_is_gone_on_from(adapting, tmp_path):
+def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_path):
     flags, first, made = adapting
     adapter = str(shutil.copytree(made, tmp_path / "adapter"))
     flags = flags | dict(lora_rank=0, lora_adapter_path=adapter, lora_alpha=1, dtype="bfloat16", packing=True,
                          steps=2)
+    with pytest.raises(envs.BadInput, match=f"--lora-adapter-path {adapter}: no adapter for"):
+        train(sft, tmp_path / "other", **flags | dict(model=write_model(tmp_path / "another", "llama")))
+
     folder = train(sft, tmp_path / "second", **flags)
     before, after = records(first)[-1], records(folder)
     assert after[0]["val/loss"] == before["val/loss"] != records(first)[0]["val/loss"]
@@ -355,17 +349,6 @@ def test_an_adapter_is_gone_on_from(adapting, tmp_path):
     shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
     with pytest.raises(envs.BadInput, match="the model"):
         train(sft, folder, **flags)
-
-
-def test_an_adapter_of_another_model_is_refused(adapting, tmp_path):
-    flags, _, adapter = adapting
-    flags = flags | dict(model=write_model(tmp_path / "other", "llama"), lora_rank=0)
-    with pytest.raises(envs.BadInput, match="--lora-adapter-path .*run-model") as told:
-        train(sft, tmp_path / "second", lora_adapter_path=adapter, **flags)
-    assert "\n" not in str(told.value)
-    for path in ("nowhere", TINY):
-        with pytest.raises(ValueError, match=f"--lora-adapter-path {path}: .*adapter_"):
-            train(sft, tmp_path / "third", lora_adapter_path=path, **flags)
 
 
 BACKWARDS = [(f"{a} {b} -> {c}", f"{c} + {b} = {a}") for a, b, c in (
@@ -503,16 +486,6 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
     with pytest.raises(AssertionError):
         same_tree(kept, load_file(out / "model.safetensors"))
     assert [path.name for path in tmp_path.glob(".*")] == []
-
-
-def test_texts_of_any_words_get_a_tokenizer_of_bytes(tmp_path):
-    rows = [("What is two and two?", "Four, naïvely: 4 €."), ("And three?", "Five.\n")] * 3
-    path = write_rows(tmp_path, rows)
-    folder = train(sft, tmp_path / "run", train_files=(str(path),), batch_size=2, steps=2)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run-model")
-    for text in rows[0]:
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
-    assert validate(folder)["ok"]
 
 
 def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
