@@ -253,40 +253,27 @@ def pairs(pool):
         yield pool[i], pool[j], [item for k, item in enumerate(pool) if k not in (i, j)]
 
 
-def shortest_expressions(nums):
-    """value -> fewest characters, over all trees, orders and signs of results; brackets are tried."""
-    shortest = {}
+def shortest(nums, operators, limit=None):
+    """value -> the least length of an expression, over all trees, orders and brackets; with a limit, of the
+    results on the way to it in a game of whole numbers.
+    """
+    least = {}
 
-    def go(items):
-        for (_, left), (_, right), rest in pairs(items):
-            for op in "+-*/":
-                texts = [f"{x} {op} {y}" for x in (left, f"({left})") for y in (right, f"({right})")]
-                value = value_of(texts[-1])
-                if value is not None:
-                    text = min((text for text in texts if value_of(text) == value), key=len)
-                    go([*rest, (value, text)])
+    def go(items, digits):
         if len(items) == 1:
             value, text = items[0]
-            shortest[value] = min(shortest.get(value, math.inf), len(text))
+            least[value] = min(least.get(value, math.inf), len(text) if limit is None else digits)
+        for (_, left), (_, right), rest in pairs(items):
+            for op in operators:
+                texts = [f"{x} {op} {y}" for x in (left, f"({left})") for y in (right, f"({right})")]
+                value = value_of(texts[-1])
+                if value is not None and limit is None:
+                    go([*rest, (value, min((x for x in texts if value_of(x) == value), key=len))], 0)
+                elif value is not None and value.denominator == 1 and 0 <= value <= limit:
+                    go([*rest, (value, str(value))], digits + len(str(value)))
 
-    go([(Fraction(n), str(n)) for n in nums])
-    return shortest
-
-
-def games(nums, operators, limit):
-    """value -> fewest digits in the results of a whole-number game, by playing all games."""
-    fewest = {}
-
-    def go(pool, digits):
-        for a, b, rest in pairs(pool):
-            for value in (value_of(f"{a} {op} {b}") for op in operators):
-                if value is not None and value.denominator == 1 and 0 <= value <= limit:
-                    go([*rest, int(value)], digits + len(str(value)))
-        if len(pool) == 1:
-            fewest[pool[0]] = min(fewest.get(pool[0], math.inf), digits)
-
-    go(list(nums), 0)
-    return fewest
+    go([(Fraction(n), str(n)) for n in nums], 0)
+    return least
 
 
 WHOLE = dict(operators="+-*/", max_target=99)
@@ -301,7 +288,7 @@ WHOLE = dict(operators="+-*/", max_target=99)
 def test_the_solver_finds_a_solution_where_there_is_one_and_the_shortest(nums, options):
     env = envs.make("countdown", **options)
     limit, compact = env.config.max_intermediate, env.config.style == "compact"
-    known = games(nums, env.config.operators, limit) if compact else shortest_expressions(nums)
+    known = shortest(nums, env.config.operators, limit if compact else None)
     rules = countdown.Rules(env.config.operators, limit, True)
     for target in range(min(61, limit + 1)):
         reply = env.solution(envs.Task("t", "s", [], {"nums": list(nums), "target": target}))
@@ -359,7 +346,7 @@ def dead_ends(trace, nums, target, operators, limit):
     pools, path, count = [list(nums)], [], 0
     for token in re.findall(r"x|\d+ [-+*/] \d+ = \d+", trace):
         if token == "x":
-            assert target not in games(pools.pop(), operators, limit)
+            assert target not in shortest(pools.pop(), operators, limit)
             path.pop()
             count += 1
             continue
@@ -417,7 +404,7 @@ def test_tries_tell_all_that_a_first_step_leaves_until_one_succeeds(good):
                 x, y = sorted(pool[:aside] + pool[aside + 1:], reverse=True)
                 values = [value_of(f"{x} {op} {y}") for op in "+-*/"] + [value_of(f"{y} / {x}")] * (x != y)
                 expected += [pool[aside], *(v for v in values if v is not None and v == int(v) <= 99)]
-            wins = target in games(pool, "+-*/", 99)
+            wins = target in shortest(pool, "+-*/", 99)
             assert wins == (text == tries[-1])
             assert written == expected[:len(written)] and (wins or len(written) == len(expected))
     assert count == len(tasks) if good == 1 else count > 1.3 * len(tasks)

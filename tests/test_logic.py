@@ -1,5 +1,6 @@
 """Logic: tasks, splits and verifiers of the eight families, against solvers written apart."""
 
+import functools
 import itertools
 import re
 from fractions import Fraction
@@ -49,22 +50,17 @@ def is_balanced(text):
     return not stack
 
 
-def all_values(numbers, operators, memo):
+@functools.cache
+def all_values(numbers, operators):
     """Every value that the numbers can give, negative ones too, by combining any two of them."""
-    key = tuple(sorted(numbers))
-    if key not in memo:
-        if len(key) == 1:
-            return {key[0]}
-        memo[key] = set()
-        for i, j in itertools.permutations(range(len(key)), 2):
-            rest = [n for k, n in enumerate(key) if k not in (i, j)]
-            a, b = key[i], key[j]
-            made = {a + b, a - b, b - a}
-            made |= {a * b} if "*" in operators else set()
-            made |= {a / b} if "/" in operators and b else set()
-            for value in made:
-                memo[key] |= all_values([*rest, value], operators, memo)
-    return memo[key]
+    found = {numbers[0]} if len(numbers) == 1 else set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        a, b = numbers[i], numbers[j]
+        made = {a + b, a - b} | ({a * b} if "*" in operators else set())
+        made |= {a / b} if "/" in operators and b else set()
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        found = found.union(*(all_values(tuple(sorted([*rest, value])), operators) for value in made))
+    return found
 
 
 def operation_value(data):
@@ -143,9 +139,8 @@ def is_right(task):
         pairs = set("".join(data["pairs"]))
         return answer == whole and is_balanced(whole) and set(missing) <= kinds and set(whole) <= pairs
     if number == 1:
-        values = all_values(list(map(Fraction, data["numbers"])), data["operators"], {})
         if answer == "None":
-            return data["target"] not in values
+            return data["target"] not in all_values(tuple(map(Fraction, data["numbers"])), data["operators"])
         used = sorted(map(int, re.findall(r"\d+", answer)))
         value = eval(re.sub(r"\d+", r"F(\g<0>)", answer), {"F": Fraction})
         return (value == data["target"] and used == sorted(data["numbers"])

@@ -273,29 +273,24 @@ def poison(stored):
     stored["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = float("nan")
 
 
-CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
-BROKEN = {  # file, what is done to it, what is said
-    "no-config": (CONFIG, Path.unlink, ["/adapter: there is no adapter_config.json"]),
-    "torn-weights": (WEIGHTS, truncate, ["/adapter: its adapter_model.safetensors cannot be read"]),
-    "nan": (WEIGHTS, lambda path: break_weights(path, poison), ["layers.1.self_attn.v_proj.lora_B", "NaN"]),
-    "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PROMPT_TUNING"), [
-        "expected a LoRA adapter", "PROMPT_TUNING"]),
-    "from-the-future": (CONFIG, lambda path: change_json(path, use_lora_squared=True, use_later=False), [
-        "sets use_lora_squared, which is unknown to PEFT"]),
-    "nameless-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), [
-        "/adapter: its adapter_config.json names no base; give --base-model"]),
-    "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), [
-        "models/none", "/adapter", "expected a folder with config.json and weights"]),
-    "torn-base": ("base/model.safetensors", truncate, ["/base", "/adapter", "cannot be loaded"]),
-    "torn-base-config": ("base/config.json", truncate, ["/base", "config.json cannot be read"]),
-    "longer-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=3), [
-        "/base", "the files lack model.layers.2.input_layernorm.weight and 8 more"]),
-    "shorter-base-config": ("base/config.json", lambda path: change_json(path, num_hidden_layers=1), [
-        "/base", "the model has no place for model.layers.1.input_layernorm.weight and 8 more"]),
-    "quantized-base": ("base/config.json", lambda path: change_json(path, quantization_config={"bits": 4}), [
-        "/base", "quantized", "--base-model"]),
-    "adapted-base": ("base", lambda path: (path / "adapter_config.json").write_text("{}"), [
-        "/base", "holds an adapter itself"]),
+CONFIG, WEIGHTS, BASE = "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "base/config.json"
+BROKEN = {  # file, what is done to it, what is said beside the folder's name
+    "no-config": (CONFIG, Path.unlink, "there is no adapter_config.json"),
+    "torn-weights": (WEIGHTS, truncate, "its adapter_model.safetensors cannot be read"),
+    "nan": (WEIGHTS, lambda path: break_weights(path, poison), "NaN or infinity in model.layers.1.self_"),
+    "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PREFIX_TUNING"), "expected a LoRA"),
+    "later": (CONFIG, lambda path: change_json(path, use_lora_squared=True, use_later=False),
+              "sets use_lora_squared, which is unknown to PEFT"),
+    "nameless": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), "give --base-model"),
+    "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), "models/none"),
+    "torn-base": ("base/model.safetensors", truncate, "cannot be loaded"),
+    "torn-base-config": (BASE, truncate, "config.json cannot be read"),
+    "longer-base": (BASE, lambda path: change_json(path, num_hidden_layers=3),
+                    "the files lack model.layers.2.input_layernorm.weight and 8 more"),
+    "shorter-base": (BASE, lambda path: change_json(path, num_hidden_layers=1),
+                     "the model has no place for model.layers.1.input_layernorm.weight and 8 more"),
+    "quantized-base": (BASE, lambda path: change_json(path, quantization_config={"bits": 4}), "quantized"),
+    "adapted-base": (BASE, lambda path: path.with_name("adapter_config.json").write_text("{}"), "an adapter"),
 }
 
 
@@ -304,30 +299,23 @@ def test_broken_input_is_one_clear_line(case, pair, tmp_path, capsys):
     change_json(tmp_path / CONFIG, base_model_name_or_path=str(tmp_path / "base"))
     file, spoil, says = BROKEN[case]
     spoil(tmp_path / file)
-    refused(tmp_path, capsys, *says)
+    refused(tmp_path, capsys, str(tmp_path / file.partition("/")[0]), says)
 
 
 GPT2 = dict(kind=GPT2Config, n_embd=16, n_head=4, n_layer=2)
-TIES = ["cannot be merged", "the base ties its embedding to its head, and the adapter changes them"]
+TIES = "the base ties its embedding to its head, and the adapter changes them"
 MISFITS = {  # the base that the adapter was made on, the adapter, what is said of the tied base with 2 layers
-    "width": (dict(hidden_size=32), {}, [
-        "does not fit", "(LlamaForCausalLM)",
-        "layers.0.self_attn.q_proj.lora_A.weight is [4, 32] in the adapter, and would have to be [4, 16]"]),
-    "deeper": (dict(num_hidden_layers=3), {}, [
-        "does not fit", "no place for model.layers.2.self_attn.o_proj.lora_A.weight and 5 more"]),
-    "shallower": (dict(num_hidden_layers=1), {}, [
-        "does not fit", "the adapter lacks model.layers.1.self_attn.o_proj.lora_A.weight and 5 more"]),
-    "other-family": (GPT2, dict(target_modules=["c_attn"]), ["does not fit", "(LlamaForCausalLM)", "c_attn"]),
-    "untied": (dict(tie_word_embeddings=False), SAVED_TIED, [
-        "does not fit", "the adapter lacks lm_head.weight"]),
-    "more-layers": (TIED, dict(layer_replication=[[0, 2], [1, 2]]), [
-        "cannot be merged", "its logits would be"]),
-    "alora": (TIED, dict(alora_invocation_tokens=[3]), ["cannot be merged", "aLoRA"]),
-    "lora-bias": (TIED, dict(lora_bias=True), ["cannot be merged", "lora_bias"]),
+    "width": (dict(hidden_size=32), {}, "layers.0.self_attn.q_proj.lora_A.weight is [4, 32] in the adapter"),
+    "deeper": (dict(num_hidden_layers=3), {}, "no place for model.layers.2.self_attn.o_proj.lora_A.weight"),
+    "shallower": (dict(num_hidden_layers=1), {}, "lacks model.layers.1.self_attn.o_proj.lora_A.weight and 5"),
+    "other-family": (GPT2, dict(target_modules=["c_attn"]), "c_attn"),
+    "untied": (dict(tie_word_embeddings=False), SAVED_TIED, "the adapter lacks lm_head.weight"),
+    "more-layers": (TIED, dict(layer_replication=[[0, 2], [1, 2]]), "its logits would be"),
+    "alora": (TIED, dict(alora_invocation_tokens=[3]), "aLoRA"),
+    "lora-bias": (TIED, dict(lora_bias=True), "lora_bias"),
     # What changes one of two tied tensors, or what PEFT adds to both of them, that is to the one twice.
-    "saved-head": (TIED, dict(modules_to_save=["lm_head"]), [
-        *TIES, "it would have 5,104 parameters, and the base has 4,512"]),
-    "embedding": (TIED, dict(target_modules=["q_proj", "embed_tokens"]), [*TIES, "its logits would be"]),
+    "saved-head": (TIED, dict(modules_to_save=["lm_head"]), f"and the base has 4,512; {TIES}"),
+    "embedding": (TIED, dict(target_modules=["q_proj", "embed_tokens"]), TIES),
     "both-twice": (TIED, dict(target_modules=["embed_tokens"], ensure_weight_tying=True), TIES),
 }
 
@@ -337,7 +325,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_both_names(case, pair, tmp_p
     other, adapter, says = MISFITS[case]
     write_base(tmp_path / "other", **other)
     write_adapter(tmp_path / "adapter", tmp_path / "other", **adapter)
-    refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'}", f"--base-model {tmp_path / 'base'}", *says,
+    refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'}", f"--base-model {tmp_path / 'base'}", says,
             flags=pair)
 
 

@@ -41,6 +41,7 @@ from tests.run_folders import (
     slow_but,
     train,
 )
+from tools import merge_adapter
 from tools.validate_train_log import validate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of tied heads and Conv1D
@@ -310,7 +311,7 @@ def adapting(tmp_path_factory):
     return flags, folder, f"{folder}-model"
 
 
-def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_it(adapting):
+def test_lora_trains_the_adapter_and_nothing_else_and_peft_merges_it(adapting, tmp_path, capsys):
     flags, folder, out = adapting
     adapter = load_file(f"{out}/adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 3 and all("lora_" in name for name in adapter)
@@ -323,11 +324,9 @@ def test_lora_trains_the_adapter_and_nothing_else_and_peft_loads_it(adapting):
     assert records(folder)[-1]["train/loss"] < records(folder)[1]["train/loss"]
     assert flags["model"] in Path(out, "README.md").read_text()
 
-    ids = AutoTokenizer.from_pretrained(out)("<bos> 6 18 14 -> 38 : 18 + 14", return_tensors="pt").input_ids
-    with torch.no_grad():
-        base = AutoModelForCausalLM.from_pretrained(flags["model"])(ids).logits
-        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)(ids).logits
-    assert (loaded - base).abs().max() > 0.1
+    capsys.readouterr()
+    assert merge_adapter.main(["--adapter", out, "--output-dir", str(tmp_path / "merged")]) == 0
+    assert json.loads(capsys.readouterr().out)["adapter_effect"] > 0.1
 
 
 def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_path):
@@ -344,7 +343,6 @@ def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_
     assert after[-1]["val/loss"] != after[0]["val/loss"]
     config = json.loads((tmp_path / "second-model" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 32)
-    assert log_lines(folder)[0]["meta"]["args"]["lora_adapter_path"] == adapter
     # Another adapter at its place would make the run another run.
     shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
     with pytest.raises(envs.BadInput, match="the model"):
@@ -355,23 +353,19 @@ BACKWARDS = [(f"{a} {b} -> {c}", f"{c} + {b} = {a}") for a, b, c in (
     (1, 5, 9), (2, 7, 8), (5, 3, 4), (3, 4, 7), (9, 2, 5), (6, 6, 1), (8, 3, 2))]
 
 
-@pytest.fixture
-def overfitting(tmp_path):
-    """Flags with which val/loss falls to step 7 and rises from there on: a form to learn, and few rows."""
-    (tmp_path / "val").mkdir()
-    return dict(model=TINY, train_files=(write_rows(tmp_path, BACKWARDS[:3]),),
-                val_files=(write_rows(tmp_path / "val", BACKWARDS[3:]),), batch_size=3,
-                steps=14, learning_rate=2e-3, schedule="constant", eval_every=1, checkpoint_every=2)
-
-
 def checkpoints(folder):
     """Numbers of the steps whose checkpoints there are, and what state.json says of them."""
     steps = sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
     return steps, json.loads((folder / "checkpoints" / "state.json").read_text())
 
 
-def test_the_best_checkpoint_is_named_and_kept(overfitting, tmp_path):
-    folder = train(sft, tmp_path / "run", **overfitting)
+def test_the_best_checkpoint_is_named_and_kept(tmp_path):
+    """val/loss falls to step 7 and rises from there on: there is a form to learn, and there are few rows."""
+    (tmp_path / "val").mkdir()
+    flags = dict(model=TINY, train_files=(write_rows(tmp_path, BACKWARDS[:3]),), batch_size=3, steps=14,
+                 val_files=(write_rows(tmp_path / "val", BACKWARDS[3:]),), learning_rate=2e-3,
+                 schedule="constant", eval_every=1, checkpoint_every=2, output_dir=str(tmp_path / "model"))
+    folder = train(sft, tmp_path / "run", **flags)
     losses = [record["val/loss"] for record in records(folder)]
     best = losses.index(min(losses))
     assert best == 7 and losses[7] < losses[14] - 0.3 and losses[7] < losses[0] - 1
@@ -379,11 +373,10 @@ def test_the_best_checkpoint_is_named_and_kept(overfitting, tmp_path):
     assert checkpoints(folder) == ([7, 12, 14], named)
 
     # A run that goes on from step 12 knows of it.
-    killed = train(sft, killed_after(folder, tmp_path / "killed", 12),
-                   **overfitting | dict(output_dir=f"{folder}-model"))
+    killed = train(sft, killed_after(folder, tmp_path / "killed", 12), **flags)
     assert checkpoints(killed) == ([7, 12, 14], named)
 
-    again = train(sft, tmp_path / "again", **overfitting | dict(
+    again = train(sft, tmp_path / "again", **flags | dict(
         model=str(folder / "checkpoints" / "step_000007"), steps=1, learning_rate=0.1, warmup_steps=0))
     assert records(again)[0]["val/loss"] == pytest.approx(losses[7], rel=1e-6)
     assert checkpoints(again)[1]["best"] == "step_000001"  # the start has none, though its loss is lower
@@ -454,11 +447,9 @@ def test_padding_and_tokens_are_counted(tmp_path):
                        eval_every=0, steps=2, checkpoint_every=2, **flags)
         before, *after = records(folder)
         assert before["env_steps"] == 0 and [record["env_steps"] for record in after] == [total, 2 * total]
-        assert all(0 < record["train/throughput"] < 1e9 for record in after)
         for record in after:
             assert record["train/throughput"] == pytest.approx(total / record["time/update"], rel=1e-6)
             assert record["train/global_step"] == record["opt_steps"] == record["iteration"]
-        assert len({record["train/padding"] for record in after}) == 1
         shares.append(after[-1]["train/padding"])
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
