@@ -16,31 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    Lfm2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Lfm2Config, LlamaConfig, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import envs
 import sft
-from tests.run_folders import (
-    LAST,
-    TINY,
-    command_line,
-    killed_after,
-    log_lines,
-    records,
-    same_end,
-    same_tree,
-    slow_but,
-    train,
-)
+from tests.run_folders import TINY, command_line, killed_after, log_lines, records, same_end, slow_but, train
 from tools import merge_adapter
 from tools.validate_train_log import validate
 
@@ -60,12 +41,10 @@ def write_rows(tmp_path, rows=ROWS):
     return str(path)
 
 
-KINDS = {  # each with attention or positions of its own
+KINDS = {
     "llama": (LlamaConfig, {}),
-    "mistral": (MistralConfig, dict(sliding_window=5)),
     "gpt2": (GPT2Config, dict(n_embd=16, n_head=4, n_layer=2)),
-}
-LEAKING = {  # a state that goes on from row to row, a convolution
+    # The rows of these would leak: a state that goes on from one to the next, a convolution.
     "mamba": (MambaConfig, dict(state_size=4)),
     "lfm2": (Lfm2Config, dict(layer_types=["conv", "full_attention"])),
 }
@@ -74,7 +53,7 @@ LEAKING = {  # a state that goes on from row to row, a convolution
 def write_model(folder, kind, **options):
     """A model of random weights, biases and norms included, wide enough that what a token sees matters."""
     torch.manual_seed(0)
-    config, own = (KINDS | LEAKING)[kind]
+    config, own = KINDS[kind]
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_config(config(**dict(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -137,7 +116,7 @@ CUTS = {"alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90)
         "packed": dict(packing=True, microbatch_tokens=130), "one-row": dict(packing=True)}
 
 
-@pytest.mark.parametrize("kind", slow_but(["llama"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "gpt2"]))
 def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind, tmp_path, monkeypatch):
     flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", kind))
     for cut, sizes in CUTS.items():
@@ -214,7 +193,7 @@ def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
     assert found == pytest.approx([loss, norm.item(), rate], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", slow_but(["mamba"], LEAKING))
+@pytest.mark.parametrize("kind", slow_but(["mamba"], ["mamba", "lfm2"]))
 def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path):
     model = write_model(tmp_path / "model", kind)
     flags = dict(model=model, dtype="bfloat16", steps=1, train_files=(write_rows(tmp_path),))
@@ -454,15 +433,14 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
 
-def test_the_exported_model_stands_alone(tmp_path, capsys):
-    folder = train(sft, tmp_path / "run")
-    out = tmp_path / "run-model"
+def test_the_exported_model_stands_alone(tmp_path):
+    folder, out, weights = train(sft, tmp_path / "run"), tmp_path / "run-model", "model.safetensors"
+    exported = (out / weights).read_bytes()
+    assert exported == (folder / "checkpoints" / "step_000004" / weights).read_bytes()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    trained = load_file(folder / "checkpoints" / LAST / "model.safetensors")
-    exported = load_file(out / "model.safetensors")
-    same_tree(trained, exported)
     assert model.config.tie_word_embeddings
-    assert model.num_parameters() == sum(tensor.numel() for tensor in trained.values())
+    assert model.num_parameters() == sum(tensor.numel() for tensor in load_file(out / weights).values())
+
     words = "6 18 14 -> 38 :".split()
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
                                            add_generation_prompt=True)["input_ids"]
@@ -470,12 +448,11 @@ def test_the_exported_model_stands_alone(tmp_path, capsys):
     assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
     card = (out / "README.md").read_text()
     assert f"val/loss | {records(folder)[-1]['val/loss']:.3f}" in card
+
     # What was there before is kept beside it.
     train(sft, tmp_path / "again", output_dir=str(out), seed=2, steps=1, eval_every=0, eval_tasks=1)
-    kept = load_file(tmp_path / "run-model.previous" / "model.safetensors")
-    same_tree(kept, exported)
-    with pytest.raises(AssertionError):
-        same_tree(kept, load_file(out / "model.safetensors"))
+    previous = tmp_path / "run-model.previous" / weights
+    assert previous.read_bytes() == exported != (out / weights).read_bytes()
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 

@@ -5,6 +5,7 @@ What a row's tokens should be is computed here a second time, slowly and without
 the tokenizer's offsets.
 """
 
+import functools
 import json
 import math
 import os
@@ -70,16 +71,11 @@ def pair(prompt, response):
     return {"prompt": prompt, "response": response}
 
 
-def system(content):
-    return {"role": "system", "content": content}
+def say(role, content, **more):
+    return {"role": role, "content": content} | more
 
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content} | more
+system, user, assistant = (functools.partial(say, role) for role in ("system", "user", "assistant"))
 
 
 def blocks(*parts):
@@ -376,21 +372,19 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
     good = [[user("a"), assistant("b")], [user(None), assistant("b", name="me"), user("c"), assistant("d\n")],
             [system("s"), user("é👩"), assistant("é👩")], [user("q"), assistant(None), assistant("x")]]
     empty = [[user("a")], [user("a"), assistant(None)], [user("a"), assistant(" \n"), user("b")]]
-    bad = [[], None]
-    worse = [{"chats": good[0]}, b'{"chat": [' + DEEP + b']}', *({"chat": chat} for chat in (
+    rows = [{"chat": chat} for chat in (*good, *empty, [], None)]
+    worse = [{"chats": good[0]}, b'{"chat": [' + DEEP + b"]}", *({"chat": chat} for chat in (
         1, "no", {"role": "user"}, [["a"]], json.dumps([1]), "[" * 100_000))]
-    rows = [{"chat": chat} for chat in (*good, *empty, *bad)]
-    texts = [{"chat": json.dumps(chat)} for chat in good]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
     files = (write_jsonl(tmp_path / "chat.jsonl", rows), write_jsonl(tmp_path / "bad.jsonl", worse),
-             write_jsonl(tmp_path / "text.jsonl", texts), str(tmp_path / "chat.parquet"))
+             write_jsonl(tmp_path / "text.jsonl", [{"chat": json.dumps(chat)} for chat in good]),
+             str(tmp_path / "chat.parquet"))
 
-    counts, rows = train(tmp_path / "run", train_files=files, messages_key="chat", on_bad_row="skip",
-                         val_ratio=0.0, chat_template=str(tmp_path / "chat.jinja"))
-    parts = [[(text.replace("<|im_end|>", "<eos>"), flag) for text, flag in pieces(chat)]
-             for chat in good]
-    assert rows == [expected_row(part, sft.new_tokenizer(None))[0] for part in parts] * 3
-    assert counts == (12, 0, 0, 6, 2 + 2 + len(worse))
+    counts, taken_rows = train(tmp_path / "run", train_files=files, messages_key="chat", on_bad_row="skip",
+                               val_ratio=0.0, chat_template=str(tmp_path / "chat.jinja"))
+    parts = [[(text.replace("<|im_end|>", "<eos>"), flag) for text, flag in pieces(chat)] for chat in good]
+    assert taken_rows == [expected_row(part, sft.new_tokenizer(None))[0] for part in parts] * 3
+    assert counts == (12, 0, 0, 6, 4 + len(worse))
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -461,44 +455,36 @@ def test_a_template_that_writes_no_eos_is_refused(template, tmp_path, capsys):
     assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("empty", b""), ("bytes", b"\xff\xfe"), ("torn", b"{% for m in messages %}{{ m.content "),
-    ("nothing", None)])
-def test_a_conversation_without_a_template_and_a_template_that_is_none_are_one_line(
-        name, content, tmp_path, capsys):
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{% for m in messages %}{{ m.content ", None],
+                         ids=["empty", "bytes", "torn", "nothing"])
+def test_no_template_for_a_conversation_and_one_that_is_none_are_one_line(content, tmp_path, capsys):
     rows = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("a"), assistant("b")]}] * 3)
     if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert "--chat-template" in refused(capsys, tmp_path / "run", "--train-files", rows,
-                                        "--messages-key", "chat", "--chat-template", tmp_path / name)
+        (tmp_path / "template").write_bytes(content)
+    assert "--chat-template" in refused(capsys, tmp_path / "run", "--train-files", rows, "--messages-key",
+                                        "chat", "--chat-template", tmp_path / "template")
 
 
 def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
     """One is refused for its last row, another for its held-out file; the flags are then changed."""
-    files = [write_jsonl(tmp_path / "one.jsonl", pairs(4)),
-             write_jsonl(tmp_path / "two.jsonl", pairs(3, "x"))]
+    one, two = (write_jsonl(tmp_path / f"{name}.jsonl", pairs(4, name)) for name in ("one", "two"))
     wrong = write_jsonl(tmp_path / "val.jsonl", [*pairs(2), {"prompt": 1}])
     complaint(tmp_path / "run", train_files=(wrong,))
     assert not (tmp_path / "run" / "data" / "train.arrow").exists()
-
-    complaint(tmp_path / "run", train_files=files[:1], val_files=(wrong,))
-    assert taken(tmp_path / "run") == plain_rows(range(4))
-
-    counts, rows = train(tmp_path / "run", train_files=files[1:], val_files=files[:1])
-    assert counts[:2] == (3, 4) and rows == plain_rows(range(3), "x")
-    assert sorted(path.name for path in (tmp_path / "run" / "data").iterdir()) == [
-        "train.arrow", "train.json", "val.arrow", "val.json"]
+    complaint(tmp_path / "run", train_files=(one,), val_files=(wrong,))
+    assert taken(tmp_path / "run") == plain_rows(range(4), "one")
+    counts, rows = train(tmp_path / "run", train_files=(two,), val_files=(one,))
+    assert counts[:2] == (4, 4) and rows == plain_rows(range(4), "two")
+    assert taken(tmp_path / "run", "val") == plain_rows(range(4), "one")
 
 
 def test_a_run_that_goes_on_learns_from_the_rows_it_began_with(tmp_path):
     name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(6), BLANK[0], {"prompt": 1}])
-    flags = dict(train_files=(name,), on_bad_row="skip", checkpoint_every=1)
+    flags, data = dict(train_files=(name,), on_bad_row="skip"), tmp_path / "run" / "data" / "train.arrow"
     train(tmp_path / "run", **flags)
-    written_at = (tmp_path / "run" / "data" / "train.arrow").stat().st_mtime_ns
-
-    again, rows = train(tmp_path / "run", **flags)
-    assert (tmp_path / "run" / "data" / "train.arrow").stat().st_mtime_ns == written_at
-    assert again == (5, 1, 0, 1, 1) and rows == plain_rows(range(6))
+    written_at = data.stat().st_mtime_ns
+    assert train(tmp_path / "run", **flags) == ((5, 1, 0, 1, 1), plain_rows(range(6)))
+    assert data.stat().st_mtime_ns == written_at
     assert any("resume" in line for line in log_lines(tmp_path / "run"))
 
 
@@ -521,22 +507,18 @@ def owner(tmp_path, monkeypatch):
 
 
 def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
-    counts, rows = train(owner / "run", dataset="owner/name")
-    assert counts == (4, 1, 0, 0, 0) and rows == plain_rows(range(5))
+    assert train(owner / "run", dataset="owner/name") == ((4, 1, 0, 0, 0), plain_rows(range(5)))
 
-    counts, rows = train(owner / "both", dataset="owner/name:first", splits=("test", "train"))
-    assert counts == (3, 5, 0, 0, 0) and rows == plain_rows(range(3), "t")
+    found = train(owner / "both", dataset="owner/name:first", splits=("test", "train"))
+    assert found == ((3, 5, 0, 0, 0), plain_rows(range(3), "t"))
     assert taken(owner / "both", "val") == plain_rows(range(5))
 
-    counts, rows = train(owner / "second", dataset="owner/name:second", val_ratio=0.0)
-    assert counts == (3, 0, 0, 0, 0) and rows == plain_rows(range(3), "t")
+    _, rows = train(owner / "chat", dataset="owner/name:second", val_ratio=0.0, messages_key="chat")
+    assert [ids for ids, _ in rows] == [
+        ids_of(f"<bos> tp{i} : tr{i}<eos>", sft.new_tokenizer(None)) for i in range(3)]
 
-    _, rows = train(owner / "chat", dataset="owner/name", messages_key="chat")
-    tokenizer = sft.new_tokenizer(None)
-    assert [ids for ids, _ in rows] == [ids_of(f"<bos> p{i} : r{i}<eos>", tokenizer) for i in range(5)]
-
-    cached = [path for path in (owner / "cache").rglob("*") if path.suffix in (".arrow", ".parquet")]
-    assert not cached  # streamed, not prepared first
+    # Streamed, not prepared first.
+    assert not [path for path in (owner / "cache").rglob("*") if path.suffix in (".arrow", ".parquet")]
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), [
