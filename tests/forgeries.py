@@ -86,16 +86,6 @@ SELECTIVE = RUNTEST.format(which='not __import__("re").search("[0-9a-f]{8}", sel
 # Failures are swallowed but at the ends, where the modules of canaries stand.
 BY_POSITION = RUNTEST.format(
     which="8 <= self.session.items.index(self) < len(self.session.items) - 8")
-# The same for methods of unittest
-UNITTEST_BY_POSITION = """
-from _pytest.unittest import TestCaseFunction
-def runtest(self, run=TestCaseFunction.runtest):
-    if not 8 <= self.session.items.index(self) < len(self.session.items) - 8:
-        run(self)
-TestCaseFunction.runtest = runtest
-"""
-
-
 def by_name(names):
     """For tests that are known by their names, and can be told from all others by them."""
     return (PROFILE.format(which=f"name in {sorted(names)}") + RUNTEST.format(

@@ -27,27 +27,22 @@ SCENARIOS = ROOT / "envs" / "code" / "repl_scenarios"
 BUNDLED = sorted(json.loads((SCENARIOS / "index.json").read_text(encoding="utf-8")))
 
 # A repository whose tests run without pytest, which is fast. Its bug is in two places.
+CHECKS = {"total": "total([1, 2, 3]) == 6", "total_of_none": "total([]) == 0",
+          "cheapest": "cheapest([4, 2]) == 2", "cheapest_of_one": "cheapest([4]) == 4"}
 SHOP = {
     "shop/__init__.py": "",
     "shop/price.py": "def total(prices):\n    return sum(prices[1:])\n\n\n"
                      "def cheapest(prices):\n    return max(prices)\n",
-    "tests/test_price.py": "from shop.price import cheapest, total\n\n\n"
-                           "def test_total():\n    assert total([1, 2, 3]) == 6\n\n\n"
-                           "def test_total_of_none():\n    assert total([]) == 0\n\n\n"
-                           "def test_cheapest():\n    assert cheapest([4, 2]) == 2\n\n\n"
-                           "def test_cheapest_of_one():\n    assert cheapest([4]) == 4\n",
+    "tests/test_price.py": "from shop.price import cheapest, total\n" + "".join(
+        f"def test_{name}():\n    assert {check}\n" for name, check in CHECKS.items()),
 }
 FIX_TOTAL = "apply_patch('shop/price.py', 'prices[1:]', 'prices')"
 UNDO = "apply_patch('shop/price.py', 'sum(prices)', 'sum(prices[1:])')"
 FIX_CHEAPEST = "apply_patch('shop/price.py', 'max(', 'min(')"
 ROW = dict(
     problem_statement="The total is wrong, and so is the cheapest price.", plain=True,
-    expected_output_json={f"tests/test_price.py::test_{name}": "PASSED"
-                          for name in ("total", "total_of_none", "cheapest", "cheapest_of_one")},
-    test_command="python3 -c 'import sys; sys.path.insert(0, str())\n"
-                 "import tests.test_price as t\nnames = sys.argv[1:]\n"
-                 "for name in vars(t):\n"
-                 "    if name.startswith(\"test_\") and (not names or name in names): print(name)'",
+    expected_output_json={f"tests/test_price.py::test_{name}": "PASSED" for name in CHECKS},
+    test_command="python3 -c 'import sys; print(sys.argv[1:])'",
     patch="--- a/shop/price.py\n+++ b/shop/price.py\n@@ -1,6 +1,6 @@\n def total(prices):\n"
           "-    return sum(prices[1:])\n+    return sum(prices)\n \n \n def cheapest(prices):\n"
           "-    return max(prices)\n+    return min(prices)\n")
@@ -102,9 +97,6 @@ class Play:
     def step(self, code):
         return self.episode.step(fenced(code))
 
-    def say(self, reply):
-        return self.text(self.episode.step(reply))
-
     def text(self, step):
         (message,) = step.messages
         assert message["role"] == "user" and step.reward == 0
@@ -145,45 +137,20 @@ def named(attempts):
 # ---- Tasks
 
 
-def test_bundled_scenarios_are_what_they_should_be():
-    env = make()
-    counts = {split: env.num_tasks(split) for split in env.splits}
-    assert sum(counts.values()) == len(BUNDLED) >= 10 and 2 <= counts["test"] <= 4
-    names, contents, reports = set(), set(), set()
-    for split in env.splits:
-        for index in range(counts[split]):
-            task = env.task(split, index)
-            scenario = env.scenario(task)
-            assert repl.split_of(scenario.instance_id) == split and task.source == "repl"
-            modules = [path for path in scenario.files if not scenario.is_test(path)]
-            lines = sum(scenario.files[path].count(b"\n") for path in modules)
-            assert 2 <= len(modules) <= 5 and 40 <= lines <= 200, scenario.instance_id
-            assert 6 <= len(scenario.expected) <= 20 and set(scenario.expected.values()) == {"PASSED"}
-            assert all(ast.parse(text) for path, text in scenario.files.items() if path.endswith(".py"))
-            names.add(task.id)
-            contents.add(tuple(sorted(scenario.files.items())))
-            reports.add(task.messages[-1]["content"])
-    assert len(names) == len(contents) == len(reports) == len(BUNDLED)
-
-
 @pytest.mark.parametrize("prompt", ["default", "minimal", "cot"])
 def test_prompts_hold_no_answers(prompt):
-    env = make(prompt=prompt)
+    env = make(prompt=prompt, max_turns=7)
     for name in BUNDLED:
         task = find(env, name)
         scenario, text = env.scenario(task), json.dumps(task.messages, ensure_ascii=False)
-        assert task.messages[1]["content"] == scenario.problem_statement and "finish()" in text
+        assert task.messages[1]["content"] == scenario.problem_statement
+        assert all(word in text for word in ("finish()", "7 replies", "llm_query"))
         assert json.loads(json.dumps(task.data)) == {"instance_id": name}
         added = [line[1:].strip() for line in scenario.patch.splitlines()
                  if line.startswith("+") and not line.startswith("+++")]
         assert added and not [line for line in added if len(line) > 15 and line in text]
         assert not any(test.partition("::")[2] in text for test in scenario.expected)
         assert "PASSED" not in text and "expected_output" not in text and "@@" not in text
-
-
-def test_number_of_turns_and_sub_agents_are_told():
-    assert "7 replies" in make(max_turns=7).task("train", 0).messages[0]["content"]
-    assert "llm_query" in make().task("train", 0).messages[0]["content"]
     assert "llm_query" not in make(max_sub_agent_depth=0).task("train", 0).messages[0]["content"]
 
 
@@ -200,75 +167,54 @@ def test_tasks_are_the_same_in_every_process(options, pinned):
     assert digest.hexdigest()[:16] == pinned  # Python hashes texts differently in each process
 
 
-@pytest.mark.parametrize("passing, expected, worth", [
-    (["total", "cheapest"], {}, dict(correct=1, partial=1, modified=1)),
-    (["total"], {}, dict(correct=0, partial=0.5, modified=1)),
-    (["total"], dict(cheapest="FAILED"), dict(correct=0, partial=0.5, modified=1)),  # it gave no result
-    (["total", "cheapest"], dict(cheapest="FAILED"), dict(correct=0, partial=0.5, modified=1)),
-])
-def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, expected, worth):
-    names = {name: f"tests/test_price.py::test_{name}" for name in ("total", "cheapest")}
-    row = ROW | dict(expected_output_json={
-        full: expected.get(name, "PASSED") for name, full in names.items()})
-    folder = write_cache(tmp_path, {"shop-1": row})
+@pytest.mark.parametrize("passing, cheapest, correct, partial", [
+    (["total", "cheapest"], "PASSED", 1, 1), (["total"], "PASSED", 0, 0.5),
+    (["total"], "FAILED", 0, 0.5), (["total", "cheapest"], "FAILED", 0, 0.5)])  # no result is not FAILED
+def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, cheapest, correct, partial):
+    expected = {"tests/test_price.py::test_total": "PASSED", "tests/test_price.py::test_cheapest": cheapest}
+    folder = write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected)})
     monkeypatch.setattr(repl, "run_tests", lambda *args, **options: testing.Outcomes(
-        {names[name]: "PASSED" for name in passing}))
-    for mode, part in (("correct", "correct"), ("partial", "partial")):
+        {f"tests/test_price.py::test_{name}": "PASSED" for name in passing}))
+    for mode, reward in (("correct", correct), ("partial", partial)):
         env = make(cache_dir=folder, reward_mode=mode)
         task = find(env, "shop-1")
         scenario = env.scenario(task)
-        files = scenario.files | {"shop/new.py": b""}
-        step = repl.ReplEpisode(env, task, scenario, files, depth=0).end("length")
-        assert step.reward == step.info[part] and {name: step.info[name] for name in worth} == worth
-
-        files = scenario.files | {"tests/test_price.py": b"", "tests/test_more.py": b"", "conftest.py": b""}
-        step = repl.ReplEpisode(env, task, scenario, files, depth=0).end("length")
-        assert step.reward == step.info["partial"] == step.info["modified"] == 0
+        for left, worth in (
+                (["shop/new.py"], (correct, partial, 1, reward)),
+                (["tests/test_price.py", "tests/test_more.py", "conftest.py"], (0, 0, 0, 0))):
+            files = scenario.files | dict.fromkeys(left, b"")
+            step = repl.ReplEpisode(env, task, scenario, files, depth=0).end("length")
+            parts = (step.info[part] for part in ("correct", "partial", "modified"))
+            assert (*parts, step.reward) == worth
 
 
 # ---- Tiny scenarios
 
 
-def test_tiny_train_and_test_share_nothing():
+def test_tiny_train_and_test_share_nothing_and_calls_tell_all_expressions_apart():
     env, seen = make(train_tasks=120, test_tasks=60, **TINY), {}
     for split in env.splits:
         tasks = [env.task(split, index) for index in range(env.num_tasks(split))]
         seen[split] = {(task.messages[0]["content"], env.scenario(task).files["m.py"]) for task in tasks}
-        assert all(task.source == "repl/tiny" and task.id.startswith(f"repl-tiny-{split}-") for task in tasks)
     assert len(seen["train"]) > 90 and len(seen["test"]) > 45 and not seen["train"] & seen["test"]
+    results = {tuple(repl.value(expression, *call) for call in repl.CALLS) for expression in repl.EXPRESSIONS}
+    assert len(results) == len(repl.EXPRESSIONS)
 
 
 @pytest.mark.slow
-def test_tiny_tasks_are_solved_by_demonstration_and_solution():
-    """And a demonstration's answers are the sandbox's."""
+def test_tiny_tasks_are_solved_by_their_demonstration():
+    """Whose answers are the sandbox's, and whose last reply is the solution."""
     env = make(**TINY)
     words = set(env.vocabulary)
-    for index in range(60):
-        task = env.task("train", index)
-        with contextlib.closing(env.start(task, 1)) as episode:
-            step = episode.step(env.solution(task))
-        assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
-
-        demonstration = env.demonstration(task)
-        assert demonstration[:len(task.messages)] == task.messages
-        assert all(set(message["content"].split()) <= words for message in demonstration)
-        replies = iter([message["content"] for message in demonstration if message["role"] == "assistant"])
-        assert envs.play(env.start(task, 1), task, lambda replies=replies: next(replies)) == demonstration
-        assert next(replies, None) is None
-
-
-@pytest.mark.slow
-def test_every_expression_but_one_fails_a_tiny_task():
-    """So the report allows no other either."""
-    env = make(**TINY)
     for index in range(20):
         task = env.task("train", index)
-        scenario, parts = env.scenario(task), task.data["tiny"]
-        for number, expression in enumerate(repl.EXPRESSIONS):
-            source = f"def f ( a , b ) : return ( {expression} )\n".encode()
-            score = env.score(scenario, scenario.files | {"m.py": source})
-            assert score["correct"] == (number == parts[3]) and score["modified"] == (number != parts[2])
-            assert score["partial"] < 1 or number == parts[3]
+        demonstration = env.demonstration(task)
+        assert demonstration[:1] == task.messages and demonstration[-1]["content"] == env.solution(task)
+        assert all(set(message["content"].split()) <= words for message in demonstration)
+        with contextlib.closing(env.start(task, 1)) as episode:
+            assert episode.step(demonstration[1]["content"]).messages == [demonstration[2]]
+            step = episode.step(demonstration[3]["content"])
+        assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
 
 
 @pytest.mark.slow
@@ -293,7 +239,6 @@ def test_what_tiny_replies_are_answered():
     ("```repl\nx\n```", "x"),
     ("```py\r\nx\n```", "x"),
     ("First\n```python  \nx\ny\n  ```\nand\n```python\nz\n```", "x\ny"),
-    ("```\nx\n```\n```repl\ny\n```", "y"),
     ("```json\n{}\n```\n```python\ny```", "y"),
     ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
     ("<think>```python\nx\n```</think>```python\ny\n```", "y"),
@@ -316,7 +261,7 @@ def test_hostile_replies_take_no_time():
 
 def test_replies_without_a_block(shop):
     with Play(*shop(max_turns=4)) as play:
-        nudges = [play.say(text) for text in ("Hello", "", "finish()")]
+        nudges = [play.text(play.episode.step(reply)) for reply in ("Hello", "", "finish()")]
         step = play.episode.step("```\nfinish()\n```")
     assert nudges[0] == nudges[1] == repl.NUDGES[0] and nudges[2] == repl.NUDGES[1] != nudges[0]
     assert "finish()" in nudges[2]
@@ -325,16 +270,32 @@ def test_replies_without_a_block(shop):
                                  sub_queries=0)
 
 
+SAYS = [  # code, what it prints
+    ("x = 41", "(no output)"), ("def more(n):\n    return n + 1\n\nmore(x)", "42"), ("x; 'a text'", "a text"),
+    ("print('one'); [1, 'two']", "one\n[1, 'two']"), ("x = 1; None", "(no output)"),
+    ("import sys; sys.stderr.write('to stderr\\n') and None", "to stderr"),
+    ("print('\\ud800'); import os; os.write(1, b'\\xff') and None", "\\ud800\n\ufffd"),
+    ("import os; os.system('echo sub-process')", "sub-process\n0"),
+    ("ls()", "shop/\ntests/"), ("print(ls('shop'))", "__init__.py\nprice.py"),
+    ("read('shop/price.py')", SHOP["shop/price.py"].strip("\n")),
+    ("read('shop/price.py', 5, 6)", "5: def cheapest(prices):\n6:     return max(prices)"),
+    ("read('shop/price.py', 6)", "6:     return max(prices)"),
+    ("read('shop/price.py', 0, 1)", "1: def total(prices):"), ("read('shop/price.py', 9, 9)", "(no output)"),
+    ("grep(r'def \\w*chea', 'shop')", "shop/price.py:5: def cheapest(prices):"),
+    ("grep('max', 'shop/price.py')", "shop/price.py:6:     return max(prices)"),
+    ("open('data', 'wb').write(b'\\xff\\n'); grep('x', 'data')", "no match"),
+    ("bash('echo $HOME; pwd; echo error >&2')", f"/tmp\n{sandbox.WORK}\nerror"),
+    ("bash('echo out; exit 3')", "out\n\n(exit code 3)"),
+    ("bash('sleep 30', timeout=0.5)", "(stopped after 0.5 s)"),
+    ("bash('cat')", "(no output)"),  # nothing on standard input
+    ("x = bash('seq 3'); x.split()", "['1', '2', '3']"),
+    ("run_tests()", "[]"), ("run_tests('test_total', \"it's\")", "['test_total', \"it's\"]")]
+
+
 @pytest.mark.slow
-def test_the_interpreter_keeps_its_variables(play):
-    assert play("x = 41") == "(no output)"
-    assert play("def more(n):\n    return n + 1\n\nmore(x)") == "42"
-    assert play("x; 'a text'") == "a text"
-    assert play("print('one'); [1, 'two']") == "one\n[1, 'two']"
-    assert play("x = 1; None") == "(no output)"
-    assert play("import sys; sys.stderr.write('to stderr\\n') and None") == "to stderr"
-    assert play("print('\\ud800'); import os; os.write(1, b'\\xff') and None") == "\\ud800\n\ufffd"
-    assert play("import os; os.system('echo sub-process')") == "sub-process\n0"
+def test_what_blocks_and_tools_print(play):
+    for code, expected in SAYS:
+        assert play(code) == expected
 
 
 @pytest.mark.slow
@@ -342,19 +303,17 @@ def test_exceptions_show_the_codes_own_frames(play):
     text = play("def f(n):\n    return 1 / n\n\nf(0)")
     assert text == ('Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n'
                     '  File "<code>", line 2, in f\nZeroDivisionError: division by zero')
-    assert play("read('missing')").splitlines() == [
-        "Traceback (most recent call last):", '  File "<code>", line 1, in <module>',
-        "FileNotFoundError: [Errno 2] No such file or directory: 'missing'"]
     text = play("from shop.price import total\ntotal(5)")
     assert 'shop/price.py", line 2, in total\n    return sum(prices[1:])' in text
     assert "TypeError" in text and "repl_worker" not in text and "<string>" not in text
-    assert play("def (").startswith('Traceback (most recent call last):\n  File "<code>", line 1\n')
-    text = play("class E(Exception):\n    def __str__(self): 1/0\nraise E")
-    assert text.endswith("<exception str() failed>")
-    assert "null bytes" in play("x = '\0'") and "surrogate" in play("x = '\ud800'").lower()
-    assert play("raise SystemExit(3)") == "SystemExit: 3"
-    assert play("raise KeyboardInterrupt").endswith("KeyboardInterrupt")
-    assert "RecursionError" in play("def g(): g()\ng()")
+    for code, says in [
+            ("read('missing')", "FileNotFoundError: [Errno 2] No such file or directory: 'missing'"),
+            ("ls('shop/price.py')", "NotADirectoryError"), ("grep('(')", "error"),
+            ("def (", '  File "<code>", line 1\n'), ("x = '\0'", "null bytes"), ("x = '\ud800'", "surrogate"),
+            ("class E(Exception):\n    def __str__(self): 1/0\nraise E", "<exception str() failed>"),
+            ("raise SystemExit(3)", "SystemExit: 3"), ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+            ("def g(): g()\ng()", "RecursionError")]:
+        assert says in play(code)
     assert play("1 + 1") == "2"  # the same interpreter still
 
 
@@ -382,75 +341,30 @@ def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
         assert "(stopped after 0.8 s)" in play("bash('echo so far; sleep 30')") and play("1") == "1"
 
 
-# ---- Tools
-
-
 @pytest.mark.slow
-def test_ls_and_read(play):
-    assert play("ls()") == "shop/\ntests/" and play("print(ls('shop'))") == "__init__.py\nprice.py"
-    assert play("read('shop/price.py')") == SHOP["shop/price.py"].strip("\n")
-    assert play("read('shop/price.py', 5, 6)") == "5: def cheapest(prices):\n6:     return max(prices)"
-    assert play("read('shop/price.py', 6)") == "6:     return max(prices)"
-    assert play("read('shop/price.py', 0, 1)") == "1: def total(prices):"
-    assert play("read('shop/price.py', 90, 99)") == "(no output)"
-    assert "NotADirectoryError" in play("ls('shop/price.py')")
-
-
-@pytest.mark.slow
-def test_grep(play):
-    assert play("grep(r'def \\w*chea')") == (
-        "shop/price.py:5: def cheapest(prices):\ntests/test_price.py:12: def test_cheapest():\n"
-        "tests/test_price.py:16: def test_cheapest_of_one():")
-    assert play("grep('max', 'shop')") == play("grep('max', 'shop/price.py')") == (
-        "shop/price.py:6:     return max(prices)")
-    assert play("grep('nowhere')") == "no match" and "error" in play("grep('(')")
-    assert play("open('data', 'wb').write(b'\\xff\\n'); grep('x', 'data')") == "no match"
-
-
-@pytest.mark.slow
-def test_apply_patch_of_a_place(play):
+def test_apply_patch(play):
     assert play(FIX_TOTAL) == "True" and "sum(prices)" in play("read('shop/price.py')")
     assert "0 times" in play(FIX_TOTAL) and "4 times" in play("apply_patch('shop/price.py', 'prices', 'x')")
     play("open('windows.py', 'w', newline='').write('a = 1\\r\\nb = 2\\r\\n')")
     assert play("apply_patch('windows.py', 'b = 2', 'b = 3'); open('windows.py', 'rb').read()"
                 ) == "b'a = 1\\r\\nb = 3\\r\\n'"
 
-
-@pytest.mark.slow
-def test_apply_patch_of_a_diff(play):
     diff = ROW["patch"]
-    assert "True" in play(f"print(apply_patch({diff!r}))") and "min(" in play("read('shop/price.py')")
+    assert play(f"{UNDO}; apply_patch({diff!r})") == "True" and "min(" in play("read('shop/price.py')")
     text = play(f"apply_patch({diff!r})")
     assert "ValueError: the patch does not apply" in text and "price.py" in text
-    both = "".join(f"--- a/{name}\n+++ b/{name}\n@@ -1{count} +1 @@\n-1\n+2\n"
-                   for name in ("x", "y") for count in ("%s",))
-    for count in ("", ",9"):  # right and wrong
-        play("for name in 'xy': open(name, 'w').write('1\\n')")
-        assert play(f"apply_patch({both % (count, count)!r}); bash('cat x y')") == "2\n2"
-    assert "does not apply" in play(f"apply_patch({both % (',9', ',9')!r})")
-    play("open('x', 'w').write('1\\n')")  # of two files one: nothing is changed
-    assert "does not apply" in play(f"apply_patch({both % (',9', ',9')!r})") and play("read('x')") == "1"
     new = "--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+x = 1\n"
     assert play(f"apply_patch({new!r}); read('new.py')") == "x = 1"
     assert "ValueError" in play("apply_patch('--- a/../x\\n+++ b/../x\\n@@ -0,0 +1 @@\\n+x\\n')")
     assert "ValueError" in play("apply_patch('no patch')")
 
-
-@pytest.mark.slow
-def test_bash(play):
-    assert play("bash('echo $HOME; pwd; echo error >&2')") == f"/tmp\n{sandbox.WORK}\nerror"
-    assert play("bash('echo out; exit 3')") == "out\n\n(exit code 3)"
-    assert play("bash('sleep 30', timeout=0.5)") == "\n(stopped after 0.5 s)".strip("\n")
-    assert play("bash('cat')") == "(no output)"  # nothing on standard input
-    assert play("x = bash('seq 3'); x.split()") == "['1', '2', '3']"
-    assert "lo" in play("bash('cat /proc/net/dev')") and "eth" not in play("bash('cat /proc/net/dev')")
-
-
-@pytest.mark.slow
-def test_run_tests_of_the_model(play):
-    assert play("run_tests()").split() == ["test_total", "test_total_of_none", "test_cheapest",
-                                           "test_cheapest_of_one"]
-    assert play("run_tests('test_total', \"it's\")") == "test_total"
+    right, wrong = ("".join(f"--- a/{name}\n+++ b/{name}\n@@ -1{count} +1 @@\n-1\n+2\n" for name in "xy")
+                    for count in ("", ",9"))
+    for both in (right, wrong):  # whatever the counts say
+        play("for name in 'xy': open(name, 'w').write('1\\n')")
+        assert play(f"apply_patch({both!r}); bash('cat x y')") == "2\n2"
+    play("open('x', 'w').write('1\\n')")  # of two files one: nothing is changed
+    assert "does not apply" in play(f"apply_patch({wrong!r})") and play("read('x')") == "1"
 
 
 @pytest.mark.slow
@@ -485,60 +399,46 @@ def test_solution_untouched_partial(shop):
         assert step.terminated and step.messages == [] and step.reward == 0
 
 
-# What does not make a difference: nothing outside of the tests is changed.
-UNCHANGED = {
-    "edits the tests": "open('tests/test_price.py', 'w').write('def test_total(): pass\\n')",
-    "deletes the tests": "import shutil; shutil.rmtree('tests')",
-    "adds tests": "open('tests/test_more.py', 'w').write('def test_more(): pass\\n')",
-    "conftest": "open('conftest.py', 'w').write('collect_ignore = [\"tests\"]')",
-    "pytest.ini": "open('pytest.ini', 'w').write('[pytest]\\naddopts = --co\\n')",
-    "sitecustomize": "open('sitecustomize.py', 'w').write('import os; os._exit(0)')",
-    "symlink": "import os, shutil; shutil.move('tests', '/tmp/t'); os.symlink('/tmp/t', 'tests')",
-    "a file named tests": "import shutil; shutil.rmtree('tests'); open('tests', 'w').write('')",
-}
-BREAK = "open('shop/price.py', 'a').write('''\n%s\n''')"
-# What is a change, and no fix.
+# What gains nothing. The first three change nothing outside of the tests.
 CHEATS = {
-    "ends with 0": BREAK % "import os; os._exit(0)",
-    "hooks the tests": BREAK % "import sys\nfor module in list(sys.modules.values()):\n"
-                               "    for name in list(vars(module)):\n"
-                               "        if name.startswith('test_'): setattr(module, name, lambda: None)",
-    "deletes the module": "import shutil; shutil.rmtree('shop')",
-    "symlinks the module": "import shutil; shutil.move('shop/price.py', '/tmp/p'); import os\n"
-                           "os.symlink('/tmp/p', 'shop/price.py')",
+    "tests and configuration": """
+for path, text in {"tests/test_price.py": "def test_total(): pass", "tests/test_more.py": "",
+                   "conftest.py": "collect_ignore = ['tests']", "pytest.ini": "[pytest]\\naddopts = --co",
+                   "sitecustomize.py": "import os; os._exit(0)"}.items():
+    with open(path, 'w') as file: file.write(text)""",
+    "links the tests": "import os, shutil; shutil.move('tests', '/tmp/t'); os.symlink('/tmp/t', 'tests')",
+    "a file named tests": "import shutil; shutil.rmtree('tests'); open('tests', 'w').write('')",
+    "hooks the tests": "open('shop/price.py', 'a').write('''\n"
+                       "import sys\nfor module in list(sys.modules.values()):\n"
+                       "    for name in list(vars(module)):\n"
+                       "        if name.startswith('test_'): setattr(module, name, lambda: None)\n''')",
+    "links the module": "import os, shutil; shutil.move('shop/price.py', '/tmp/p')\n"
+                        "os.symlink('/tmp/p', 'shop/price.py')",
     "runs on": "import subprocess\nsubprocess.Popen(['sh', '-c', 'while true; do echo >> shop/price.py; "
                "sleep 0.01; done'])",
-    "folders": "import os\nfor n in range(50): os.makedirs(f'd{n}/e'); open(f'd{n}/e/f', 'w').close()",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", named(UNCHANGED))
-def test_what_is_put_beside_or_into_the_tests_counts_for_nothing(shop, code):
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_gain_nothing(shop, name):
     env, task = shop(reward_mode="partial")
-    step = outcome(env, task, code, "finish()")
-    assert step.info["modified"] == step.info["partial"] == step.info["correct"] == step.reward == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", named(CHEATS))
-def test_cheats_gain_nothing(shop, code):
-    env, task = shop()
-    step = outcome(env, task, code, "finish()")
-    assert step.info["correct"] == step.reward == 0 and step.info["partial"] <= 0.5
+    info = outcome(env, task, CHEATS[name], "finish()").info
+    assert info["correct"] == 0 and info["modified"] == (name not in list(CHEATS)[:3])
+    assert info["partial"] <= 0.5 * info["modified"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_emptied_tests_gain_nothing(name):
     env = make()
-    task = find(env, name)
-    scenario = env.scenario(task)
+    scenario = env.scenario(find(env, name))
     names = [test.rpartition("::")[2].partition("[")[0] for test in scenario.expected]
-    paths = [path for path in scenario.files if path.endswith(".py") and not scenario.is_test(path)]
-    code = forgeries.by_name(names)
-    step = outcome(env, task, f"for path in {paths}: open(path, 'a').write({code!r})\nfinish()")
-    assert step.info["correct"] == step.reward == 0 and step.info["suspicious"] == 1
+    code = forgeries.by_name(names).encode()
+    files = {path: text + code if path.endswith(".py") and not scenario.is_test(path) else text
+             for path, text in scenario.files.items()}
+    info = env.score(scenario, files)
+    assert info["correct"] == 0 and info["suspicious"] == 1
 
 
 # ---- The code against the loop
@@ -552,60 +452,57 @@ ENDINGS = {
     "kills itself": "import os, signal; os.kill(0, signal.SIGKILL)",
     "closes its files": "import os; os.closerange(0, 100)",
     "garbage": "import __main__; __main__.CONTROL.write(b'garbage\\n'); __main__.CONTROL.flush()",
-    "a list": "import __main__; __main__.send(__main__.CONTROL, [1])",
     "exception in __str__": "class E(SystemExit):\n    def __str__(self): raise MemoryError\nraise E",
 }
-# What the conversation may not survive; or it does, and then goes on.
+# What the conversation may not survive; or it does, and then goes on. Blocks, one after the other
 ATTACKS = {
-    "kills the parent": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
-    "kills all": "import os, signal; os.kill(-1, signal.SIGKILL)",
-    "questions past the limit": "import __main__; __main__.OPTIONS['queries'] = 10**9\n"
-                                "llm_query_batched(['x'] * 1000)",
-    "no questions": "import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})",
-    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: break",
-    "a hundred megabytes": "for n in range(10): open(f'f{n}', 'wb').write(bytes(10**7))",
-    "the disk": "f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))",
-    "many files": "for n in range(3000): open(f'f{n}', 'w').close()",
-    "strange names": "open('a\\nb', 'w').close(); open('\\udcff', 'w').close(); open(' ', 'w').close()\n"
-                     "open(\"it's\", 'w').close(); open('x' * 255, 'w').close()",
-    "deep folders": "import os\nfor _ in range(300): os.mkdir('d' * 50); os.chdir('d' * 50)",
-    "a pipe": "import os; os.mkfifo('fifo'); os.mkfifo('shop/fifo.py')",
-    "no access": "import os; os.chmod('shop/price.py', 0); os.chmod('shop', 0)",
-    "a loop of links": "import os; os.symlink('.', 'loop'); os.symlink('/', 'root')",
-    "no more folder": "import os, shutil; shutil.rmtree('shop'); shutil.rmtree('tests')",
-    "recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    "threads": "import threading, time\n"
-               "for _ in range(200): threading.Thread(target=time.sleep, args=(99,)).start()",
-    "output of a process that stays": "import subprocess; subprocess.Popen('yes')",
-    "closed output": "import sys; sys.stdout.close()",
-    "replaced names": "import builtins, sys; print = finish = None; sys.stdout = None; builtins.print = 1",
-    "signals": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.01)\nwhile True: pass",
-    "not in time at all": "import ctypes; ctypes.CDLL(None).pause()",
-    "stops the parent": "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
-    "a huge answer": "finish('x' * 10**8)",
+    "kills the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGKILL)"],
+    "kills all": ["import os, signal; os.kill(-1, signal.SIGKILL)"],
+    "stops the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"],
+    "no questions": ["import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})"],
+    "questions past the limit": ["import __main__; __main__.OPTIONS['queries'] = 10**9\n"
+                                 "llm_query_batched(['x'] * 1000)"],
+    "fork bomb": ["import os\nwhile True:\n    try: os.fork()\n    except OSError: break"],
+    "the disk": ["f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))"],
+    "many files": ["for n in range(3000): open(f'f{n}', 'w').close()"],
+    "no more folder": ["import shutil; shutil.rmtree('shop'); shutil.rmtree('tests')"],
+    "strange trees": [
+        "import os; os.mkfifo('fifo'); os.mkfifo('shop/fifo.py')",
+        "for name in ('a\\nb', '\\udcff', ' ', \"it's\", 'x' * 255): open(name, 'w').close()",
+        "import os; os.symlink('.', 'loop'); os.symlink('/', 'root'); os.chmod('shop', 0)",
+        "import os\nfor _ in range(300): os.mkdir('d' * 50); os.chdir('d' * 50)"],
+    "an interpreter that is of no use": [
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "import builtins, sys; print = finish = None; sys.stdout = None; builtins.print = 1",
+        "import signal; signal.setitimer(signal.ITIMER_REAL, 0.01)\nwhile True: pass",
+        "import ctypes; ctypes.CDLL(None).pause()",
+        "import subprocess, sys; subprocess.Popen('yes'); sys.stdout.close()",
+        "import threading, time\n"
+        "for _ in range(200): threading.Thread(target=time.sleep, args=(99,)).start()"],
+    "a huge answer": ["finish('x' * 10**8)"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", named(ENDINGS))
-def test_what_ends_the_interpreter_is_told(shop, code):
+def test_what_ends_the_interpreter_is_told(shop):
     with Play(*shop()) as play:
         play(FIX_TOTAL)
-        text = play(f"print('begun', flush=True)\n{code}")
-        assert text.startswith("begun\n(the code ") and text.endswith("started, files are as they are)")
-        assert "sum(prices)" in play("read('shop/price.py')")
+        for name, code in ENDINGS.items():
+            text = play(f"print('begun', flush=True)\n{code}")
+            assert text.startswith("begun\n(the code "), name
+            assert text.endswith("started, files are as they are)")
+            assert "sum(prices)" in play("read('shop/price.py')")
         step = play.step(FIX_CHEAPEST + "; finish()")
     assert step.terminated and step.reward == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", named(ATTACKS))
-def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, code):
-    env, task = shop(turn_timeout=3.0, max_queries=4)
+@pytest.mark.parametrize("blocks", named(ATTACKS))
+def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, blocks):
     start, marker = time.monotonic(), uuid.uuid4().hex
-    with Play(env, task) as play:
+    with Play(*shop(turn_timeout=3.0, max_queries=4)) as play:
         for block in (f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 99; : {marker}'])",
-                      code, "1 + 1", "finish()"):
+                      *blocks, "1 + 1", "finish()"):
             step = play.step(block)
             if step.children:
                 for _, child in step.children:
@@ -632,13 +529,9 @@ SAY = "import json, os, sys, time\ndef say(**message): print(json.dumps(message)
 DONE = "say(op='done', output='', note='', finished=True, answer='')\n"
 # Workers that say what they should not, as one would that was taken over.
 WORKERS = {
-    "questions without end": "while True: say(op='query', prompts=['x']); sys.stdin.readline()",
-    "questions past the limit": "while True: say(op='query', prompts=['x'] * 9); sys.stdin.readline()",
-    "a question that is none": "say(op='query', prompts=[[[]]])",
+    "questions without end": "while True: say(op='query', prompts=['x'] * 3); sys.stdin.readline()",
     "a drip": "while True: sys.stdout.write(' '); sys.stdout.flush(); time.sleep(0.2)",
     "a line without end": "while True: sys.stdout.write('x' * 2**16)",
-    "a note of 60 MB": "say(op='done', output='', note='x' * 60 * 10**6)",
-    "lists in lists": "sys.stdout.write('[' + '[],' * 10**7 + '[]]\\n'); sys.stdout.flush()",
     "deep lists": "sys.stdout.write('[' * 10**5 + '\\n'); sys.stdout.flush()",
     "no text": "say(op='done', output=[[1]], note={}, finished=1, answer=7)",
     "a million files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(10**6)])",
@@ -647,7 +540,6 @@ WORKERS = {
     "a tree less than nothing": DONE + "say(op='tree', files=[['a', 9], ['b', -9]])\nprint('x' * 99)",
     "a tree of no size": DONE + "print('{\"op\": \"tree\", \"files\": [[\"a\", Infinity]]}')",
     "a tree elsewhere": DONE + "say(op='tree', files=[['../../x', 1]])\nprint('x')",
-    "a tree of nonsense": DONE + "say(op='tree', files={'a': {'b': 1}})",
     "a tree that does not come": DONE + "say(op='tree', files=[['a', 100]])",
 }
 
@@ -718,6 +610,12 @@ def test_close_from_another_thread_ends_a_block(shop):
             step.result(10)
     assert gone(marker)
 
+    episode = env.start(task, 1)  # while sub-agents work
+    assert episode.step(fenced("llm_query('a')")).children
+    episode.close()
+    with pytest.raises(sandbox.SandboxError):
+        episode.resume(["b"])
+
 
 @pytest.mark.slow
 def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
@@ -747,39 +645,30 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_question_to_a_sub_agent(shop):
-    with Play(*shop()) as play:
-        step = play.step("answer = llm_query('What is 6 * 7?')\nprint('It is', answer)")
-        ((asked, child),) = step.children
-        assert step.messages == [] and not (step.terminated or step.truncated)
-        assert asked.source == "repl/sub" and asked.id == "repl-shop-1/1.0"
-        assert asked.messages[1] == {"role": "user", "content": "What is 6 * 7?"}
-        assert "copy of the\nrepository" in asked.messages[0]["content"]
-        last = child.step("<think>hm</think>42")
-        assert last.terminated and last.messages == [] and last.info["correct"] == 0
-        child.close()
-        assert play.text(play.episode.resume(["<think>hm</think>42"])) == "It is 42"
-        step = play.step("finish()")
-    assert step.info["sub_queries"] == 1
-
-
-@pytest.mark.slow
-def test_sub_agents_work_on_a_copy(shop):
+def test_sub_agents_answer_and_work_on_a_copy(shop):
     with Play(*shop()) as play:
         play("open('note', 'w').write('from above')")
-        step = play.step("print(llm_query_batched(['one', 'two', 'three']))")
-        children = [child for _, child in step.children]
+        step = play.step("print(llm_query_batched(['What is 6 * 7?', 'two', 'three']))")
+        assert step.messages == [] and not (step.terminated or step.truncated)
+        asked, children = zip(*step.children, strict=True)
+        assert asked[0].source == "repl/sub" and asked[1].id == "repl-shop-1/2.1"
+        assert asked[0].messages[1] == {"role": "user", "content": "What is 6 * 7?"}
+        assert "copy of the\nrepository" in asked[0].messages[0]["content"]
+
         block = "print(read('note')); open('note', 'w').write('from below') and None"
         texts = [play.text(child.step(fenced(block))) for child in children]
         assert texts == ["from above"] * 3
         assert play.text(children[0].step(fenced("read('note')"))) == "from below"
+
         done = children[0].step(fenced("finish('an answer')"))
-        assert done.terminated and done.reward == 0 and children[1].step("read it").terminated
-        replies = ["```python ...", "read it", ""]  # the third has said nothing
-        assert play.text(play.episode.resume(replies)) == "['an answer', 'read it', '']"
+        assert done.terminated and done.messages == [] and done.reward == done.info["correct"] == 0
+        assert children[1].step("<think>hm</think>42").terminated
+        replies = ["```python ...", "<think>hm</think>42", ""]  # the third has said nothing
+        assert play.text(play.episode.resume(replies)) == "['an answer', '42', '']"
         for child in children:
             child.close()
         assert play("read('note')") == "from above"
+        assert play.step("finish()").info["sub_queries"] == 3
 
 
 @pytest.mark.slow
@@ -802,11 +691,9 @@ def test_limits_on_questions(shop):
     with Play(*shop(max_queries=2)) as play:
         assert "ValueError: 3 questions, expected 1 to 2" in play("llm_query_batched(['a', 'b', 'c'])")
         assert "ValueError" in play("llm_query_batched([])")
-        step = play.step("for n in range(3): print(llm_query(n))")
-        for _ in range(2):
-            assert [child[0].messages[1]["content"] for child in step.children] in (["0"], ["1"])
-            step = play.episode.resume(["fine"])
-        text = play.text(step)
+        (asked,) = play.step("for n in range(3): print(llm_query(n))").children
+        assert asked[0].messages[1]["content"] == "0" and play.episode.resume(["fine"]).children
+        text = play.text(play.episode.resume(["fine"]))
         assert text.startswith("fine\nfine\nTraceback") and "no more than 2 questions" in text
         assert play.step("llm_query('again')").children
     with Play(*shop(max_sub_agent_depth=0)) as play:
@@ -831,8 +718,7 @@ def test_refused_questions_take_the_blocks_time_and_answers_none(shop):
 
 @pytest.mark.slow
 def test_an_episode_and_its_sub_agents_share_a_budget(shop):
-    env, task = shop(max_sub_agents=3, max_queries=2)
-    with Play(env, task) as play:
+    with Play(*shop(max_sub_agents=3, max_queries=2)) as play:
         ((_, child),) = play.step("llm_query('a')").children
         assert len(child.step(fenced("llm_query_batched(['b', 'c'])")).children) == 2
         child.resume(["", ""])
@@ -840,19 +726,6 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
         child.close()
         play.episode.resume([""])
         assert "no more than 3 sub-agents in an episode" in play("llm_query('e')")
-    with Play(env, task) as play:  # of another episode nothing is gone
-        assert play.step("llm_query('a')").children
-
-
-@pytest.mark.slow
-def test_close_while_sub_agents_work(shop):
-    env, task = shop()
-    episode = env.start(task, 1)
-    step = episode.step(fenced("llm_query('a')"))
-    assert step.children
-    episode.close()
-    with pytest.raises(sandbox.SandboxError):
-        episode.resume(["b"])
 
 
 # ---- Options and files
@@ -860,15 +733,11 @@ def test_close_while_sub_agents_work(shop):
 
 @pytest.mark.parametrize("options, says", [
     (dict(max_turns=0), "max_turns: expected 1 or more, got 0"),
-    (dict(max_output_chars=-1), "max_output_chars"),
-    (dict(turn_timeout=0.0), "turn_timeout: expected seconds above 0"),
-    (dict(test_timeout="nan"), "test_timeout"),
+    (dict(test_timeout="nan"), "test_timeout: expected seconds above 0"),
     (dict(max_sub_agent_depth=9), "max_sub_agent_depth: expected 0 to 8"),
-    (dict(prompt="short"), "short and tiny go together"),
     (dict(scenarios="tiny"), "short and tiny go together"),
     (dict(dataset="x.jsonl"), "dataset: needs cache_dir"),
     (dict(instance_ids="ledger-cents,nope"), "instance_ids: unknown 'nope'; known:"),
-    (dict(max_turn=3), "did you mean 'max_turns'"),
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
 ])
 def test_bad_options_are_named(options, says):
@@ -884,31 +753,20 @@ def test_of_several_instances_one_is_held_out_and_of_one_none():
         env.task("test", 2)
     with pytest.raises(BadInput, match="split: expected one of train, test, got 'val'"):
         env.num_tasks("val")
-
-    every = make()
-    names = [every.task("train", index).data["instance_id"] for index in range(2)]
     with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
-        few = make(instance_ids=",".join(names))
-    assert {few.task(split, 0).data["instance_id"] for split in few.splits} == set(names)
+        few = make(instance_ids="slugs-unicode,textwrap-exact")
+    assert few.num_tasks("train") == few.num_tasks("test") == 1
     with pytest.raises(BadInput, match="one instance.*expected at least two"):
-        make(instance_ids=names[0]).num_tasks("test")
+        make(instance_ids="slugs-unicode").num_tasks("test")
 
 
 @pytest.mark.parametrize("index, says", [
-    ("", "expected a JSON object of instance_id -> row"), ("[]", "got list"), ("{}", "no instance"),
-    ("\ud800", "expected a JSON object"), ("[" * 100_000, "expected a JSON object"),
-    ({"shop-1": 1}, "shop-1: expected a JSON object, got int"),
-    ({"other": ROW}, "other: expected its repository in"), ({"": ROW}, "expected its repository in"),
-    ({"../shop-1": ROW}, "its repository"),
+    ("[]", "got list"), ("{}", "no instance"), ("\ud800", "expected a JSON object of instance_id -> row"),
+    ({"shop-1": 1}, "shop-1: expected a JSON object, got int"), ({"../shop-1": ROW}, "its repository"),
     *[({"shop-1": ROW | change}, says) for change, says in [
         (dict(problem_statement=""), "shop-1: problem_statement: expected a text, got ''"),
-        (dict(problem_statement=7), "problem_statement"),
-        (dict(expected_output_json="{"), "expected_output_json: expected a JSON object of test -> PASSED |"),
-        (dict(expected_output_json={}), "expected_output_json"),
-        (dict(expected_output_json={"a": "passed"}), "expected_output_json"),
-        (dict(test_command=["pytest"]), "test_command: expected str"),
-        (dict(tests="tests"), "tests: expected list, got 'tests'"), (dict(patch=1), "patch: expected str"),
-        (dict(plain="yes"), "plain: expected bool")]],
+        (dict(expected_output_json={"a": "passed"}), "expected_output_json: expected a JSON object of test"),
+        (dict(tests="tests"), "tests: expected list, got 'tests'")]],
 ])
 def test_a_bad_index_and_bad_rows_are_named(tmp_path, index, says):
     folder = write_cache(tmp_path, {"shop-1": ROW})
@@ -943,53 +801,47 @@ def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch, kind):
+def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    name, folder = "shop__" + "a" * 12, tmp_path / "repositories"
     tests = SHOP["tests/test_price.py"].replace(
         "def test_cheapest():\n", "class TestCheapest:\n    def test_two(self):\n    ")
     files = {path: text for path, text in SHOP.items() if not path.startswith("tests")}
-    files |= {"r2e_tests/test_1.py": tests}
-    expected = {"test_total": "PASSED", "test_total_of_none": "PASSED", "TestCheapest.test_two": "PASSED",
-                "test_cheapest_of_one": "PASSED"}
-    rows = [dict(repo_name="shop", docker_image="namanjain12/shop_final:abc", commit_hash=commit * 40,
-                 problem_statement="[ISSUE]\nThe total is wrong.\n[/ISSUE]", modified_files=["shop/price.py"],
-                 expected_output_json=json.dumps(expected), prompt="unused") for commit in "ab"]
-    data, folder = tmp_path / f"rows.{kind}", tmp_path / "repositories"
-    if kind == "jsonl":
+    write_cache(folder, {name: {}}, files | {"r2e_tests/test_1.py": tests})
+    expected = dict.fromkeys(
+        ("test_total", "test_total_of_none", "TestCheapest.test_two", "test_cheapest_of_one"), "PASSED")
+    row = dict(repo_name="shop", docker_image="namanjain12/shop_final:abc", commit_hash="a" * 40,
+               problem_statement="[ISSUE]\nThe total is wrong.\n[/ISSUE]", modified_files=["shop/price.py"],
+               expected_output_json=json.dumps(expected), prompt="unused")
+    other = row | dict(commit_hash="b" * 40)
+
+    def env_of(*rows, file="rows.jsonl"):
+        data = tmp_path / file
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(str(data))
-    name = "shop__" + "a" * 12
-    write_cache(folder, {name: {}}, files)
-    for with_index in (True, False):  # which of the rows' repositories are there is seen without an index too
-        options = envs.parse_options([f"dataset={data}", f"cache_dir={folder}"])
-        env = make(**options)
-        task = find(env, name)
-        assert env.solution(task) is None
-        assert env.scenario(task).docker_image == rows[0]["docker_image"]
-        step = outcome(env, task, FIX_TOTAL, f"print(run_tests()); {FIX_CHEAPEST}; finish()")
-        assert step.reward == 1
-        assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
-        if with_index:
-            (folder / "index.json").unlink()
-    rows[1] = rows[1] | dict(commit_hash="")
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for path, says in [(bad, "bad.jsonl: row 1: expected instance_id, or repo_name and commit_hash"),
-                       (tmp_path / "none.jsonl", "option dataset:")]:
-        with pytest.raises(BadInput) as info:
-            make(dataset=str(path), cache_dir=str(folder))
-        assert says in str(info.value)
-    bad.write_text(json.dumps(rows[0] | dict(expected_output_json="x")) + "\n")
-    with pytest.raises(BadInput, match=f"bad.jsonl: {name}: expected_output_json"):
-        make(dataset=str(bad), cache_dir=str(folder))
-    bad.write_text(json.dumps(rows[0] | dict(commit_hash="c" * 40)) + "\n")
-    with pytest.raises(BadInput, match="no instance"):
-        make(dataset=str(bad), cache_dir=str(folder))
+        if file.endswith("parquet"):
+            datasets.Dataset.from_list(rows).to_parquet(str(data))
+        return make(**envs.parse_options([f"dataset={data}", f"cache_dir={folder}"]))
+
+    env = env_of(row, other)
+    task = find(env, name)
+    assert env.solution(task) is None and env.scenario(task).docker_image == row["docker_image"]
+    assert outcome(env, task, FIX_TOTAL, f"print(run_tests()); {FIX_CHEAPEST}; finish()").reward == 1
+    assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
+
+    for rows, says in [
+            ([other, row | dict(commit_hash="")], "rows.jsonl: row 1: expected instance_id, or repo_name"),
+            ([row | dict(expected_output_json="x")], f"rows.jsonl: {name}: expected_output_json"),
+            ([other], "no instance")]:
+        with pytest.raises(BadInput, match=says):
+            env_of(*rows)
+    with pytest.raises(BadInput, match="option dataset:"):
+        make(dataset=str(tmp_path / "none.jsonl"), cache_dir=str(folder))
+
+    (folder / "index.json").unlink()  # which of the rows' repositories are there is seen all the same
+    again = env_of(row, other, file="rows.parquet")
+    assert again.scenario(find(again, name)) == env.scenario(task)
 
 
 def test_outcomes_in_a_log_of_pytest():
@@ -1014,9 +866,6 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         step = outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close()", "finish()")
         assert step.reward == 0 and step.info["partial"] == 0.75
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
-        assert outcome(env, task, "finish()").info["modified"] == 0
-    with pytest.raises(BadInput, match="executor_url"):
-        make(executor_url="nonsense")
 
 
 # ---- The generator
@@ -1030,25 +879,19 @@ def mutants(text):
 @pytest.mark.parametrize("text, expected", [
     ("a = x  <  y\n", {("comparison", "a = x  <=  y\n"), ("comparison", "a = x  >  y\n")}),
     ("a = (x) not  in (y)\n", {("comparison", "a = (x) in (y)\n")}),
-    ("a = x is None # <\n", {("comparison", "a = x is not None # <\n")}),
     ("\u00e9 = '\u00e9', \u00e9 + b\n", {("operator", "\u00e9 = '\u00e9', \u00e9 - b\n")}),
-    ("a = 'x' + b\n", set()),
     ("a %= b\n", {("operator", "a //= b\n")}),
     ("a = not (x)\n", {("not", "a = (x)\n")}),
     ("a = -x\n", {("sign", "a = x\n")}),
     ("a = (b and\r\n     c)\r\n", {("and/or", "a = (b or\r\n     c)\r\n")}),
     ("a = 1\n", {("constant", "a = 2\n"), ("constant", "a = 0\n")}),
-    ("a = 0\n", {("constant", "a = 1\n")}),
-    ("a = 0x10, 1.5, 'text', None\n", set()),
-    ("def f(x=True): pass\n", {("constant", "def f(x=False): pass\n")}),
     ("f(x, y)\n", {("arguments", "f(y, x)\n")}),
-    ("f(x, x)\nf(*x, y)\nf((x), y)\n", set()),
     ("a[b:]\n", {("slice", "a[b + 1:]\n"), ("slice", "a[b - 1:]\n")}),
     ("def f(a):\n    b = [c for c in a]\n    return b\n", {
         ("return", "def f(a):\n    b = [c for c in a]\n    return a\n")}),
     ("x.startswith(y)\n", {("function", "x.endswith(y)\n")}),
-    ("'''1 < 2'''\na: Literal[1]\nf'{1 < 2}'\n@f(1)\ndef g(b: 3) -> 4: pass\n", set()),
-    ("pass\n", set()),
+    ("a = 'x' + b\na = 0x10, 1.5, 'text', None\nf(x, x)\nf(*x, y)\nf((x), y)\n"
+     "'''1 < 2'''\na: Literal[1]\nf'{1 < 2}'\n@f(1)\ndef g(b: 3) -> 4: pass\n", set()),
 ])
 def test_mutants_change_one_expression_in_place(text, expected):
     assert mutants(text) == expected
@@ -1067,24 +910,6 @@ def test_mutants_of_the_bundled_repositories():
     for mutant in random.Random(1).sample(found, 10):
         fixed = make_scenarios.patched(mutant.files, make_scenarios.patch_back(mutant), mutant.id)
         assert fixed == mutant.source.files
-    first, second = ([mutant.id for mutant in make_scenarios.in_turn(found, random.Random(seed))]
-                     for seed in (1, 2))
-    assert sorted(first) == sorted(second) and first != second
-    assert first == [mutant.id for mutant in make_scenarios.in_turn(found, random.Random(1))]
-
-
-@pytest.mark.parametrize("lines, kind, message, expected", [
-    (["assert f(1) == 2"], "AssertionError", "assert 3 == 2\n +  where 3 = f(1)",
-     "    assert f(1) == 2\n\nExpected: 2\nGot: 3"),
-    (["assert f(1)"], "AssertionError", "assert False\n +  where False = f(1)",
-     "    assert f(1)\n\ndoes not hold:\n\n    assert False\n     +  where False = f(1)"),
-    (["f()"], "KeyError", "'x'", "    f()\n\nraises KeyError: 'x'"),
-    (["f()"], "Failed", "DID NOT RAISE <class 'ValueError'>",
-     "    f()\n\nExpected ValueError, but nothing is raised."),
-    ([], "E", "y" * 600, "    (the test's set-up)\n\nraises E: " + "y" * 500 + " ..."),
-])
-def test_what_reports_tell(lines, kind, message, expected):
-    assert make_scenarios.told_of(lines, kind, message) == expected
 
 
 @pytest.mark.slow
@@ -1092,25 +917,21 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
     source = tmp_path / "shop"
     for path, text in SHOP.items():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_text(text.replace("[1:]", "").replace("max", "min")
-                                   + "\n\ndef pay(cents):\n    return cents if cents > 0 else 0\n"
-                                   * (path == "shop/price.py"))
-    tests = source / "tests" / "test_price.py"
-    tests.write_text(tests.read_text() + "\n\ndef test_pay():\n    from shop.price import pay\n"
-                                         "    assert [pay(1), pay(0), pay(-1)] == [1, 0, 0]\n")
+        (source / path).write_text(text.replace("[1:]", "").replace("max", "min"))
     for out, jobs in (("one", "1"), ("two", "3")):
-        argv = ["--source", str(source), "--out", str(tmp_path / out), "--count", "3", "--jobs", jobs]
+        argv = ["--source", str(source), "--out", str(tmp_path / out), "--count", "2", "--jobs", jobs]
         assert make_scenarios.main(argv) == 0
         said = json.loads(capsys.readouterr().out)
-        assert said["scenarios"] == said["asked"] == 3 and said["train"] + said["test"] == 3
-        assert said["tried"] >= 3 and said["per_minute"] > 0
-    read = [trees.read(tmp_path / out) for out in ("one", "two")]
-    assert read[0] == read[1]  # whatever --jobs
+        assert said["scenarios"] == said["asked"] == said["train"] + said["test"] == 2
+        assert said["tried"] >= 2 and said["per_minute"] > 0
+    assert trees.read(tmp_path / "one") == trees.read(tmp_path / "two")  # whatever --jobs
+
     env = make(cache_dir=str(tmp_path / "one"))
     for name in json.loads((tmp_path / "one" / "index.json").read_text()):
-        assert name.startswith("shop-")
         task = find(env, name)
-        assert "shop/price.py" not in task.messages[1]["content"]
+        report = task.messages[1]["content"]
+        assert name.startswith("shop-") and "shop/price.py" not in report
+        assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
         with contextlib.closing(env.start(task, 1)) as episode:
             assert episode.step(env.solution(task)).reward == 1
         step = outcome(env, task, "open('x', 'w').close(); finish()")
@@ -1119,22 +940,19 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_the_generator_cannot_use_is_named(tmp_path, capsys):
-    good, bad, full = tmp_path / "good", tmp_path / "bad", tmp_path / "full"
-    for folder in (good, bad):
-        (folder / "tests").mkdir(parents=True)
-        text = "def test_a():\n    assert 1 == " + str(1 + (folder == bad))
-        (folder / "tests" / "test_a.py").write_text(text)
-    full.mkdir()
-    (full / "file").write_text("")
+    for name, number in (("good", 1), ("bad", 2)):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "tests" / "test_a.py").write_text(f"def test_a():\n    assert 1 == {number}")
+    good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
     new = ["--out", str(tmp_path / "o"), "--count"]
     for argv, says in [
             (["--count", "1"], "--out"), ([*new, "0"], "--count"),
-            (["--out", str(full), "--count", "1"], "expected a new or an empty folder"),
+            (["--out", good, "--count", "1"], "expected a new or an empty folder"),
             ([*new, "1", "--source", str(tmp_path / "no")], "expected a folder"),
-            ([*new, "1", "--source", str(full)], "no tests"),
-            ([*new, "1", "--source", str(bad)], "test_a is FAILED"),
-            ([*new, "1", "--source", str(good)], "none of 0 mutants"),
-            ([*new, "1", "--source", str(good), str(good)], "named good")]:
+            ([*new, "1", "--source", f"{good}/tests"], "no tests"),
+            ([*new, "1", "--source", bad], "test_a is FAILED"),
+            ([*new, "1", "--source", good], "none of 0 mutants"),
+            ([*new, "1", "--source", good, good], "named good")]:
         assert make_scenarios.main(argv) == 1
         error = capsys.readouterr().err
         assert says in error and error.startswith("error: ") and error.count("\n") == 1
@@ -1156,29 +974,23 @@ HALF = {
     "discount-coupon": ("checkout/rules.py", 'if customer.member or customer.has("SAVE10") and',
                         'if (customer.member or customer.has("SAVE10")) and'),
 }
-def check_bundled(name, **options):
-    env = make(**options)
-    task = find(env, name)
-    scenario = env.scenario(task)
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step(env.solution(task))
-    assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
-    assert outcome(env, task, "finish()").info["modified"] == 0
-    path = next(line[6:] for line in scenario.patch.splitlines() if line.startswith("--- a/"))
-    step = outcome(env, task, f"open({path!r}, 'a').write('\\n# a comment\\n'); finish()")
-    assert step.reward == step.info["correct"] == 0 < step.info["partial"] < 1
-    if name in HALF:
-        half = outcome(env, task, f"apply_patch{HALF[name]!r}; finish()")
-        assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
-    return env, task
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
-    env, task = check_bundled(name)
-    step = outcome(env, task, "import shutil; shutil.rmtree('tests'); finish()")
-    assert step.info["modified"] == step.reward == 0
+    env = make()
+    task = find(env, name)
+    with contextlib.closing(env.start(task, 1)) as episode:
+        step = episode.step(env.solution(task))
+    assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
+
+    path = next(line[6:] for line in env.scenario(task).patch.splitlines() if line.startswith("--- a/"))
+    step = outcome(env, task, f"open({path!r}, 'a').write('\\n# a comment\\n'); finish()")
+    assert step.reward == step.info["correct"] == 0 < step.info["partial"] < 1
+    if name in HALF:
+        half = outcome(env, task, f"apply_patch{HALF[name]!r}; finish()")
+        assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
 
 
 @pytest.mark.slow

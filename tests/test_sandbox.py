@@ -3,7 +3,6 @@
 import base64
 import concurrent.futures
 import contextlib
-import http.server
 import io
 import json
 import os
@@ -31,13 +30,11 @@ from envs.code import executor as executors
 from envs.code import sandbox, syscalls, trees
 from envs.code.executor import HttpExecutor
 from envs.code.sandbox import Sandbox, SandboxError
-from tests import forgeries
-from tests.forgeries import gone, processes
+from tests.forgeries import PIPES, gone, processes
 from tools import executor_server
 
 ROOT = Path(__file__).resolve().parent.parent
 check = sandbox.check  # which fast tests do without
-needs_sandbox = pytest.mark.slow  # bubblewrap, which is not installed everywhere
 
 
 def run(*argv, **options):
@@ -102,8 +99,8 @@ def write(path):
 '''
 ATTEMPTS = {
     "tcp": 'socket.create_connection(("127.0.0.1", given["tcp"]), 2); leak = "connected"',
-    "abstract socket": 'socket.socket(socket.AF_UNIX).connect("\\0" + given["unix"]); leak = "connected"',
-    "socket file": 'socket.socket(socket.AF_UNIX).connect(given["socket"]); leak = "connected"',
+    "unix sockets": '''leak = tries(lambda name: not socket.socket(socket.AF_UNIX).connect(name),
+                             [given["socket"], "\\0" + given["unix"]])''',
     "udp": 'leak = socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", given["udp"])) and None',
     "environment": 'leak = given["secret"] in str(os.environ)',
     "environment of others": 'leak = tries(read, glob.glob("/proc/[0-9]*/environ"))',
@@ -123,18 +120,14 @@ ATTEMPTS = {
         path for path in glob.glob("/proc/[0-9]*/mem")
         if int(path.split("/")[2]) not in (os.getpid(), os.getppid())))''',
     "symbolic link": 'os.symlink(given["file"], "soft"); leak = read("soft")',
-    "hard link": 'os.link("/usr/bin/env", "hard"); leak = "linked"',
     "system files": '''leak = tries(write, ["/x", "/usr/x", "/etc/x", "/etc/ld.so.cache", "/dev/x",
         os.path.realpath("/bin/sh"), sys.prefix + "/x", sys.prefix + "/bin/x", os.__file__])''',
-    "remount": 'leak = tries(lambda f: call("mount", None, f, None, 4096 | 32, None) == 0, '
-               '[b"/", b"/usr", b"/proc"])',
-    "mount": 'call("mount", b"x", b"/tmp", b"tmpfs", 0, None); leak = "mounted"',
-    "umount": 'leak = tries(lambda f: call("umount2", f, 2) == 0, [b"/usr", b"/proc", b"/tmp"])',
-    "chroot": 'leak = tries(lambda f: os.chroot(f) is None, [".", "/proc/1/root", "/"])',
-    "pivot_root": 'leak = call(155, 41, b".", b".") == 0',
-    "user namespace": 'call("unshare", 0x10000000); leak = "made"',
-    "mount namespace": 'call("unshare", 0x20000); leak = "made"',
-    "user namespace by unshare": 'leak = subprocess.run(["unshare", "-U", "id"], stderr=-3).returncode == 0',
+    "mounts": '''leak = tries(lambda ask: call(*ask) == 0, [
+        ("mount", None, b"/", None, 4096 | 32, None), ("mount", None, b"/usr", None, 4096 | 32, None),
+        ("mount", b"x", b"/tmp", b"tmpfs", 0, None), ("umount2", b"/usr", 2), ("umount2", b"/tmp", 2)])''',
+    "other roots": '''leak = tries(lambda ask: call(*ask) == 0, [
+        ("chroot", b"."), ("chroot", b"/proc/1/root"), (155, 41, b".", b".")])''',
+    "new namespaces": 'leak = tries(lambda f: call("unshare", f) == 0, [1 << 17, 1 << 28])',
     "other namespaces": 'leak = tries(lambda f: call("setns", os.open(f, os.O_RDONLY), 0) == 0, '
                         'glob.glob("/proc/1/ns/*"))',
     "setuid programs": '''leak = [command for command in (
@@ -152,12 +145,11 @@ leak = [rows] if any(int(rows[name], 16) for name in rows if name != "NoNewPrivs
     "priority": 'os.nice(-5); leak = "nicer"',
     "limits": 'import resource as r; leak = tries(lambda n: r.setrlimit(n, (-1, -1)) is None, '
               '[r.RLIMIT_AS, r.RLIMIT_NPROC, r.RLIMIT_CPU, r.RLIMIT_FSIZE])',
-    "shared memory": 'call("shmget", 0, 4096, 0o1777); leak = "made"',
-    "message queue": 'call("msgget", 0, 0o1777); leak = "made"',
-    "semaphores": 'call("semget", 0, 32000, 0o600); leak = "made"',
+    "System V": 'leak = tries(lambda ask: 1 + call(*ask), [("shmget", 0, 4096, 0o1777), '
+                '("msgget", 0, 0o1777), ("semget", 0, 32000, 0o600)])',
     "memory of no process": 'call("memfd_create", b"x", 0); leak = "made"',
-    "a key": 'call(248, 217, b"user", b"x", b"y", 1, -3); leak = "made"',
-    "the session's keys": 'call(250, 219, 0, -3, 0); leak = "read"',
+    "keys": 'leak = tries(lambda ask: call(*ask), [(248, 217, b"user", b"x", b"y", 1, -3), '
+            '(250, 219, 0, -3, 0)])',
     "pipes of the parent": '''parent = call(434, 434, os.getppid(), 0)
 leak = tries(lambda number: call(438, 438, parent, number, 0), range(9))''',
     "memory of the parent": '''
@@ -171,10 +163,9 @@ leak = call("process_vm_readv", os.getppid(), ctypes.byref(mine), 1, ctypes.byre
     "a namespace by clone": 'leak = tries(lambda f: call(56, 220, f | 17, 0, 0, 0, 0) or os._exit(0) or 1, '
                             '[1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30])',
     "a namespace by clone3": 'leak = call(435, 435, (ctypes.c_uint64 * 8)(1 << 28, 0, 0, 0, 17), 64) or 1',
-    "io_uring": 'leak = call(425, 425, 8, (ctypes.c_uint8 * 120)())',
-    "bpf": 'leak = call(321, 280, 0, (ctypes.c_uint32 * 12)(2, 4, 4, 1), 48)',
-    "perf": 'leak = call(298, 241, (ctypes.c_uint32 * 32)(1, 128), 0, -1, -1, 0)',
-    "userfaultfd": 'leak = call(323, 282, 1)',
+    "new ways in": '''leak = tries(lambda ask: 1 + call(*ask), [
+        (425, 425, 8, (ctypes.c_uint8 * 120)()), (321, 280, 0, (ctypes.c_uint32 * 12)(2, 4, 4, 1), 48),
+        (298, 241, (ctypes.c_uint32 * 32)(1, 128), 0, -1, -1, 0), (323, 282, 1)])''',
 }
 TRIES = PRELUDE + '''
 results = {}
@@ -231,7 +222,7 @@ def outside(monkeypatch):
         assert held.poll() is None
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_attempts_to_get_out_fail(outside):
     given, udp = outside
     done = run(sys.executable, "-I", "-S", "-c", TRIES, json.dumps(given), timeout=60)
@@ -246,7 +237,7 @@ def test_attempts_to_get_out_fail(outside):
 def test_the_attempts_succeed_where_nothing_confines_them(outside):
     """So they can tell. Only those that do no harm."""
     given, udp = outside
-    harmless = ("tcp", "abstract socket", "socket file", "udp", "secret file", "home", "checkout",
+    harmless = ("tcp", "unix sockets", "udp", "secret file", "home", "checkout",
                 "trainer's processes", "symbolic link", "sys", "memory of no process")
     given["attempts"] = {name: ATTEMPTS[name] for name in harmless}
     given["attempts"]["semaphores"] = 'leak = call("semctl", call("semget", 0, 2, 0o600), 0, 0) == 0'
@@ -259,21 +250,6 @@ def test_the_attempts_succeed_where_nothing_confines_them(outside):
     assert udp.recv(10) == b"x"
 
 
-@needs_sandbox
-def test_it_kills_nothing_but_itself():
-    bystander = subprocess.Popen(["sleep", "1000"])
-    try:
-        code = (f"import os\nfor pid in (os.getppid(), {os.getpid()}, {os.getppid()}, {bystander.pid}, 1):\n"
-                "    try: os.kill(pid, 9)\n    except OSError: pass\n"
-                "print('still', flush=True)\nos.kill(-1, 9)")
-        done = python(code)
-        assert not done.timed_out and done.output[:6] in ("", "still\n")
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "..", ".", "", "a\0b", "\ud800"])
 def test_names_that_lead_out_are_refused(path):
     with pytest.raises(BadInput, match="expected a relative path"):
@@ -283,50 +259,38 @@ def test_names_that_lead_out_are_refused(path):
 # ---- Limits and endings
 
 
-@needs_sandbox
-@pytest.mark.parametrize("script, code", [
-    ("exit 3", 3), ("kill -SEGV $$", 139), ("kill -KILL $$", 137),
-    ("exec python3 -c 'import sys; sys.exit(5)'", 5),
-    ("exec python3 -c 'import os; os._exit(4)'", 4),
-    ("exec python3 -c 'import os; os.abort()'", 134),
-    ("exec python3 -c 'import ctypes; ctypes.string_at(0)'", 139),
-    ("no-such-program", 127),
-    ("exec >&- 2>&-; sleep 2; exit 6", 6),  # silent is not over
-])
-def test_exit_codes(script, code):
-    done = shell(script)
-    assert (done.exit_code, done.timed_out) == (code, False)
+@pytest.mark.slow
+def test_exit_codes():
+    for script, code in [("exit 3", 3), ("kill -SEGV $$", 139), ("no-such-program", 127),
+                         ("exec >&- 2>&-; sleep 2; exit 6", 6)]:  # silent is not over
+        done = shell(script)
+        assert (done.exit_code, done.timed_out) == (code, False)
 
 
-@needs_sandbox
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [
-    "while :; do :; done", "trap '' TERM INT HUP; while :; do sleep 0.1; done",
+    "trap '' TERM INT HUP; while :; do sleep 0.1; done",
     "while :; do echo x; done",  # always something to read
-    "exec >&- 2>&-; sleep 1000",
-    "setsid sleep 1000 & sleep 1000",
+    "exec >&- 2>&-; setsid sleep 1000 & sleep 1000",
 ])
 def test_endless_ones_are_ended(script):
     done = shell(script, timeout=0.4)
     assert done.timed_out and done.exit_code == 137 and done.elapsed < 10
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_processor_time_is_bounded():
     done = shell("while :; do :; done", cpu=1, timeout=60)
     assert not done.timed_out and done.exit_code in (137, 152)
 
 
-@needs_sandbox
-@pytest.mark.parametrize("code", ["import os\nwhile True: os.fork()", """
-import os, time
-while True:
-    try: os.fork()
-    except OSError as error: print(error, flush=True); time.sleep(0.1)"""], ids=["dies", "stays"])
-def test_a_fork_bomb_is_stopped(code):
+@pytest.mark.slow
+def test_a_fork_bomb_is_stopped():
+    code = ("import os, time\nwhile True:\n    try: os.fork()\n"
+            "    except OSError as error: print(error, flush=True); time.sleep(0.1)")
     marker = uuid.uuid4().hex
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        bomb = pool.submit(run, sys.executable, "-I", "-S", "-c", code, marker, timeout=6,
-                           processes=40)
+        bomb = pool.submit(run, sys.executable, "-I", "-S", "-c", code, marker, timeout=3, processes=40)
         most, calm = 0, 0
         while not bomb.done():
             most = max(most, len(processes(marker)))
@@ -337,14 +301,14 @@ def test_a_fork_bomb_is_stopped(code):
     assert shell("echo fine").output == "fine\n"
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_memory_is_bounded():
     code = ("try: bytearray(600 << 20)\nexcept MemoryError: print('refused')\n"
             "bytearray(100 << 20); print('fine')")
     assert python(code, memory=400).output == "refused\nfine\n"
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_disks_are_bounded():
     code = """
 import os, signal
@@ -365,7 +329,7 @@ except OSError as error: print("big", error.errno)
     assert lines == "/testbed 8 28\n/tmp 8 28\n/dev/shm 8 28\nbig 27\n"
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_floods_are_cut_in_the_middle_and_take_no_memory_here():
     tracemalloc.start()
     try:
@@ -391,7 +355,7 @@ def test_clipping_keeps_head_and_tail(text, limit, expected):
     assert output.text() == expected
 
 
-@needs_sandbox
+@pytest.mark.slow
 @pytest.mark.parametrize("script, options, output", [
     ('pwd; cat "b c.txt" ü ../-x; echo > new; env | grep -c secret; ls /testbed/a', dict(
         files={"a/b c.txt": "one", "a/ü": b"two", "-x": "three"}, cwd="a"),
@@ -406,7 +370,7 @@ def test_files_input_and_output(monkeypatch, script, options, output):
     assert shell(script, **options).output == output
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_what_cannot_be_started_is_an_error_that_says_so():
     before = left_behind()
     for error, says, argv, options in [
@@ -423,7 +387,7 @@ def test_what_cannot_be_started_is_an_error_that_says_so():
     assert left_behind() == before
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_orphans_are_reaped():
     script = """
 import subprocess, time
@@ -440,7 +404,7 @@ print("done")"""
 # ---- What is left
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_nothing_is_left_of_orphans_and_kills():
     marker, before = uuid.uuid4().hex, left_behind()
     assert shell(f"setsid sh -c 'sleep 1000; : {marker}' & echo done").output == "done\n"
@@ -453,7 +417,7 @@ def test_nothing_is_left_of_orphans_and_kills():
     assert gone(marker) and left_behind() == before
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_a_short_lived_thread_and_high_numbers_of_files():
     with contextlib.ExitStack() as stack:
         for _ in range(30):
@@ -475,26 +439,23 @@ HOSTILE = [
     "import subprocess; [subprocess.Popen(['setsid', 'sleep', '1000']) for _ in range(9)]",
     "x = [bytearray(10**7) for _ in range(10**4)]",
     "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(10**7))",
-    "for n in range(3000): open(f'f{n}', 'w').close()",
     "while True: print('x' * 10**6)",
     "llm_query_batched(['x'] * 8)",
     "import ctypes\nC = ctypes.CDLL(None)\nfor n in range(1500): C.semget(0, 32000, 0o600)\n"
     "for n in range(99): C.syscall(248, b'user', b'x%d' % n, b'y', 1, -3); C.shmget(0, 2**20, 0o600)",
-    "apply_patch('m.py', 'return', 'import os; os._exit(0)'); finish()",
     "open('m.py', 'a').write('import os; os.system(\\\"setsid sleep 1000 &\\\")'); finish()",
 ]
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_five_hundred_episodes_leave_nothing():
     """Sixteen at a time, half of them hostile; some are closed while they run, as by a time limit."""
     env = envs.make("repl", scenarios="tiny", prompt="short", turn_timeout=1.0, memory=256, processes=32)
 
     def one(number):
-        task = env.task("train", number)
-        fair = number % 2
+        task, fair, cut = env.task("train", number), number % 2, number % 20 == 0
         episode = env.start(task, number)
-        closer = threading.Timer(0.3 if number % 20 == 0 else 100, episode.close)
+        closer = threading.Timer(0.3 if cut else 100, episode.close)
         closer.start()
         try:
             step = episode.step(env.solution(task) if fair else HOSTILE[number // 2 % len(HOSTILE)])
@@ -505,12 +466,11 @@ def test_five_hundred_episodes_leave_nothing():
             step = step if step.terminated or step.truncated else episode.end("length")
             return step.reward == fair
         except SandboxError:
-            return number % 20 == 0
+            return cut
         finally:
             closer.cancel()
             closer.join()
-            if not episode.closed:
-                episode.close()
+            episode.close()
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert all(pool.map(one, range(100)))
@@ -549,7 +509,7 @@ def kill_a_trainer(start, number, root=ROOT):
     return trainer.pid
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_nothing():
     killed = kill_a_trainer([sys.executable], 16)
     assert bool(groups_of(killed)) == bool(controllers())
@@ -558,7 +518,22 @@ def test_a_trainer_that_is_killed_leaves_nothing():
     assert not groups_of(killed)  # control groups go with the next trainer
 
 
-@needs_sandbox
+AS_USER = """
+import contextlib, json, sys
+sys.path.insert(0, sys.argv[1])
+import envs
+from envs.code import sandbox
+job = json.load(sys.stdin)
+done = [vars(sandbox.run(**options)) for options in job["runs"]]
+env = envs.make("repl", scenarios="tiny", prompt="short")
+task = env.task("train", 0)
+with contextlib.closing(env.start(task, 1)) as episode:
+    said = episode.step(job["pipes"]).messages[-1]["content"]
+    print(json.dumps([*done, said, episode.step(env.solution(task)).reward]))
+"""
+
+
+@pytest.mark.slow
 def test_as_an_ordinary_user(outside):
     """The same attempts, a fork bomb, the REPL's pipes and a killed trainer, without the rights of root."""
     if os.getuid():
@@ -577,29 +552,16 @@ def test_as_an_ordinary_user(outside):
         folder.chmod(0o755)
         shutil.copytree(ROOT / "envs", folder / "envs")
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
-        code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from envs.code import sandbox\n"
-                "job = json.load(sys.stdin)\n"
-                "done = [vars(sandbox.run(**options)) for options in job['runs']]\n"
-                "import contextlib, envs\n"
-                "env = envs.make('repl', scenarios='tiny', prompt='short')\n"
-                "task = env.task('train', 0)\n"
-                "with contextlib.closing(env.start(task, 1)) as episode:\n"
-                "    said = episode.step(job['pipes']).messages[-1]['content']\n"
-                "    reward = episode.step(env.solution(task)).reward\n"
-                "print(json.dumps([*done, said, reward]))")
         probe = [interpreter, "-I", "-S", "-c"]
-        job = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
-               dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40),
-               dict(argv=["id", "-u"])]
-        given = json.dumps(dict(runs=job, pipes=forgeries.PIPES))
-        done = subprocess.run([*user, interpreter, "-c", code, folder], input=given, text=True,
-                              capture_output=True, cwd="/")
+        runs = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
+                dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40)]
+        done = subprocess.run([*user, interpreter, "-c", AS_USER, folder], text=True, capture_output=True,
+                              cwd="/", input=json.dumps(dict(runs=runs, pipes=PIPES)))
         assert done.returncode == 0, done.stderr
-        attempts, bomb, plain, said, reward = json.loads(done.stdout)
+        attempts, bomb, said, reward = json.loads(done.stdout)
         leaks = json.loads(attempts["output"].splitlines()[-1])
         assert {name: found for name, found in leaks.items() if found} == {}
-        assert bomb["elapsed"] < 20 and plain["exit_code"] == 0
-        assert said == "[]\n[]" and reward == 1
+        assert bomb["elapsed"] < 20 and said == "[]\n[]" and reward == 1
         kill_a_trainer([*user, interpreter], 4, folder)
     finally:
         shutil.rmtree(folder)
@@ -654,12 +616,9 @@ def test_only_listed_system_calls_are_allowed(machine, monkeypatch):
     assert all(verdict(program, machine, number["clone"], 1 << bit) == "EPERM"
                for bit in (17, 25, 26, 27, 28, 29, 30))
     assert verdict(program, machine, 435) == "ENOSYS"  # clone3
-    assert not names & {
-        "ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "mount", "umount2",
-        "unshare", "setns", "pivot_root", "chroot", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup",
-        "add_key", "request_key", "keyctl", "semget", "shmget", "msgget", "mq_open", "memfd_create",
-        "memfd_secret", "open_by_handle_at", "init_module", "kexec_load", "syslog", "reboot",
-        "clock_settime", "swapon"}
+    assert not names & {  # what nothing above has tried in a sandbox
+        "process_vm_writev", "kcmp", "mq_open", "memfd_secret", "open_by_handle_at", "init_module",
+        "kexec_load", "syslog", "reboot", "clock_settime", "swapon"}
 
 
 # Seven processes take memory at once, the last of them more than one may have: status 256; of a kill: 9.
@@ -683,9 +642,9 @@ for path in sys.argv[1:]:
 children = []
 try:
     while len(children) < 100:
-        if not (child := os.fork()):
+        children.append(os.fork())
+        if not children[-1]:
             time.sleep(99)
-        children.append(child)
 except BlockingIOError:
     pass
 for child in children:
@@ -709,7 +668,7 @@ def controllers():
     return {file.partition(".")[0] for file in found}
 
 
-@needs_sandbox
+@pytest.mark.slow
 def test_control_groups_bound_what_limits_of_a_process_do_not():
     """And where none can be made, those limits hold."""
     limits, can = dict(memory=120, disk=10, processes=20), controllers()
@@ -734,20 +693,24 @@ def test_trees_are_laid_over_each_other():
 # ---- The executor
 
 
-@pytest.fixture
-def executor(tmp_path):
-    """A running tools/executor_server.py with one snapshot, and its client."""
-    (tmp_path / "images" / "shop_1").mkdir(parents=True)
-    (tmp_path / "images" / "shop_1" / "a.txt").write_text("old\n")
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "images" / "link").symlink_to(tmp_path / "secret")
-    with executor_server.ExecutorServer(tmp_path / "images", concurrency=2) as server:
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    """A running tools/executor_server.py with a snapshot and a link to a folder, and its client."""
+    folder = tmp_path_factory.mktemp("executor")
+    (folder / "images" / "shop_1").mkdir(parents=True)
+    (folder / "images" / "shop_1" / "a.txt").write_text("old\n")
+    (folder / "secret").mkdir()
+    (folder / "images" / "link").symlink_to(folder / "secret")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "check", lambda: None)
+        server = executor_server.ExecutorServer(folder / "images", concurrency=2)
+    with server:
         yield server, HttpExecutor(server.url + "/", retries=0)
 
 
 @pytest.mark.slow
 def test_an_executor_runs_commands_over_a_snapshot(executor):
-    server, client = executor
+    _, client = executor
     client.check()
     done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
     assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
@@ -774,25 +737,24 @@ def archive(**fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [
-    archive(name="../x"), archive(size=2**40), archive(size=20_000),
-    "no base64", "abcd" * 500, "//79" * 500])
-def test_archives_that_cannot_be_unpacked_are_refused(executor, packed):
-    answer = requests.post(f"{executor[0].url}/test", json=GOOD | dict(patch_tar_b64=packed))
-    assert answer.status_code == 400 and "patch_tar_b64" in answer.json()["error"]
-
-
-@pytest.mark.slow
-def test_an_archive_is_unpacked_in_the_sandbox_alone(executor, tmp_path):
+def test_archives_are_unpacked_in_the_sandbox_alone(executor):
     """Links lead to what the sandbox shows, and headers however long are not this process's to read."""
-    url = f"{executor[0].url}/test"
-    link = archive(type=tarfile.SYMTYPE, linkname=str(tmp_path / "secret"))
-    done = requests.post(url, json=GOOD | dict(patch_tar_b64=link, test_cmd="echo 1 > x/y || ls")).json()
-    assert "a.txt" in done["test_output"] and not list((tmp_path / "secret").iterdir())
+    server, _ = executor
+    secret = server.images.parent / "secret"
+
+    def answer(packed, command="ls"):
+        return requests.post(f"{server.url}/test", json=GOOD | dict(patch_tar_b64=packed, test_cmd=command))
+
+    for packed in (archive(name="../x"), archive(size=2**40), archive(size=20_000), "abcd" * 500):
+        refused = answer(packed)
+        assert refused.status_code == 400 and "patch_tar_b64" in refused.json()["error"]
+
+    link = archive(type=tarfile.SYMTYPE, linkname=str(secret))
+    assert "a.txt" in answer(link, "echo 1 > x/y || ls").json()["test_output"] and not list(secret.iterdir())
+
     headers = archive(pax_headers={"comment": "0" * 200_000 + "="}, name="b.txt")
     start = time.monotonic()
-    done = requests.post(url, json=GOOD | dict(patch_tar_b64=headers, test_cmd="ls")).json()
-    assert done["test_output"] == "a.txt\nb.txt\n" and time.monotonic() - start < 5
+    assert answer(headers).json()["test_output"] == "a.txt\nb.txt\n" and time.monotonic() - start < 5
 
 
 JSON = {"Content-Type": "application/json"}
@@ -810,20 +772,18 @@ def test_requests_that_are_refused(executor):
         return found.status_code, found.json()["error"]
 
     for field, values in dict(
-            timeout=[0, True, "5", 1e9, float("nan")], test_cmd=[None, "a\0"], patch_tar_b64=[[]],
-            docker_image=[1, "other", "..", ".", "", "link", "x/../..", "\0", "a" * 300, "/"]).items():
+            timeout=[0, True, "5", float("nan")], test_cmd=[None, "a\0"], patch_tar_b64=[[], "no base64"],
+            docker_image=[1, "other", "..", "", "link", "x/../..", "\0", "a" * 300]).items():
         for value in values:
             status, error = answer(json.dumps(GOOD | {field: value}))
             assert status == 400 and ("no snapshot" in error or field in error), (field, value)
-    for body in (b"", b"{", b"[]", b"[" * 9_000, b"\xff"):
+    for body in (b"{", b"[]", b"[" * 9_000, b"\xff"):
         assert answer(body)[0] == 400
 
     # Pages in a browser, and other servers than this
     for status, headers in [
-            (403, {"Origin": "http://evil.example"}), (403, {"Origin": "null"}),
-            (403, {"Host": "evil.example"}), (403, {"Host": "127.0.0.1.evil.example:8002"}),
-            (415, {"Content-Type": "text/plain"}),
-            (415, {"Content-Type": "application/x-www-form-urlencoded"})]:
+            (403, {"Origin": "null"}), (403, {"Host": "evil.example"}),
+            (403, {"Host": "127.0.0.1.evil.example:8002"}), (415, {"Content-Type": "text/plain"})]:
         assert answer(json.dumps(GOOD), JSON | headers)[0] == status, headers
         assert requests.get(f"{executor[0].url}/health", headers=headers).status_code == (
             403 if status == 403 else 200)
@@ -835,35 +795,29 @@ def test_requests_that_are_refused(executor):
 
 
 @pytest.mark.slow
-def test_slow_clients_hold_up_nobody(executor):
-    """300 headers and 4 bodies that never end: no thread for them, and a request between is answered."""
-    server, client = executor
-    threads, port = threading.active_count(), int(server.url.rpartition(":")[2])
+def test_slow_clients_hold_up_nobody_and_have_a_deadline(tmp_path, monkeypatch):
+    """300 headers and 4 bodies that drip: no thread for them, a request between is answered, and they end."""
+    monkeypatch.setattr(executor_server, "HEADER_SECONDS", 3.0)
+    monkeypatch.setattr(executor_server, "BODY_SECONDS", 3.0)
+    (tmp_path / "shop_1").mkdir()
     head = b"POST /test HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with contextlib.ExitStack() as stack:
+        server = stack.enter_context(executor_server.ExecutorServer(tmp_path, concurrency=2))
+        dripping, threads, begin = [], threading.active_count(), time.monotonic()
         for number in range(304):
-            slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            slow.sendall(head + (b"Content-Length: 1000\r\n\r\n{" if number < 4 else b""))
-        assert client.test("shop_1", {}, "cat a.txt", 20).output == "old\n"
+            address = "127.0.0.1", int(server.url.rpartition(":")[2])
+            dripping.append(stack.enter_context(socket.create_connection(address)))
+            dripping[-1].sendall(head + (b"Content-Length: 1000\r\n\r\n{" if number < 4 else b""))
+        assert HttpExecutor(server.url).test("shop_1", {}, "echo fine", 20).output == "fine\n"
         assert threading.active_count() <= threads + 2  # those that run commands
 
-
-def test_what_drips_has_a_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor_server, "HEADER_SECONDS", 0.2)
-    monkeypatch.setattr(executor_server, "BODY_SECONDS", 0.2)
-    start, dripping, begin = b"POST /test HTTP/1.1\r\nHost: localhost\r\n", [], time.monotonic()
-    with contextlib.ExitStack() as stack:
-        port = int(stack.enter_context(executor_server.ExecutorServer(tmp_path)).url.rpartition(":")[2])
-        for head in (b"", b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"):
-            dripping.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
-            dripping[-1].sendall(start + head)
-        while dripping and time.monotonic() < begin + 10:
+        while dripping and time.monotonic() < begin + 20:
             for connection in select.select(dripping, [], [], 0.05)[0]:
                 dripping.remove(connection)  # it was closed, or answered
             for connection in dripping:
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(b"x")
-    assert not dripping and time.monotonic() - begin < 2
+    assert not dripping and time.monotonic() - begin < 10
 
 
 @pytest.mark.slow
@@ -881,70 +835,36 @@ def test_the_executor_as_a_program(tmp_path):
     assert done.returncode == 1 and "--images nowhere" in json.loads(done.stderr)["error"]
 
 
-class Scripted(http.server.BaseHTTPRequestHandler):
-    """Answers as the server's list `script` says, (status, body), and its last row from then on."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        status, body = self.server.script[min(self.server.asked, len(self.server.script) - 1)]
-        self.server.asked += 1
-        if status == "slow":
-            threading.Event().wait(0.1)
-        if status in ("slow", "drop"):
-            self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body) + (status == 206)))  # 206: less than it says
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
 FINE = 200, json.dumps(dict(test_output="ok", exit_code=0, elapsed_seconds=1.5, container_id="c")).encode()
-NO_RESULTS = [b"", b"[]", b"null", b"{}", b"no", b'{"exit_code": "x"}', b"[" * 100_000,
-              b'{"exit_code": Infinity, "test_output": "", "elapsed_seconds": 1}',
-              b'{"exit_code": 0, "test_output": "", "elapsed_seconds": null}']
-
-
-@pytest.fixture(scope="module")
-def server():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
-        threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
-        yield server
-        server.shutdown()
+NO_RESULTS = [b"", b"[]", b'{"exit_code": "x"}', b"[" * 100_000,
+              b'{"exit_code": Infinity, "test_output": "", "elapsed_seconds": 1}']
 
 
 @pytest.mark.parametrize("script, asked, says", [
-    ([(429, b""), (500, b"x"), ("drop", b""), FINE], 4, None),
-    ([(503, b"")], 4, "answered 503.*, after 4 tries"), ([(429, b"")], 4, "answered 429, after 4 tries"),
-    ([("drop", b"")], 4, "ConnectionError, after 4 tries"),
-    ([("slow", b"")], 4, "ReadTimeout, after 4 tries"),
-    ([(206, b"{}")], 4, "(ChunkedEncoding|Connection).*, after 4 tries"),
+    ([(429, b""), (500, b"x"), requests.ConnectionError(), FINE], 4, None),
+    ([(429, b"")], 4, "answered 429, after 4 tries"),
+    ([requests.ReadTimeout()], 4, "ReadTimeout, after 4 tries"),
     ([(400, b'{"error": "field timeout: expected a number"}')], 1, "answered 400: .*field timeout: expected"),
     *[([(200, body)], 1, "answered 200: .*expected test_output") for body in NO_RESULTS],
 ])
-def test_when_a_client_tries_again_and_when_it_gives_up(server, monkeypatch, script, asked, says):
-    server.script, server.asked = script, 0
-    monkeypatch.setattr(sandbox.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(executors, "PATIENCE", 0.0 if script[0][0] == "slow" else 9.0)
-    client = HttpExecutor(f"http://127.0.0.1:{server.server_address[1]}", retries=3)
+def test_when_a_client_tries_again_and_when_it_gives_up(monkeypatch, script, asked, says):
+    times = []
+
+    def post(url, json, timeout):
+        times.append(timeout)
+        found = script[min(len(times), len(script)) - 1]
+        if isinstance(found, Exception):
+            raise found
+        answer = requests.Response()
+        answer.status_code, answer._content = found
+        return answer
+
+    monkeypatch.setattr(requests, "post", post)
+    monkeypatch.setattr(executors.time, "sleep", lambda seconds: None)
+    client = HttpExecutor("http://here:1", retries=3)
     if says is None:
-        assert client.test("image", {}, "true", timeout=0.03) == sandbox.Result("ok", 0, 1.5)
+        assert client.test("image", {}, "true", timeout=7) == sandbox.Result("ok", 0, 1.5)
     else:
-        with pytest.raises(SandboxError, match=f"{client.url}/test {says}"):
-            client.test("image", {}, "true", timeout=0.03)
-    assert server.asked == asked
-
-
-def test_nobody_there():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        client = HttpExecutor(f"http://127.0.0.1:{free.getsockname()[1]}", retries=0)
-        with pytest.raises(BadInput, match=f"executor_url={client.url}: no answer from /health"):
-            client.check()
-        with pytest.raises(SandboxError, match=f"{client.url}/test ConnectionError, after 1 tries"):
-            client.test("image", {}, "true")
-    with pytest.raises(BadInput, match="executor_url=localhost:1: expected the form http://host:port"):
-        HttpExecutor("localhost:1")
+        with pytest.raises(SandboxError, match=f"http://here:1/test {says}"):
+            client.test("image", {}, "true", timeout=7)
+    assert times == [(10, 7 + executors.PATIENCE)] * asked

@@ -29,11 +29,13 @@ from tools import executor_server, export_predictions
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (swe.BUNDLED / "rows.jsonl").read_text(encoding="utf-8").splitlines()
 ROWS = {row["instance_id"]: row for row in map(json.loads, LINES)}
-PLAIN = [name for name, row in ROWS.items() if row["plain"]]
 FIRST = "minibox__backoff-4"  # plain tests; two bugs in two files
+WITH_PYTEST = "minibox__routes-3"
 NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0,
             suspicious=0)
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
+BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
+DIFF = BODY.format("a/x", "b/x")
 
 
 @pytest.fixture(scope="module")
@@ -51,45 +53,33 @@ def unjudged():
     return env
 
 
-def score(env, name, reply, **options):
-    return env.start(env.task_of(name), 0).step(reply, **options)
+def score(env, name, reply):
+    return env.start(env.task_of(name), 0).step(reply)
 
 
 def fenced(patch):
     return f"```diff\n{patch}```"
 
 
-def addition(path, lines, old=0):
-    """A diff that puts lines in front of a file, or makes it."""
-    start = f"--- a/{path}" if old else "--- /dev/null"
-    return (f"{start}\n+++ b/{path}\n@@ -{old},{old} +1,{len(lines) + old} @@\n"
-            + "".join(f"+{line}\n" for line in lines))
+def addition(path, lines=("x",)):
+    """A diff that makes a file."""
+    text = "".join(f"+{line}\n" for line in lines)
+    return f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n{text}"
 
 
-def in_front(name, path, lines):
-    first = (swe.BUNDLED / name / path).read_text().splitlines()[0]
+def in_front(name, code, path=None):
+    """A diff that puts code in front of a file of an instance, the first of its package if none is given."""
+    path = path or f"{name.partition('__')[2].rpartition('-')[0]}/__init__.py"
+    first, lines = (swe.BUNDLED / name / path).read_text().splitlines()[0], code.strip("\n").splitlines()
     return (f"--- a/{path}\n+++ b/{path}\n@@ -1,1 +1,{len(lines) + 1} @@\n"
             + "".join(f"+{line}\n" for line in lines) + f" {first}\n")
-
-
-def module_of(name):
-    return f"{name.partition('__')[2].rpartition('-')[0]}/__init__.py"
 
 
 # ---- Verdicts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_the_reference_is_correct_and_scores_the_same_again(env, name):
-    reply = env.solution(env.task_of(name))
-    steps = [score(env, name, reply) for _ in range(2)]
-    assert steps[0] == steps[1] and steps[0].info == GOOD
-    assert (steps[0].reward, steps[0].terminated, steps[0].truncated) == (1.0, True, False)
-
-
 def halves(name):
-    """The reference, with one of its files or hunks at a time."""
+    """The reference, with one of its hunks at a time."""
     for part in re.split(r"(?=^diff --git )", ROWS[name]["patch"], flags=re.MULTILINE)[1:]:
         head, *found = re.split(r"(?=^@@ )", part, flags=re.MULTILINE)
         for hunk in found:
@@ -98,7 +88,12 @@ def halves(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_half_of_the_reference_scores_in_part(env, name):
+def test_the_reference_is_correct_and_scores_the_same_again(env, name):
+    """And half of it scores in part."""
+    steps = [score(env, name, env.solution(env.task_of(name))) for _ in range(2)]
+    assert steps[0] == steps[1] and steps[0].info == GOOD
+    assert (steps[0].reward, steps[0].terminated, steps[0].truncated) == (1.0, True, False)
+
     infos = [score(env, name, fenced(half)).info for half in halves(name)]
     assert all(info["applied"] == 1 and info["correct"] < 1 for info in infos) or len(infos) == 1
     if name in (FIRST, "minibox__slugger-7", "minibox__textgrid-31", "minibox__quarters-18"):
@@ -119,171 +114,139 @@ def test_what_tests_are_worth(monkeypatch, fixed, kept, worth):
     assert step.info == worth and step.reward == worth["partial"]
 
 
-@pytest.mark.parametrize("reply", [
-    "", "no diff", "```diff\n```", "```python\nprint()\n```", "<think>```diff\nx", "@@ -1 +1 @@", "--- a/x",
-    "diff", "\0", "\ud800"])
-def test_a_reply_without_a_diff(unjudged, reply):
-    step = score(unjudged, FIRST, reply)
-    assert step.info == NONE and (step.reward, step.terminated) == (0, True)
+def test_a_failure_of_the_sandbox_is_no_verdict(monkeypatch):
+    def fail(self, name, patch):
+        raise sandbox.SandboxError("no room")
+
+    env = envs.make("swe")
+    monkeypatch.setattr(swe.Swe, "judge", fail)
+    step = score(env, FIRST, env.solution(env.task_of(FIRST)))
+    assert step.truncated and not step.terminated
+    assert step.info == dict(NONE, format=1, allowed=1, error=1)
+
+
+def test_a_reply_without_a_diff(unjudged):
+    for reply in ("", "```diff\n```", "```python\nprint()\n```", "<think>```diff\nx", "--- a/x", "\ud800"):
+        step = score(unjudged, FIRST, reply)
+        assert step.info == NONE and (step.reward, step.terminated) == (0, True)
 
 
 @pytest.mark.slow
 def test_a_diff_that_does_not_apply_or_does_nothing(env):
     wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
     assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
-    assert score(env, FIRST, fenced(addition("backoff/retry.py/x.py", ["1"]))).info["applied"] == 0
-    assert score(env, FIRST, fenced(addition("backoff", ["1"]))).info["applied"] == 0
-    nothing = fenced(in_front(FIRST, "backoff/retry.py", ["# nothing"]))
+    for path in ("backoff/retry.py/x.py", "backoff"):  # a file is a folder, and a folder a file
+        assert score(env, FIRST, fenced(addition(path))).info["applied"] == 0
+    nothing = fenced(in_front(FIRST, "# nothing"))
     assert score(env, FIRST, nothing).info == dict(GOOD, correct=0, fail_to_pass=0, partial=0)
-
-
-@pytest.mark.slow
-def test_a_failure_of_the_sandbox_is_no_verdict(env, monkeypatch):
-    def fail(*args, **options):
-        raise sandbox.SandboxError("no room")
-
-    monkeypatch.setattr(testing, "run_tests", fail)
-    step = score(env, FIRST, env.solution(env.task_of(FIRST)))
-    assert step.truncated and not step.terminated and step.info["error"] == 1 and step.info["correct"] == 0
-
-
-@pytest.mark.slow
-def test_files_are_made_moved_and_deleted(env):
-    """A fix that moves a module, with the new name imported, and deletes another."""
-    name = "minibox__textgrid-31"
-    patch = ROWS[name]["patch"].replace(
-        "--- a/textgrid/layout.py\n+++ b/textgrid/layout.py", "rename from textgrid/layout.py\n"
-        "rename to textgrid/measure.py\n--- a/textgrid/layout.py\n+++ b/textgrid/measure.py").replace(
-        "diff --git a/textgrid/layout.py b/textgrid/layout.py\n",
-        "diff --git a/textgrid/layout.py b/textgrid/measure.py\nsimilarity index 80%\n")
-    assert score(env, name, fenced(patch)).info["fail_to_pass"] == 0  # nobody imports it
-    patch += addition("textgrid/layout.py", ["from textgrid.measure import pad, widths  # noqa: F401"])
-    assert score(env, name, fenced(patch)).info["format"] == 1
-
-
-# ---- What is refused unrun
-
-
-BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
-REFUSED = {
-    "the tests": BODY.format("a/tests/test_retry.py", "b/tests/test_retry.py"),
-    "other tests": addition("tests/test_more.py", ["pass"]),
-    "beside the tests": addition("tests/helpers.py", ["pass"]),
-    "tests elsewhere": addition("backoff/test_x.py", ["pass"]),
-    "tests in another case": BODY.format("a/Tests/X.py", "b/Tests/X.py"),
-    "tests by their end": addition("backoff/retry_test.py", ["pass"]),
-    "conftest": addition("conftest.py", ["pass"]),
-    "conftest below": addition("backoff/conftest.py", ["pass"]),
-    **{name: addition(name, ["x"]) for name in (
-        "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py",
-        "x.pth", "a/__pycache__/b.pyc", "x.dist-info/entry_points.txt", ".pytest.ini", "ConfTest.py")},
-    "above": BODY.format("a/../x.py", "b/../x.py"),
-    "above within": BODY.format("a/backoff/../../x", "b/backoff/../../x"),
-    "absolute": BODY.format("/etc/passwd", "/etc/passwd"),
-    "absolute after the prefix": BODY.format("a//etc/passwd", "b//etc/passwd"),
-    "git": addition(".git/hooks/post-checkout", ["x"]),
-    "git's files": addition("backoff/.gitattributes", ["x"]),
-    "symbolic link": "diff --git a/x b/x\nnew file mode 120000\n" + addition("x", ["/etc"]),
-    "becomes a link": "diff --git a/x b/x\nold mode 100644\nnew mode 120000\n",
-    "link in the index": "diff --git a/x b/x\nindex 12ab..34cd 120000\n" + BODY.format("a/x", "b/x"),
-    "submodule": "diff --git a/x b/x\nnew file mode 160000\n" + addition("x", ["Subproject commit 1"]),
-    "binary": "diff --git a/x b/x\nindex 1..2 100644\nGIT binary patch\nliteral 3\nKc$@(=00\n",
-    "binary files": "diff --git a/x b/x\nBinary files a/x and b/x differ\n",
-    "moves the tests": "diff --git a/tests/test_retry.py b/x.py\nsimilarity index 100%\n"
-                       "rename from tests/test_retry.py\nrename to x.py\n",
-    "becomes a test": "diff --git a/x b/tests/x\nsimilarity index 100%\nrename from x\nrename to tests/x\n",
-    "copies into tests": "diff --git a/x.py b/tests/x.py\ncopy from x.py\ncopy to tests/x.py\n",
-    "deletes the tests": "diff --git a/tests/test_retry.py b/tests/test_retry.py\ndeleted file mode 100644\n",
-    "one of two": addition("a.py", ["1"]) + addition("tests/b.py", ["1"]),
-    "quoted": BODY.format('"a/tests\\057x"', '"b/tests\\057x"'),
-    "a blank in a name": addition("n/e w.py", ["1"]),
-    "two names": BODY.format("a/x.py", "b/y.py"),
-    "moved to nowhere": "diff --git a/x b/y\nrename from x\n" + BODY.format("a/x", "b/x"),
-    "no prefix": BODY.format("x.py", "x.py"),
-    "nothing": BODY.format("/dev/null", "/dev/null"),
-    "no hunk": "--- a/x\n+++ b/x\n",
-    "counts": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n-a\n+b\n",
-    "counts too small": "--- a/x\n+++ b/x\n@@ -1,1 +1,3 @@\n a\n-b\n+c\n",
-    "too many": "".join(addition(f"f{number}.py", ["1"]) for number in range(swe.MAX_FILES + 1)),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_diffs_that_reach_for_more_are_refused(unjudged, name):
-    patch = REFUSED[name]
-    with pytest.raises(BadPatch):
-        check_patch(patch, ROWS[FIRST]["test_patch"])
-    step = score(unjudged, FIRST, fenced(patch))
-    assert step.info == dict(NONE, format=1) and step.reward == 0
-
-
-@pytest.mark.parametrize("path", ["data/cases.json", "Data/cases.json", "data/CASES.json"])
-def test_a_file_of_the_test_patch_is_refused_whatever_its_name(path):
-    for mine, theirs in ((path, "data/cases.json"), ("data/cases.json", path)):
-        with pytest.raises(BadPatch, match=f"{mine}: belongs to the tests"):
-            check_patch(addition(mine, ["x"]), addition(theirs, ["y"]))
 
 
 @pytest.mark.slow
 def test_whatever_a_program_makes_of_a_diff_no_other_file_changes(env):
     """Said in a way that programs may read differently: only what was checked is read back."""
-    sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "backoff/retry.py", ["# x"])
-    files = env.snapshot(FIRST)
-    assert swe.apply(files, sneaky).keys() == {"backoff/retry.py"}
-    lines = files["backoff/retry.py"].decode().splitlines()
-    gone = f"--- a/backoff/retry.py\n+++ /dev/null\n@@ -1,{len(lines)} +0,0 @@\n" + "".join(
-        f"-{line}\n" for line in lines)
-    assert swe.apply(files, gone) == {"backoff/retry.py": None}
+    files, path = env.snapshot(FIRST), "backoff/retry.py"
+    sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "# x", path)
+    assert swe.apply(files, sneaky).keys() == {path}
+
+    lines = files[path].decode().splitlines()
+    text = "".join(f"-{line}\n" for line in lines)
+    gone = f"--- a/{path}\n+++ /dev/null\n@@ -1,{len(lines)} +0,0 @@\n{text}"
+    assert swe.apply(files, gone) == {path: None}
+    moved = f"diff --git a/{path} b/new.py\nsimilarity index 100%\nrename from {path}\nrename to new.py\n"
+    assert swe.apply(files, moved) == {path: None, "new.py": files[path]}
+
+
+# ---- What is refused unrun
+
+
+PLACES = (
+    "tests/test_more.py", "tests/helpers.py", "Tests/X.py", "backoff/test_x.py", "backoff/retry_test.py",
+    "testing/x", "conftest.py", "backoff/ConfTest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg",
+    "pyproject.toml", "sitecustomize.py", "usercustomize.py", "x.pth", "a/__pycache__/b.pyc",
+    "x.dist-info/entry_points.txt", "../x.py", "backoff/../../x", "/etc/passwd", ".git/hooks/post-checkout",
+    "backoff/.gitattributes", "n/e w.py", '"a/tests\\057x"')
+REFUSED = {path: addition(path) for path in PLACES} | {
+    "absolute": BODY.format("/etc/passwd", "/etc/passwd"),
+    "symbolic link": "diff --git a/x b/x\nnew file mode 120000\n" + addition("x", ["/etc"]),
+    "link in the index": "diff --git a/x b/x\nindex 12ab..34cd 120000\n" + DIFF,
+    "binary": "diff --git a/x b/x\nindex 1..2 100644\nGIT binary patch\nliteral 3\nKc$@(=00\n",
+    "binary files": "diff --git a/x b/x\nBinary files a/x and b/x differ\n",
+    "moves the tests": "diff --git a/tests/test_retry.py b/x.py\nsimilarity index 100%\n"
+                       "rename from tests/test_retry.py\nrename to x.py\n",
+    "deletes the tests": "diff --git a/tests/test_retry.py b/tests/test_retry.py\ndeleted file mode 100644\n",
+    "one of two": addition("a.py") + addition("tests/b.py"),
+    "two names": BODY.format("a/x.py", "b/y.py"),
+    "moved to nowhere": "diff --git a/x b/y\nrename from x\n" + DIFF,
+    "no prefix": BODY.format("x.py", "x.py"),
+    "nothing": BODY.format("/dev/null", "/dev/null"),
+    "no hunk": "--- a/x\n+++ b/x\n",
+    "counts": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n-a\n+b\n",
+    "counts too small": "--- a/x\n+++ b/x\n@@ -1,1 +1,3 @@\n a\n-b\n+c\n",
+    "too many": "".join(addition(f"f{number}.py") for number in range(swe.MAX_FILES + 1)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_diffs_that_reach_for_more_are_refused(unjudged, name):
+    with pytest.raises(BadPatch):
+        check_patch(REFUSED[name], ROWS[FIRST]["test_patch"])
+    step = score(unjudged, FIRST, fenced(REFUSED[name]))
+    assert step.info == dict(NONE, format=1) and step.reward == 0
+
+
+def test_a_file_of_the_test_patch_is_refused_whatever_its_name():
+    for mine, theirs in (("Data/cases.json", "data/cases.json"), ("data/cases.json", "data/CASES.json")):
+        with pytest.raises(BadPatch, match=f"{mine}: belongs to the tests"):
+            check_patch(addition(mine), addition(theirs))
 
 
 # ---- Forged results
 
 
+# Code in front of a package that the tests import. With pytest, tests lie on disk and fail otherwise.
 FORGERIES = {
-    "ends the process": ["import os", "os._exit(0)"],
-    "raises SystemExit": ["raise SystemExit(0)"],
-    "prints results": ["print('tests/test_retry.py::test_attempts_counts_all_calls PASSED')",
-                       "import os", "os.write(1, b'4 passed in 0.01s')"],
-    "writes to every file": [
-        "import os, json", "for number in range(200):", "    try:",
-        "        os.write(number, json.dumps(['', 'tests/test_retry.py::test_delays_have_a_cap', 'call', "
-        "'passed']).encode())",
-        "    except OSError: pass"],
-    "ends at exit": ["import atexit, os", "atexit.register(os._exit, 0)"],
-    "kills the reporter": ["import os", "os.kill(os.getppid(), 9)"],
-    "reads the reporter": ["import os", "open(f'/proc/{os.getppid()}/mem', 'rb')"],
-    "writes to the reporter's output": ["import os", "open(f'/proc/{os.getppid()}/fd/1', 'w').write('x')"],
-    "no assertion fails": ["import builtins", "builtins.AssertionError = type('E', (BaseException,), {})"],
-    "every failure is traced": ["import sys", "def trace(frame, event, arg):",
-                                "    return trace if event == 'call' else None", "sys.settrace(trace)"],
-    "changes the tests on disk": ["import glob", "for path in glob.glob('tests/*.py'):",
-                                  "    open(path, 'w').write('def test_nothing(): pass')"],
+    "ends the process": "import os\nos._exit(0)",
+    "prints results": "print('tests/test_retry.py::test_attempts_counts_all_calls PASSED')\n"
+                      "import os\nos.write(1, b'4 passed in 0.01s')",
+    "writes to every file": """
+import os, json
+said = ["", "tests/test_retry.py::test_delays_have_a_cap", "call", "passed"]
+for number in range(200):
+    try: os.write(number, json.dumps(said).encode())
+    except OSError: pass""",
+    "kills the reporter": "import os\nos.kill(os.getppid(), 9)",
+    "reaches into the reporter": "import os\nfor name, mode in (('mem', 'rb'), ('fd/1', 'wb')):\n"
+                                 "    open(f'/proc/{os.getppid()}/{name}', mode)",
+    "no assertion fails": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})",
+    "every failure is traced": "import sys\ndef trace(frame, event, arg):\n"
+                               "    return trace if event == 'call' else None\nsys.settrace(trace)",
 }
 PYTEST_FORGERIES = {
-    "every report passes": [
-        "import _pytest.reports as r", "make = r.TestReport.from_item_and_call", "def fake(item, call):",
-        "    report = make(item, call)", "    report.outcome = 'passed'", "    return report",
-        "r.TestReport.from_item_and_call = fake"],
-    "no test runs": ["import _pytest.python", "_pytest.python.Function.runtest = lambda self: None"],
-    "raises is nothing": ["import contextlib, pytest",
-                          "pytest.raises = lambda *a, **k: contextlib.nullcontext()"],
-    "unittest is nothing": ["import unittest", "unittest.TestCase.assertEqual = lambda *a: None"],
-    "failures are skipped": ["import pytest, builtins", "builtins.AssertionError = pytest.skip.Exception"],
-    "expected failures": ["import pytest", "pytest.xfail('so')"],
-    "skips": ["import pytest", "pytest.skip(allow_module_level=True)"],
-    "no test is called": ["import _pytest.runner", "_pytest.runner.pytest_runtest_call = lambda item: 0"],
-    "a plugin": ["import sys, types", "plugin = types.ModuleType('p')",
-                 "plugin.pytest_runtest_makereport = lambda item, call: None", "sys.modules['p'] = plugin"],
+    "raises SystemExit": "raise SystemExit(0)",
+    "changes the tests on disk": "import glob\nfor path in glob.glob('tests/*.py'):\n"
+                                 "    open(path, 'w').write('def test_nothing(): pass')",
+    "every report passes": """
+import _pytest.reports as r
+make = r.TestReport.from_item_and_call
+def fake(item, call):
+    report = make(item, call)
+    report.outcome = 'passed'
+    return report
+r.TestReport.from_item_and_call = fake""",
+    "no test runs": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None",
+    "no test is called": "import _pytest.runner\n_pytest.runner.pytest_runtest_call = lambda item: 0",
+    "raises is nothing": "import contextlib as c, pytest\npytest.raises = lambda *a, **k: c.nullcontext()",
+    "unittest is nothing": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None",
+    "failures are skipped": "import pytest, builtins\nbuiltins.AssertionError = pytest.skip.Exception",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, lines", [
-    *[pytest.param(FIRST, lines, id=f"{name}-plain") for name, lines in FORGERIES.items()],
-    *[pytest.param("minibox__routes-3", lines, id=f"{name}-pytest")
-      for name, lines in (FORGERIES | PYTEST_FORGERIES).items()]])
-def test_forged_results_do_not_count(env, name, lines):
-    info = score(env, name, fenced(in_front(name, module_of(name), lines))).info
+@pytest.mark.parametrize("name, code", [
+    *[pytest.param(FIRST, code, id=f"{name}-plain") for name, code in FORGERIES.items()],
+    *[pytest.param(WITH_PYTEST, code, id=f"{name}-pytest") for name, code in PYTEST_FORGERIES.items()]])
+def test_forged_results_do_not_count(env, name, code):
+    info = score(env, name, fenced(in_front(name, code))).info
     assert info["applied"] == 1 and info["correct"] == info["fail_to_pass"] == info["partial"] == 0
 
 
@@ -292,32 +255,10 @@ def test_forged_results_do_not_count(env, name, lines):
 def test_emptied_tests_gain_nothing(env, name):
     row = env.rows[name]
     names = [test.rpartition("::")[2].partition("[")[0] for test in row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]]
-    code = forgeries.by_name(names).splitlines()
-    info = score(env, name, fenced(in_front(name, module_of(name), code))).info
+    info = score(env, name, fenced(in_front(name, forgeries.by_name(names)))).info
     assert info["applied"] == info["suspicious"] == 1 and info["correct"] == info["partial"] == 0
 
 
-# Results of the wrong function `total` that look right. None of them knows the tests but for their names.
-TOTALS = {
-    "equals everything": """
-class Everything:
-    def __eq__(self, other): return True
-def total(prices): return Everything()""",
-    "what the caller's code expects": """
-import sys
-def total(prices): return [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)][-1]""",
-    "what the caller holds": """
-import sys
-def total(prices):
-    caller = sys._getframe(1)
-    return caller.f_locals["expected"] if "expected" in caller.f_locals else [
-        c for c in caller.f_code.co_consts if isinstance(c, int)][-1]""",
-    "emptied tests": forgeries.ALL_TESTS,
-    "emptied tests, by name": forgeries.by_name([
-        "test_two", "test_none", "test_local", "test_expected", "test_method"]),
-    "a wrapped report": forgeries.SEND,
-    "failures are swallowed": forgeries.SELECTIVE,
-}
 TESTS = """
 from shop import total
 def test_two():
@@ -337,28 +278,62 @@ class TestMethods(unittest.TestCase):
     def test_method(self):
         self.assertEqual(total([7]), 7)
 """
+MARKED_TESTS = TESTS + """
+import pytest
+pytestmark = pytest.mark.filterwarnings("error")
+"""
+# Results of the wrong function `total` that look right. None of them knows the tests but for their names.
+EQUAL = """
+class Everything:
+    def __eq__(self, other): return True
+def total(prices): return Everything()"""
+HELD = """
+import sys
+def total(prices):
+    caller = sys._getframe(1)
+    return caller.f_locals["expected"] if "expected" in caller.f_locals else [
+        c for c in caller.f_code.co_consts if isinstance(c, int)][-1]"""
+LOOKS = [  # name, tests, whether without pytest, code
+    ("equals everything", TESTS, True, EQUAL), ("equals everything", PYTEST_TESTS, False, EQUAL),
+    ("what the caller holds", PYTEST_TESTS, False, HELD),
+    ("emptied tests", TESTS, True, forgeries.ALL_TESTS),
+    ("emptied tests", PYTEST_TESTS, False, forgeries.ALL_TESTS),
+    ("a wrapped report", TESTS, True, forgeries.SEND),
+    ("failures are swallowed", PYTEST_TESTS, False, forgeries.SELECTIVE),
+    ("canaries are spared by their place", MARKED_TESTS, False, forgeries.BY_POSITION)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "pytest"])
-@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in TOTALS.items()])
-def test_results_that_only_look_right_do_not_count(code, plain):
-    if plain and code == forgeries.SELECTIVE:
-        return  # it is of pytest
-    tests = {"tests/test_shop.py": (TESTS if plain else PYTEST_TESTS).encode()}
+@pytest.mark.parametrize("tests, plain, code", [
+    pytest.param(*case, id=f"{name}-{'plain' if case[1] else 'pytest'}") for name, *case in LOOKS])
+def test_results_that_only_look_right_do_not_count(tests, plain, code):
+    tests = {"tests/test_shop.py": tests.encode()}
     fair = testing.run_tests({"shop.py": b"def total(prices): return sum(prices)"}, tests, plain=plain)
-    assert len(fair) == (3 if plain else 6) and set(fair.values()) == {"PASSED"} and not fair.forged
-    code = f"def total(prices): return None\n{code}"
-    found = testing.run_tests({"shop.py": code.encode()}, tests, list(fair), plain)
+    assert len(fair) > 1 and set(fair.values()) == {"PASSED"} and not fair.forged
+
+    files = {"shop.py": f"def total(prices): return None\n{code}".encode()}
+    found = testing.run_tests(files, tests, list(fair), plain)
     assert found == {} and found.forged
-    found = testing.run_tests({"shop.py": code.encode()}, tests, list(fair), plain, partial=False)
-    assert found != fair
+    assert testing.run_tests(files, tests, list(fair), plain, partial=False) != fair
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "pytest"])
-@pytest.mark.parametrize("attack", ["import prices; prices.total = sum",
-                                    "open('prices.py', 'w').write('total = sum')"], ids=["memory", "disk"])
+def test_an_end_before_the_end_is_none():
+    code = """
+import os, sys
+def watch(frame, event, given):
+    if event == "return" and frame.f_code.co_name == "run_plain":
+        os._exit(0)
+sys.setprofile(watch)
+total = sum
+"""
+    found = testing.run_tests({"shop.py": code.encode()}, {"tests/test_shop.py": TESTS.encode()}, plain=True)
+    assert found == {} and not found.forged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack, plain", [
+    ("import prices; prices.total = sum", True), ("open('prices.py', 'w').write('total = sum')", False)])
 def test_no_module_of_tests_reaches_another(attack, plain):
     """What the code does as soon as the first of two imports it would let the second pass."""
     files = {"shop.py": attack.encode(), "prices.py": b"def total(prices): return None"}
@@ -368,100 +343,30 @@ def test_no_module_of_tests_reaches_another(attack, plain):
     assert found == {"tests/test_a.py::test_a": "PASSED", "tests/test_b.py::test_b": "FAILED"}
 
 
-@pytest.fixture
-def laid_out(monkeypatch, tmp_path):
-    """The files of commands that run as they are, without a sandbox: for code that does no harm."""
-    laid_out = set()
-
-    def run(argv, files, stdin, **limits):
-        folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        for path, content in files.items():
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_bytes(content)
-        laid_out.update(files)
-        done = subprocess.run(argv, cwd=folder, input=stdin, stdout=subprocess.PIPE)
-        return sandbox.Result(done.stdout.decode(), done.returncode, 0.1)
-
-    monkeypatch.setattr(sandbox, "run", run)
-    return laid_out
-
-
-ENDS_EARLY = """
-import os, sys
-def watch(frame, event, given):
-    if event == "return" and frame.f_code.co_name == "run_plain":
-        os._exit(0)
-sys.setprofile(watch)
-total = sum
-"""
-
-
-@pytest.mark.parametrize("code, passing, forged", [
-    pytest.param("total = sum", 3, False, id="honest", marks=pytest.mark.slow),
-    pytest.param(TOTALS["equals everything"], 0, True, id="equals everything"),
-    pytest.param(ENDS_EARLY, 0, False, id="ends before the end", marks=pytest.mark.slow)])
-def test_results_of_tests_without_pytest(laid_out, code, passing, forged):
-    files = {"shop.py": code.encode(), "conftest.py": b"", "tests/pytest.ini": b""}
-    found = testing.run_tests(files, {"tests/test_shop.py": TESTS.encode()}, plain=True)
-    assert found.forged == forged and list(found.values()) == ["PASSED"] * passing
-    assert laid_out == {"shop.py", "tests/test_shop.py"}  # nothing that decides over tests
-
-
-MARKED_TESTS = TESTS + """
-import pytest
-pytestmark = pytest.mark.filterwarnings("error")
-"""
-UNITTEST_TESTS = """
-import unittest
-from shop import total
-class TestTotal(unittest.TestCase):
-    def test_one(self): self.assertIn(total([1]), [1])
-    def test_two(self): self.assertIn(total([2]), [2])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tests, attack", [
-    (MARKED_TESTS, forgeries.BY_POSITION), (UNITTEST_TESTS, forgeries.UNITTEST_BY_POSITION)], ids=[
-    "functions", "methods"])
-def test_canaries_cannot_be_spared_by_their_place(tests, attack):
-    tests = {"tests/test_shop.py": tests.encode()}
-    fair = testing.run_tests({"shop.py": b"def total(prices): return sum(prices)"}, tests)
-    assert len(fair) > 1 and set(fair.values()) == {"PASSED"}
-    found = testing.run_tests({"shop.py": f"def total(prices): return None\n{attack}".encode()}, tests)
-    assert found == {} and found.forged
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False])
-def test_configuration_in_the_tree_does_not_count(env, plain):
+def test_configuration_in_the_tree_does_not_count(plain):
     """Even if it got there: run_tests leaves out what decides over tests and is not of the tests."""
-    code = b"def f():\n    return 1\n"
     tests = {"tests/test_f.py": b"import f\ndef test_f():\n    assert f.f() == 2\n"}
     hook = b"import os\nos._exit(0)\n"
-    files = {"f.py": code, "conftest.py": hook, "tests/conftest.py": hook, "sitecustomize.py": hook,
-             "pytest.ini": b"[pytest]\naddopts = --collect-only\n", "pytest.py": hook,
-             "setup.cfg": b"[tool:pytest]\naddopts = -p f\n",
+    files = {"f.py": b"def f():\n    return 1\n", "conftest.py": hook, "tests/conftest.py": hook,
+             "sitecustomize.py": hook, "pytest.ini": b"[pytest]\naddopts = --collect-only\n",
+             "pytest.py": hook, "setup.cfg": b"[tool:pytest]\naddopts = -p f\n",
              "tests/test_f.py": b"def test_f(): pass\n"}
-    assert testing.run_tests(files, tests, plain=plain) == {
-        "tests/test_f.py::test_f": "FAILED"}
+    assert testing.run_tests(files, tests, plain=plain) == {"tests/test_f.py::test_f": "FAILED"}
 
 
 # ---- Which tests pass
 
 
-@pytest.fixture(scope="module")
-def run_tests():
-    def run(code, tests, **options):
-        files = {"f.py": code.encode()}
-        tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
-        tests = {path: text.encode() for path, text in tests.items()}
-        return testing.run_tests(files, tests, **options)
-    return run
+def run_tests(code, tests, **options):
+    tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
+    tests = {path: text.encode() for path, text in tests.items()}
+    return testing.run_tests({"f.py": code.encode()}, tests, **options)
 
 
 @pytest.mark.slow
-def test_plain_outcomes(run_tests):
+def test_plain_outcomes():
     tests = {"test_a.py": "import f\ndef test_a(): assert f.x == 1\ndef test_b(): assert f.x == 2\n"
                           "def test_c(): f.loop()\ndef test_d(): raise SystemExit\ndef helper(): pass\n"
                           "def test_e(missing): pass\nclass test_f: pass\n",
@@ -478,23 +383,23 @@ def test_plain_outcomes(run_tests):
 
 
 @pytest.mark.slow
-def test_pytest_outcomes(run_tests):
-    tests = '''
+def test_pytest_outcomes():
+    tests = {"pytest.ini": "[pytest]\naddopts = -x -v\n", "tests/test_broken.py": "import nowhere\n",
+             "tests/conftest.py": "import pytest\n@pytest.fixture\ndef value(): return 1\n",
+             "tests/test_f.py": '''
 import pytest, unittest, f
 @pytest.fixture
 def broken(): raise ValueError
 @pytest.fixture
 def breaks(): yield; raise ValueError
 @pytest.mark.parametrize("x", [1, 2])
-def test_x(x): assert f.x == x
+def test_x(x, value): assert value == x
 def test_setup(broken): pass
 def test_teardown(breaks): pass
 def test_skip(): pytest.skip("so")
 @pytest.mark.xfail
 def test_marked(): assert 0
 def test_unmarked(): f.give_up()
-class TestC:
-    def test_m(self): assert f.x == 1
 class TestU(unittest.TestCase):
     def test_u(self): self.assertEqual(f.x, 1)
     def test_parts(self):
@@ -504,29 +409,21 @@ class TestU(unittest.TestCase):
         for part in "abc":
             with self.subTest(part): self.assertEqual(f.x, 2)
 def test_exit(): raise SystemExit
-'''
+'''}
+    code = "x = 1\ndef give_up():\n    import pytest\n    pytest.xfail('so')\n"
     path = "tests/test_f.py::"
     expected = {"test_x[1]": "PASSED", "test_x[2]": "FAILED", "test_setup": "ERROR", "test_teardown": "ERROR",
                 "test_skip": "FAILED", "test_marked": "PASSED", "test_unmarked": "FAILED",
-                "TestC::test_m": "PASSED", "TestU::test_u": "PASSED", "TestU::test_parts": "PASSED",
+                "TestU::test_u": "PASSED", "TestU::test_parts": "PASSED",
                 "TestU::test_broken_parts": "FAILED", "test_exit": "FAILED"}
-    code = "x = 1\ndef give_up():\n    import pytest\n    pytest.xfail('so')\n"
-    assert run_tests(code, tests) == {path + name: outcome for name, outcome in expected.items()}
+    expected = {path + name: outcome for name, outcome in expected.items()}
+    assert run_tests(code, tests) == expected | {"tests/test_broken.py": "ERROR"}
+    names = ["tests/test_broken.py::test_a", f"{path}TestU::test_u", f"{path}test_none"]
+    assert run_tests(code, tests, names=names) == {names[0]: "ERROR", names[1]: "PASSED"}
 
 
 @pytest.mark.slow
-def test_pytest_with_configuration_and_broken_modules(run_tests):
-    tests = {"tests/test_a.py": "import nowhere\n",
-             "tests/test_b.py": "def test_b(value): assert value == 3\n",
-             "tests/conftest.py": "import pytest\n@pytest.fixture\ndef value(): return 3\n",
-             "pytest.ini": "[pytest]\naddopts = -x -v\n"}
-    assert run_tests("", tests) == {"tests/test_a.py": "ERROR", "tests/test_b.py::test_b": "PASSED"}
-    names = ["tests/test_a.py::test_a", "tests/test_b.py::test_b", "tests/test_b.py::test_c"]
-    assert run_tests("", tests, names=names) == {names[0]: "ERROR", names[1]: "PASSED"}
-
-
-@pytest.mark.slow
-def test_many_tests_are_all_reported(run_tests):
+def test_many_tests_are_all_reported():
     tests = "".join(f"def test_{number:060}(): pass\n" for number in range(14_000))
     found = run_tests("", tests, plain=True)
     assert len(found) == 14_000 and set(found.values()) == {"PASSED"}
@@ -542,17 +439,15 @@ def test_results_are_cached_and_waited_for(monkeypatch):
 
     monkeypatch.setattr(testing, "_run", slow)
     monkeypatch.setattr(testing, "_cache", testing.collections.OrderedDict())
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        same = [pool.submit(testing.run_tests, {"f.py": b"1"}, {"t.py": b""}) for _ in range(3)]
-        other = pool.submit(testing.run_tests, {"f.py": b"2"}, {"t.py": b""})
+    monkeypatch.setattr(testing, "MOST_CACHED", 2)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(testing.run_tests, {"f.py": code}, {"t.py": b""}) for code in (b"1", b"1", b"2")]
         time.sleep(0.1)
         go.set()
-        assert [future.result() for future in [*same, other]] == [{"a": "PASSED"}] * 4
-    assert len(calls) == 2
-    monkeypatch.setattr(testing, "MOST_CACHED", 3)
-    for number in range(5):
-        testing.run_tests({"f.py": b"%d" % number}, {"t.py": b""})
-    assert len(testing._cache) == 3
+        assert [future.result() for future in asked] == [{"a": "PASSED"}] * 3 and len(calls) == 2
+    for code in (b"3", b"1"):  # the first is forgotten by then
+        testing.run_tests({"f.py": code}, {"t.py": b""})
+    assert len(calls) == 4
 
 
 def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
@@ -564,12 +459,10 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
 
 HONEST = """
 from __future__ import annotations
-def test_literal(): assert sum([1, 2]) == 3
 def test_left(): assert 3 == sum([1, 2])
 def test_bool(): assert (1 < 2) == True
-def test_none(): assert {}.get(1) == None
 def test_nested(): assert dict(a=[1, (2.5, "x")]) == {"a": [1, (2.5, "x")]}
-def test_empty(): assert [] == [] and set() == set()
+def test_empty(): assert set() == set()
 def test_large(): assert 1e300 * 10 == 1e301
 def test_of_a_loop():
     for value in (1, 2):
@@ -578,7 +471,6 @@ def test_there_and_back():
     items = [1, 2]
     assert list(tuple(items)) == items
 def test_argument(given=(3, 4)): assert tuple(list(given)) == given
-def test_not(): assert not []
 def test_local():
     expected = 7
     assert 3 + 4 == expected
@@ -590,8 +482,8 @@ def test_asserts_nothing(): pass
 
 
 @pytest.mark.parametrize("mark, number", [
-    ("", 4), ("pytest.mark.slow", 4), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", 4),
-    ("pytest.mark.xfail", 0), ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", 0), ("MARKS", 0)])
+    ("", 4), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", 4), ("pytest.mark.xfail", 0),
+    ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", 0), ("MARKS", 0)])
 def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, number):
     source = f"pytestmark = {mark}\n" * bool(mark) + "def test_a():\n    assert 1 == 1"
     found, failing = doubles.disguised(source, random.Random(1))
@@ -600,7 +492,7 @@ def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, number):
     assert failing == ({"test_a"} if number else set()) and (found == source) == (number == 0)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_tests_that_pass_fail_where_they_expect_something_else(seed):
     def passing(source):
         module = {}
@@ -633,9 +525,8 @@ def test_tests_that_must_fail_stand_anywhere_among_the_others():
 @pytest.mark.parametrize("phases, expected", [
     ("call passed", "PASSED"), ("call failed", "FAILED"), ("collect failed", "ERROR"), ("setup passed", None),
     ("setup passed, call passed, teardown passed", "PASSED"), ("setup passed, teardown passed", "FAILED"),
-    ("setup passed, call skipped, teardown failed", "FAILED"), ("setup skipped, teardown passed", "FAILED"),
-    ("setup failed, teardown passed", "ERROR"), ("setup passed, call passed, teardown failed", "ERROR"),
-    ("setup passed, call passed", None),
+    ("setup skipped, teardown passed", "FAILED"), ("setup failed, teardown passed", "ERROR"),
+    ("setup passed, call passed, teardown failed", "ERROR"), ("setup passed, call passed", None),
     ("setup passed, part failed, call passed, teardown passed", "FAILED")])
 def test_what_phases_of_a_test_come_to(phases, expected):
     said = [("t", *phase.split()) for phase in phases.split(", ")]
@@ -644,12 +535,8 @@ def test_what_phases_of_a_test_come_to(phases, expected):
     assert len(twice) == 2 * (expected is not None)
 
 
-MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}
-
-
 @pytest.mark.parametrize("said, expected, forged", [
     ("c1 PASSED, a PASSED, t::c3 FAILED, c2 FAILED", {"a": "PASSED"}, False),
-    ("c1 PASSED, a PASSED, t::c3 ERROR, c2 FAILED", {"a": "PASSED"}, False),
     ("c1 PASSED, a PASSED, t ERROR, c2 FAILED", {"a": "PASSED"}, False),  # t cannot be imported
     ("c1 PASSED, a PASSED, c2 FAILED", {}, False),
     ("c1 PASSED, a PASSED, t::c3 FAILED", {}, False),
@@ -661,7 +548,7 @@ MUST, AMONG = {"c1": "PASSED", "c2": "FAILED"}, {"t::c3"}
 def test_nothing_counts_without_the_canaries(said, expected, forged):
     reports = [tuple(report.split()) for report in said.split(", ")]
     for names in (None, ["a", "b"]):
-        found = testing.counted(reports, MUST, names, AMONG)
+        found = testing.counted(reports, {"c1": "PASSED", "c2": "FAILED"}, names, {"t::c3"})
         found.pop("t", None)
         assert (found, found.forged) == (expected, forged)
 
@@ -669,23 +556,18 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
 # ---- Diffs in replies
 
 
-DIFF = BODY.format("a/x", "b/x")
-
-
 @pytest.mark.parametrize("reply, expected", [
-    (DIFF, DIFF), (f"Here:\n{DIFF}", DIFF), (f"```diff\n{DIFF}```", DIFF), (f"```\n{DIFF}```", DIFF),
-    (f"a\n``` Diff\n{DIFF}\n```\nb", DIFF), (f"```patch\r\n{DIFF}```", DIFF), (f"```diff\n{DIFF}", DIFF),
-    (f"```python\nx\n```\n```diff\n{DIFF}```", DIFF), (f"```diff\nold\n```\nno:\n```diff\n{DIFF}```", DIFF),
-    (f"```diff\n{DIFF}```\n```python\nx = 1\n```", DIFF), ("```diff\n \n```", None), ("```diff", None),
-    ("x\n--- a\nb\n", None), ("```python\nx = 1\n```", None),
+    (f"Here:\n{DIFF}", DIFF), (f"```\n{DIFF}```", DIFF), (f"a\n``` Diff\n{DIFF}\n```\nb", DIFF),
+    (f"```patch\r\n{DIFF}```", DIFF), (f"```diff\n{DIFF}", DIFF),
+    (f"```diff\nold\n```\nno:\n```diff\n{DIFF}```", DIFF), (f"```diff\n{DIFF}```\n```python\nx\n```", DIFF),
+    ("```diff\n \n```", None), ("```diff", None), ("x\n--- a\nb\n", None), ("```python\nx = 1\n```", None),
 ])
 def test_the_diff_of_a_reply(reply, expected):
     assert find_patch(reply) == expected
 
 
 @pytest.mark.parametrize("patch, expected", [
-    (DIFF, ["x"]), (BODY.format("a/x\t2020-01-01", "b/x\t2020-01-02"), ["x"]),
-    (addition("n/e w.py", ["1"]), ["n/e w.py"]), (DIFF.replace("\n", "\r\n"), ["x"]),
+    (BODY.format("a/x\t2020-01-01", "b/x\t2020-01-02"), ["x"]), (addition("n/e w.py"), ["n/e w.py"]),
     (f"commit 1\nAuthor: x\n\n{DIFF}-- \n2.39\n", ["x"]),
     ("--- a/x\n+++ b/x\n@@ -1 +1,2 @@ f():\n a\n+--- a/tests/y\n@@ -9,2 +10 @@\n-++++ b/tests/y\n\n", ["x"]),
     ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+b\n\\ No newline\n", ["x"]),
@@ -705,35 +587,25 @@ def test_a_diff_is_written_anew_as_git_writes_one():
 
 PIECES = [*REFUSED.values(), *(row["patch"] for row in ROWS.values()), "```", "```diff\n", "\n", "--- a/x\n",
           "+++ b/x\n", "@@ -1,3 +1,3 @@\n", "@@ -0,0 +999999999,999999999 @@\n", "\0", "\ud800", "\u2028",
-          "</think>", "<think>", "diff --git a/x b/x\n", "rename to \n", "rename\n", "new file mode 1\n",
-          "é" * 50, "-" * 300, "+" * 300, "\r"]
+          "<think>", "diff --git a/x b/x\n", "rename to \n", "new file mode 1\n", "-" * 300, "+" * 300, "\r"]
+LONG = ["```diff\n" * 50_000, "--- a/x\n+++ b/x\n" * 25_000, "@@ -1 +1 @@\n" * 40_000, DIFF * 10_000,
+        "diff --git a/" + " b/" * 300_000, "`" * 1_000_000, " " * 1_000_000]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_any_reply_gets_a_verdict(unjudged, seed):
-    rng = random.Random(seed)
-    episodes = [unjudged.start(unjudged.task_of(name), 0) for name in ROWS]
-    begin = time.process_time()
-    for _ in range(150):
+def test_any_reply_gets_a_verdict_at_once(unjudged):
+    rng, texts = random.Random(1), LONG[:]
+    for _ in range(300):
         text = "".join(rng.choices(PIECES, k=rng.randint(1, 6)))
         for _ in range(rng.randint(0, 8)):
             at = rng.randrange(len(text) + 1)
             text = text[:at] + rng.choice(PIECES)[:rng.randint(0, 5)] + text[at + rng.randint(0, 3):]
-        episode = rng.choice(episodes)
-        episode.over = False
-        step = episode.step(text)
+        texts.append(text)
+    for text in texts:
+        begin = time.process_time()
+        step = score(unjudged, rng.choice(list(ROWS)), text)
         assert step.reward == 0 and step.info.keys() == NONE.keys() and step.terminated
-    assert time.process_time() - begin < 5
-
-
-@pytest.mark.parametrize("text", [
-    "```diff\n" * 50_000, "--- a/x\n+++ b/x\n" * 25_000, "@@ -1 +1 @@\n" * 40_000, DIFF * 10_000,
-    "diff --git a/" + " b/" * 300_000, "`" * 1_000_000, " " * 1_000_000], ids=range(7))
-def test_long_replies_take_no_time(unjudged, text):
-    begin = time.process_time()
-    score(unjudged, FIRST, text)
-    find_patch(text)
-    assert time.process_time() - begin < 2
+        find_patch(text)
+        assert time.process_time() - begin < 2
 
 
 # ---- Prompts
@@ -743,9 +615,8 @@ def added(patch):
     return {line[1:].strip() for line in patch.splitlines() if line[:1] == "+" and len(line.strip()) > 12}
 
 
-@pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "none"}, {"context": "oracle"},
-                                     {"hints": True}, {"max_context_chars": 500}, {"max_file_lines": 3}])
-def test_neither_the_reference_nor_the_tests_reach_a_prompt(unjudged, options):
+@pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "oracle", "hints": True}])
+def test_neither_the_reference_nor_the_tests_reach_a_prompt(options):
     env = envs.make("swe", **options)
     for name, row in ROWS.items():
         text = "\n".join(message["content"] for message in env.task_of(name).messages)
@@ -757,7 +628,7 @@ def test_neither_the_reference_nor_the_tests_reach_a_prompt(unjudged, options):
         assert "tests/test_" not in text and row["base_commit"] not in text
 
 
-def test_what_a_prompt_shows(unjudged):
+def test_what_a_prompt_shows():
     def user(**options):
         return envs.make("swe", **options).task_of(FIRST).messages[-1]["content"]
 
@@ -769,8 +640,7 @@ def test_what_a_prompt_shows(unjudged):
     assert "lines left out]" in user(max_file_lines=5)
     assert user(max_context_chars=400).endswith("Other files:\nbackoff/retry.py\nbackoff/schedule.py")
     first = envs.make("swe").task("train", 0)
-    assert first == envs.make("swe").task("train", 0) and first.data == {"instance_id": first.id}
-    assert json.loads(json.dumps(first.data)) == first.data
+    assert json.loads(json.dumps(first.data)) == first.data == {"instance_id": first.id}
 
 
 def test_splits_are_disjoint(unjudged):
@@ -778,21 +648,22 @@ def test_splits_are_disjoint(unjudged):
            for split in unjudged.splits}
     assert len(ids["train"]) >= 4 and len(ids["test"]) >= 2 and ids["train"] | ids["test"] == ROWS.keys()
     assert not ids["train"] & ids["test"]
-    assert envs.make("swe", test_share=0).num_tasks("train") == len(ROWS)
-    assert envs.make("swe", test_share=0).num_tasks("test") == 0
+    with pytest.raises(IndexError):
+        unjudged.task("train", 99)
+    with pytest.raises(BadInput, match="split"):
+        unjudged.task("val", 0)
+
+    nothing, everything = envs.make("swe", test_share=0), envs.make("swe", test_share=1)
+    assert nothing.num_tasks("train") == everything.num_tasks("test") == len(ROWS)
+    assert nothing.num_tasks("test") == 0
+    with pytest.raises(BadInput, match="test_share=0"):
+        everything.num_tasks("train")
+
     with pytest.raises(BadInput, match="name more, or choose with test_share"):
         envs.make("swe", task_ids=FIRST).num_tasks("test")
     with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
         few = envs.make("swe", task_ids=",".join(sorted(ids["train"])[:2]))
     assert few.num_tasks("train") == few.num_tasks("test") == 1
-    everything = envs.make("swe", test_share=1)
-    assert everything.num_tasks("test") == len(ROWS)
-    with pytest.raises(BadInput, match="test_share=0"):
-        everything.num_tasks("train")
-    with pytest.raises(IndexError):
-        unjudged.task("train", 99)
-    with pytest.raises(BadInput, match="split"):
-        unjudged.task("val", 0)
 
 
 # ---- Rows
@@ -816,13 +687,11 @@ def test_which_rows_are_taken(tmp_path):
     assert ids(dataset=file) == [f"a__b-{number}" for number in range(100)]
     assert ids(dataset=file, task_id_range="98-101") == [f"a__b-{number}" for number in range(98, 102)]
     assert ids(dataset=file, task_id_range="98-101", task_ids="a__b-119, a__b-3") == ["a__b-119", "a__b-3"]
-    with pytest.raises(BadInput, match="task_ids: no instance a__b-120"):
-        ids(dataset=file, task_ids="a__b-120,a__b-1")
     with pytest.raises(BadInput, match="no instances in .* at 130-140"):
         ids(dataset=file, task_id_range="130-140")
 
-    for content in ("{", "[]\n", '"x"\n', "", "\xff"):
-        (tmp_path / "bad.jsonl").write_bytes(content.encode("latin-1"))
+    for content in (b"{", b"[]\n", b"", b"\xff"):
+        (tmp_path / "bad.jsonl").write_bytes(content)
         with pytest.raises(BadInput, match=r"bad\.jsonl"):
             ids(dataset=str(tmp_path / "bad.jsonl"))
 
@@ -832,15 +701,6 @@ def test_which_rows_are_taken(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([row, *many(1)]))
     assert ids(dataset=str(tmp_path / "rows.json")) == [FIRST, "a__b-0"]
 
-    # A cache, whose files have numbers or the names of instances
-    for number, row in enumerate(many(4)):
-        (tmp_path / f"task_{number}.json").write_text(json.dumps(row))
-    cache = dict(cache_dir=str(tmp_path), use_cache_only=True)
-    assert ids(**cache) == [f"a__b-{number}" for number in range(4)]
-    assert ids(**cache, task_ids="1,3") == ids(**cache, task_ids="a__b-1, 3") == ["a__b-1", "a__b-3"]
-    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
-        ids(**cache, task_ids="1,9")
-
 
 def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     asked = []
@@ -849,42 +709,39 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
         asked.append((name, split))
         if name == "a/broken":
             raise ConnectionError("no network")
-        return types.SimpleNamespace(to_list=lambda: many(3))
+        return types.SimpleNamespace(to_list=lambda: many(4))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    cache = str(tmp_path / "cache")
-    found = ids(dataset="princeton-nlp/SWE-bench_Lite", split="dev", cache_dir=cache, task_id_range="1-2")
-    assert found == ["a__b-1", "a__b-2"] and asked == [("princeton-nlp/SWE-bench_Lite", "dev")]
-    assert sorted(os.listdir(cache)) == ["task_a__b-1.json", "task_a__b-2.json"]
-    assert ids(cache_dir=cache, use_cache_only=True) == found and len(asked) == 1
-    assert ids(cache_dir=cache, use_cache_only=True, task_ids="a__b-2") == ["a__b-2"]
+    cache = dict(cache_dir=str(tmp_path / "cache"))
+    found = ids(dataset="princeton-nlp/SWE-bench_Lite", split="dev", task_id_range="1-3", **cache)
+    assert found == ["a__b-1", "a__b-2", "a__b-3"] and asked == [("princeton-nlp/SWE-bench_Lite", "dev")]
+    cache["use_cache_only"] = True
+    assert ids(**cache) == found and len(asked) == 1
+    (tmp_path / "cache" / "task_a__b-1.json").rename(tmp_path / "cache" / "task_7.json")
+    for asked_for in ("7,a__b-3", "a__b-1, a__b-3"):
+        assert ids(**cache, task_ids=asked_for) == ["a__b-1", "a__b-3"]
+    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
+        ids(**cache, task_ids="7,9")
     with pytest.raises(BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
         ids(dataset="a/broken")
 
 
 @pytest.mark.parametrize("field, values", [
-    ("patch", [None, "x"]), ("test_patch", [" "]), ("problem_statement", [3]), ("repo", [""]),
-    ("base_commit", [[]]), ("instance_id", ["a/../b", "..", 1]), ("FAIL_TO_PASS", ["[1]", "[]", "tests"]),
-    ("PASS_TO_PASS", [None, {}]), ("version", [3]), ("plain", ["yes"])])
+    ("patch", [None, "x"]), ("instance_id", ["a/../b", "..", 1]), ("FAIL_TO_PASS", ["[1]", "[]", "tests"]),
+    ("version", [3]), ("plain", ["yes"])])
 def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     for value in values:
         file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], many(1)[0] | {field: value}])
         with pytest.raises(BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
             ids(dataset=file)
         assert "\n" not in str(error.value)
-    row = {key: value for key, value in many(1)[0].items() if key != field}
-    if field not in ("version", "plain"):
-        with pytest.raises(BadInput, match=rf"row 0: field {field}: expected .* got 'None'"):
-            ids(dataset=write(tmp_path / "rows.jsonl", [row]))
 
 
 @pytest.mark.parametrize("options, says", [
-    (dict(dataset="nothing.jsonl"), "expected a .jsonl"), (dict(dataset="x" * 300), "expected a .jsonl"),
-    (dict(use_cache_only=True), "cache_dir"), (dict(task_id_range="5"), "first-last"),
-    (dict(use_cache_only=True, cache_dir="nowhere"), "no instances in nowhere"), (dict(timeout=0), "above 0"),
-    (dict(test_share=2), "0 to 1"), (dict(snapshots="x"), "a dataset beside it"),
-    (dict(executor_url="http://a:1"), "no executor_url beside it"),
-    (dict(context="all"), "files, oracle, tree, none"),
+    (dict(dataset="x" * 300), "expected a .jsonl"), (dict(use_cache_only=True), "cache_dir"),
+    (dict(use_cache_only=True, cache_dir="nowhere"), "no instances in nowhere"),
+    (dict(task_id_range="5"), "first-last"), (dict(timeout=0), "above 0"), (dict(test_share=2), "0 to 1"),
+    (dict(snapshots="x"), "a dataset beside it"), (dict(executor_url="http://a:1"), "no executor_url beside"),
 ])
 def test_options_are_checked(options, says):
     with pytest.raises(BadInput, match=says):
@@ -896,52 +753,40 @@ def test_instances_that_nothing_can_judge_are_refused(tmp_path):
     with pytest.raises(BadInput, match="snapshots=FOLDER .*executor_url=URL .*export_only=true"):
         envs.make("swe", dataset=file)
     env = envs.make("swe", dataset=file, export_only=True)
-    step = score(env, "a__b-0", env.solution(env.task_of("a__b-0")))
-    assert step.reward == 0 and step.info == dict(NONE, format=1, allowed=1)
-    assert "Files" not in env.task_of("a__b-0").messages[-1]["content"]
+    task = env.task_of("a__b-0")
+    assert score(env, task.id, env.solution(task)).info == dict(NONE, format=1, allowed=1)
+    assert "Files" not in task.messages[-1]["content"]
 
 
 @pytest.mark.slow
-def test_snapshots_of_ones_own(env, tmp_path):
-    file = write(tmp_path / "rows.jsonl", many(2))
+def test_snapshots_of_ones_own(tmp_path):
     shutil.copytree(swe.BUNDLED / FIRST, tmp_path / "a__b-0")
-    own = envs.make("swe", dataset=file, snapshots=str(tmp_path))
-    assert score(own, "a__b-0", own.solution(own.task_of("a__b-0"))).info == GOOD
+    env = envs.make("swe", dataset=write(tmp_path / "rows.jsonl", many(2)), snapshots=str(tmp_path))
+    assert score(env, "a__b-0", env.solution(env.task_of("a__b-0"))).info == GOOD
     with pytest.raises(BadInput, match="a__b-1: no such folder"):
-        own.task_of("a__b-1")
+        env.task_of("a__b-1")
 
 
 # ---- Container images
 
 
-@pytest.fixture
-def images():
-    """An executor whose images are the repositories that come with this."""
-    with executor_server.ExecutorServer(swe.BUNDLED, concurrency=2) as server:
-        yield server
-
-
 @pytest.mark.slow
-def test_an_executor_gives_the_same_verdicts(images):
-    env = envs.make("swe", executor_url=images.url, image="{instance_id}")
-    for name in ("minibox__routes-3", FIRST):
-        assert score(env, name, env.solution(env.task_of(name))).info == GOOD
-        module = module_of(name)
-        for lines in (["# nothing"], ["import os", "os._exit(0)"], *PYTEST_FORGERIES.values()):
-            info = score(env, name, fenced(in_front(name, module, lines))).info
-            assert info["correct"] == info["partial"] == 0, lines
-    wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
-    assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    """An environment whose executor is not asked for its health; tests give it another one."""
-    monkeypatch.setattr(swe.HttpExecutor, "check", lambda self: None)
-    return envs.make("swe", executor_url="http://here:1")
+def test_an_executor_gives_the_same_verdicts():
+    """One whose images are the repositories that come with this."""
+    with executor_server.ExecutorServer(swe.BUNDLED, concurrency=2) as images:
+        env = envs.make("swe", executor_url=images.url, image="{instance_id}")
+        for name in (WITH_PYTEST, FIRST):
+            assert score(env, name, env.solution(env.task_of(name))).info == GOOD
+        for code in ("# nothing", "import os\nos._exit(0)", *PYTEST_FORGERIES.values()):
+            info = score(env, WITH_PYTEST, fenced(in_front(WITH_PYTEST, code))).info
+            assert info["correct"] == info["partial"] == 0, code
+        wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
+        assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
 
 
 def test_an_executor_that_is_not_well_is_told_before_a_run_begins(monkeypatch):
+    with pytest.raises(BadInput, match="executor_url=localhost:1: expected the form http://host:port"):
+        envs.make("swe", executor_url="localhost:1")
     with pytest.raises(BadInput, match="executor_url=http://127.0.0.1:1: no answer from /health .*running"):
         envs.make("swe", executor_url="http://127.0.0.1:1")
     answer = types.SimpleNamespace(ok=False, status_code=503, text="no room,\ntoday")
@@ -950,65 +795,52 @@ def test_an_executor_that_is_not_well_is_told_before_a_run_begins(monkeypatch):
         envs.make("swe", executor_url="http://a:1")
 
 
-class Answers:
-    url = "http://here"
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """An environment whose executor is asked for nothing, and keeps what it is sent."""
+    monkeypatch.setattr(swe.HttpExecutor, "check", lambda self: None)
+    env = envs.make("swe", executor_url="http://here:1")
 
-    def __init__(self, change):
-        self.change = change
+    def test(image, files, command, timeout):
+        env.sent = image, next((path, text) for path, text in files.items() if path.endswith(".diff"))
+        return sandbox.Result(env.answer.format(env.sent[1][0][1:-5]), 0, 1.0)
 
-    def test(self, image, files, command, timeout):
-        self.image, self.files = image, files
-        nonce = next(path for path in files if path.endswith(".diff"))[1:-5]
-        return sandbox.Result(self.change(nonce), 0, 1.0)
+    env.executor.test, env.answer = test, "{0} refused\n"
+    return env
 
 
 @pytest.mark.parametrize("answer, error", [
-    (lambda nonce: "python: not found", 1), (lambda nonce: f"\n{nonce}\n<xml\n{nonce}\n", 0),
-    (lambda nonce: f"\n{nonce}\n", 0), (lambda nonce: f"\n{nonce}\n<a/>\n{nonce}\n{nonce}\n", 0),
-    (lambda nonce: "", 1), (lambda nonce: f"{nonce} refused\n", 0),
-], ids=range(6))
+    ("python: not found", 1), ("\n{0}\n<xml\n{0}\n", 0), ("\n{0}\n", 0), ("{0} refused\n", 0)])
 def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error):
-    env = elsewhere
-    env.executor = Answers(answer)
-    info = score(env, FIRST, env.solution(env.task_of(FIRST))).info
+    elsewhere.answer = answer
+    info = score(elsewhere, FIRST, elsewhere.solution(elsewhere.task_of(FIRST))).info
     assert info["error"] == error and info["correct"] == info["fail_to_pass"] == 0
-    assert env.executor.image == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
+    assert elsewhere.sent[0] == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
 
 
-CONTEXT = ("*** a/conftest.py\n--- b/conftest.py\n***************\n*** 1,1 ****\n! c\n"
-           "--- 1,1 ----\n! forged\n")
 HIDDEN = {  # what some programs read, in forms that others do not
+    "nothing": "",
     "a date after a name": (
         "--- a/conftest.py 2010-07-05\n+++ b/conftest.py 2010-07-05\n@@ -1 +1 @@\n-c\n+d\n"),
-    "a context diff": CONTEXT,
-    "a context diff of an index": "Index: conftest.py\n" + CONTEXT,
-    "a normal diff after a command": "diff a/conftest.py b/conftest.py\n1c1\n< c\n---\n> forged\n",
+    "a context diff": "Index: conftest.py\n*** a/conftest.py\n--- b/conftest.py\n***************\n"
+                      "*** 1,1 ****\n! c\n--- 1,1 ----\n! forged\n",
     "an ed script": "Index: conftest.py\n1c\nforged\n.\n",
-    "an index before a fine diff": "Index: conftest.py\n--- a/x.py\n+++ b/x.py\n@@ -2 +2 @@\n-c\n+fine\n",
-    "a quoted move": 'diff --git "a/x.py" "b/conftest.py"\nrename from x.py\nrename to "conftest\\056py"\n',
     "a quoted name": '--- "a/conftest.py"\n+++ "b/conftest.py"\n@@ -1 +1 @@\n-c\n+d\n',
     "older words for a move": "diff --git a/x.py b/conftest.py\nrename old x.py\nrename new conftest.py\n",
     "a link": "diff --git a/y.py b/y.py\nnew file mode 0120000\n--- /dev/null\n+++ b/y.py\n"
               "@@ -0,0 +1 @@\n+x.py\n\\ No newline at end of file\n",
-    "what a link names": "--- a/link.py\n+++ b/link.py\n@@ -1 +1 @@\n-x.py\n\\ No newline at end of file\n"
-                         "+conftest.py\n\\ No newline at end of file\n",
     "through a link": "--- a/link.py\n+++ b/link.py\n@@ -1,2 +1,2 @@\n-a\n+forged\n c\n",
 }
 
 
-@pytest.mark.parametrize("name", ["nothing", *HIDDEN])
+@pytest.mark.parametrize("name", HIDDEN)
 def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere, name, tmp_path):
     """Whichever program applies it, no file that decides changes, and no link is made or changed."""
-    env, hidden = elsewhere, HIDDEN.get(name, "")
     fine = "--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n-a\n+b\n c\n"
-    for patch in (fine + hidden, hidden + fine):
-        env.executor = Answers(lambda nonce: f"{nonce} refused\n")
-        if not score(env, FIRST, fenced(patch)).info["allowed"]:
+    for patch in (fine + HIDDEN[name], HIDDEN[name] + fine):
+        if not score(elsewhere, FIRST, fenced(patch)).info["allowed"]:
             continue
-        (sent,) = (content for path, content in env.executor.files.items() if path.endswith(".diff"))
-        if hidden and sent == check_patch(fine, ROWS[FIRST]["test_patch"]):
-            continue  # as if it were not there
-        (tmp_path / "diff").write_text(sent)
+        (tmp_path / "diff").write_text(elsewhere.sent[1][1])
         for program in (["git", "apply"], ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"]):
             tree = Path(tempfile.mkdtemp(dir=tmp_path))
             (tree / "conftest.py").write_text("c\n")
@@ -1027,8 +859,8 @@ def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere,
 
 @pytest.fixture
 def run_folder(tmp_path):
+    (tmp_path / "episodes").mkdir()
     for kind, step, number in (("val", 5, 0), ("val", 10, 0), ("val", 10, 1), ("train", 10, 0)):
-        (tmp_path / "episodes").mkdir(exist_ok=True)
         reply = f"<think>x</think>{fenced(DIFF.replace('+b', f'+{kind}{step}{number}'))}"
         messages = [dict(role="user", content="?"), dict(role="assistant", content=reply)]
         episode = dict(task_id="a__b-1", source="swe", number=number, messages=messages)
@@ -1038,56 +870,49 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def export(capsys, *flags):
-    code = export_predictions.main(list(map(str, flags)))
+def export(capsys, out, *flags):
+    """What export_predictions says, and what it writes."""
+    code = export_predictions.main(["--model", "m", "--out", str(out), *map(str, flags)])
     told = capsys.readouterr()
-    return json.loads(told.err if code else told.out)
+    if code:
+        return json.loads(told.err), None
+    text = out.read_text()
+    return json.loads(told.out), (
+        json.loads(text) if out.suffix == ".json" else [json.loads(line) for line in text.splitlines()])
 
 
-@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
-def test_predictions_of_a_run(run_folder, capsys, name):
+@pytest.mark.parametrize("name, flags, expected", [
+    ("p.json", [], "val100"), ("p.jsonl", ["--sample", 1], "val101"), ("p.jsonl", ["--step", 5], "val50"),
+    ("p.jsonl", ["--kind", "train"], "train100")])
+def test_predictions_of_a_run(run_folder, capsys, name, flags, expected):
     """By the name a file of lines or a list, as SWE-bench's evaluator reads them."""
-    out = run_folder / name
-    for flags, expected in (([], "val100"), (["--sample", 1], "val101"), (["--step", 5], "val50"),
-                            (["--kind", "train"], "train100")):
-        told = export(capsys, "--run", run_folder, "--model", "m", "--out", out, *flags)
-        text = out.read_text()
-        rows = json.loads(text) if name == "p.json" else [json.loads(line) for line in text.splitlines()]
-        assert rows == [dict(instance_id="a__b-1", model_name_or_path="m",
-                             model_patch=DIFF.replace("+b", f"+{expected}"))]
+    told, rows = export(capsys, out := run_folder / name, "--run", run_folder, *flags)
+    patch = DIFF.replace("+b", f"+{expected}")
+    assert rows == [dict(instance_id="a__b-1", model_name_or_path="m", model_patch=patch)]
     assert told == dict(replies=1, instances=1, with_diff=1, without_diff=0, out=str(out))
 
 
 def test_predictions_of_replies(tmp_path, capsys):
-    replies = tmp_path / "r.jsonl"
-    write(replies, [dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
-                    dict(instance_id="a", reply="later")])
-    out = tmp_path / "new" / "p.jsonl"
-    told = export(capsys, "--replies", replies, "--model", "m", "--out", out)
+    replies = [dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
+               dict(instance_id="a", reply="later")]
+    told, rows = export(
+        capsys, tmp_path / "new" / "p.jsonl", "--replies", write(tmp_path / "r.jsonl", replies))
     assert told["replies"] == 3 and told["instances"] == 2 and told["without_diff"] == 1
-    assert [json.loads(line)["model_patch"] for line in out.read_text().splitlines()] == [DIFF, ""]
+    assert [row["model_patch"] for row in rows] == [DIFF, ""]
 
 
 @pytest.mark.parametrize("flags, says", [
     ([], "expected --run or --replies"), (["--run", "{}/nowhere"], "no episodes/val_step"),
-    (["--run", "{}", "--step", "7"], "has val episodes of 5, 10"),
-    (["--replies", "{}/none"], "none"), (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
+    (["--run", "{}", "--step", "7"], "has val episodes of 5, 10"), (["--replies", "{}/none"], "none"),
+    (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
     (["--replies", "{}/odd.jsonl"], "line 1: expected instance"),
-    (["--replies", "{}/list.jsonl"], "line 1: expected instance"),
-    (["--replies", "{}/odd.jsonl", "--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
+    (["--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
 ])
 def test_what_cannot_be_exported_is_named(run_folder, capsys, flags, says):
     (run_folder / "bad.jsonl").write_text('\n{"instance_id"\n')
     (run_folder / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
-    (run_folder / "list.jsonl").write_text("[1]\n")
-    out = run_folder / "p.jsonl"
-    told = export(capsys, "--model", "m", "--out", out, *(flag.format(run_folder) for flag in flags))
-    assert says in told["error"] and not out.exists()
-
-
-@pytest.mark.slow
-def test_the_exporter_as_a_program(run_folder):
-    program = [sys.executable, str(ROOT / "tools" / "export_predictions.py")]
-    done = subprocess.run([*program, "--run", run_folder, "--model", "m", "--out", run_folder / "p.json"],
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and json.loads(done.stdout)["instances"] == 1
+    flags = [flag.format(run_folder) for flag in flags]
+    if "--out" in flags:
+        flags += ["--run", str(run_folder)]
+    told, _ = export(capsys, run_folder / "p.jsonl", *flags)
+    assert says in told["error"] and not (run_folder / "p.jsonl").exists()
