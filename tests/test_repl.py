@@ -62,14 +62,10 @@ def make(**options):
     return envs.make("repl", **options)
 
 
-def find(env, instance_id):
-    """The task of an instance, whatever its split."""
-    for split in env.splits:
-        with contextlib.suppress(BadInput):  # of one instance, none is held out
-            for index in range(env.num_tasks(split)):
-                if (task := env.task(split, index)).data["instance_id"] == instance_id:
-                    return task
-    raise KeyError(instance_id)
+def alone(name=None, **options):
+    """An environment of one instance, and its task."""
+    env = make(**options, **({"instance_ids": name} if name else {}))
+    return env, env.task("train", 0)
 
 
 def fenced(code):
@@ -118,8 +114,7 @@ def shop(tmp_path_factory):
     folder = write_cache(tmp_path_factory.mktemp("shop"), {"shop-1": ROW})
 
     def build(**options):
-        env = make(cache_dir=folder, **({"turn_timeout": 20.0} | options))
-        return env, find(env, "shop-1")
+        return alone(cache_dir=folder, **({"turn_timeout": 20.0} | options))
     return build
 
 
@@ -139,9 +134,8 @@ def named(attempts):
 
 @pytest.mark.parametrize("prompt", ["default", "minimal", "cot"])
 def test_prompts_hold_no_answers(prompt):
-    env = make(prompt=prompt, max_turns=7)
     for name in BUNDLED:
-        task = find(env, name)
+        env, task = alone(name, prompt=prompt, max_turns=7)
         scenario, text = env.scenario(task), json.dumps(task.messages, ensure_ascii=False)
         assert task.messages[1]["content"] == scenario.problem_statement
         assert all(word in text for word in ("finish()", "7 replies", "llm_query"))
@@ -176,8 +170,7 @@ def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, cheapest, corre
     monkeypatch.setattr(repl, "run_tests", lambda *args, **options: testing.Outcomes(
         {f"tests/test_price.py::test_{name}": "PASSED" for name in passing}))
     for mode, reward in (("correct", correct), ("partial", partial)):
-        env = make(cache_dir=folder, reward_mode=mode)
-        task = find(env, "shop-1")
+        env, task = alone(cache_dir=folder, reward_mode=mode)
         scenario = env.scenario(task)
         for left, worth in (
                 (["shop/new.py"], (correct, partial, 1, reward)),
@@ -379,24 +372,20 @@ def test_a_module_may_have_a_name_of_the_standard_library(play):
 
 
 @pytest.mark.slow
-def test_solution_untouched_partial(shop):
+def test_how_an_episode_ends_and_what_it_is_worth(shop):
     env, task = shop()
-    solved = env.start(task, 1)
-    step = solved.step(env.solution(task))
-    solved.close()
-    assert step.terminated and step.reward == 1
+    with contextlib.closing(env.start(task, 1)) as episode:
+        step = episode.step(env.solution(task))
+    assert step.terminated and step.messages == [] and step.reward == 1
     assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=1, no_block=0,
                              sub_queries=0)
-    assert env.solution(task).startswith("```python\napply_patch(")
-    for codes, partial, modified in [
-            (["finish()"], 0, 0),
-            (["open('shop/price.py', 'a').write('# a comment\\n'); finish()"], 0.5, 1),
-            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.75, 1),
-            (["try:\n    finish('done')\nexcept Exception:\n    print('caught')"], 0, 0),
-            ([FIX_TOTAL, UNDO, "finish()"], 0, 0)]:
+    for codes, partial in [
+            (["finish()"], 0), ([FIX_TOTAL, UNDO, "finish()"], 0),
+            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.75),
+            (["try:\n    finish('done')\nexcept Exception:\n    print('caught')"], 0)]:
         step = outcome(env, task, *codes)
-        assert (step.info["correct"], step.info["partial"], step.info["modified"]) == (0, partial, modified)
-        assert step.terminated and step.messages == [] and step.reward == 0
+        assert (step.info["partial"], step.info["modified"]) == (partial, float(partial > 0))
+        assert step.terminated and step.messages == [] and step.reward == step.info["correct"] == 0
 
 
 # What gains nothing. The first three change nothing outside of the tests.
@@ -431,8 +420,8 @@ def test_cheats_gain_nothing(shop, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_emptied_tests_gain_nothing(name):
-    env = make()
-    scenario = env.scenario(find(env, name))
+    env, task = alone(name)
+    scenario = env.scenario(task)
     names = [test.rpartition("::")[2].partition("[")[0] for test in scenario.expected]
     code = forgeries.by_name(names).encode()
     files = {path: text + code if path.endswith(".py") and not scenario.is_test(path) else text
@@ -457,12 +446,10 @@ ENDINGS = {
 # What the conversation may not survive; or it does, and then goes on. Blocks, one after the other
 ATTACKS = {
     "kills the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGKILL)"],
-    "kills all": ["import os, signal; os.kill(-1, signal.SIGKILL)"],
     "stops the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"],
     "no questions": ["import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})"],
     "questions past the limit": ["import __main__; __main__.OPTIONS['queries'] = 10**9\n"
                                  "llm_query_batched(['x'] * 1000)"],
-    "fork bomb": ["import os\nwhile True:\n    try: os.fork()\n    except OSError: break"],
     "the disk": ["f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))"],
     "many files": ["for n in range(3000): open(f'f{n}', 'w').close()"],
     "no more folder": ["import shutil; shutil.rmtree('shop'); shutil.rmtree('tests')"],
@@ -574,8 +561,7 @@ FOLDER = "import os\nos.remove('pyproject.toml'); os.mkdir('pyproject.toml'); op
 def test_what_the_code_leaves_is_judged_once_whatever_it_is(tmp_path):
     """A step that raised would be played again, and not be counted."""
     folder = write_cache(tmp_path, {"shop-1": ROW}, SHOP | {"pyproject.toml": ""})
-    env = make(cache_dir=folder, turn_timeout=20.0)
-    task = find(env, "shop-1")
+    env, task = alone(cache_dir=folder)
     assert outcome(env, task, FOLDER, "finish()").info["correct"] == 0
     assert outcome(env, task, FOLDER, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
     scenario = env.scenario(task)
@@ -596,19 +582,25 @@ def test_what_the_machine_does_is_an_error(shop, monkeypatch):
         env.score(env.scenario(task), SHOP | {"shop/price.py": b"# of the machine's fault"})
 
 
+@contextlib.contextmanager
+def close_while(episode, code, begun):
+    """Close an episode from this thread while a step in another one has begun something."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        step = pool.submit(episode.step, fenced(code))
+        while not begun():
+            time.sleep(0.01)
+        episode.close()
+        yield
+        with pytest.raises(sandbox.SandboxError):
+            step.result(20)
+
+
 @pytest.mark.slow
 def test_close_from_another_thread_ends_a_block(shop):
     env, task = shop()
-    marker, episode = uuid.uuid4().hex, env.start(task, 1)
-    episode.step(fenced("x = 1"))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        step = pool.submit(episode.step, fenced(f"bash('sleep 99; : {marker}')"))
-        while not processes(marker):
-            time.sleep(0.01)
-        episode.close()
-        with pytest.raises(sandbox.SandboxError):
-            step.result(10)
-    assert gone(marker)
+    marker = uuid.uuid4().hex
+    with close_while(env.start(task, 1), f"bash('sleep 99; : {marker}')", lambda: processes(marker)):
+        assert gone(marker)
 
     episode = env.start(task, 1)  # while sub-agents work
     assert episode.step(fenced("llm_query('a')")).children
@@ -629,15 +621,8 @@ def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
             go.wait(20)
 
     monkeypatch.setattr(sandbox, "Sandbox", Late)
-    episode = env.start(task, 1)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        step = pool.submit(episode.step, fenced("1"))
-        while not made:
-            time.sleep(0.01)
-        episode.close()
+    with close_while(env.start(task, 1), "1", lambda: made):
         go.set()
-        with pytest.raises(sandbox.SandboxError):
-            step.result(20)
     assert made[0].process.poll() is not None
 
 
@@ -778,9 +763,9 @@ def test_a_bad_index_and_bad_rows_are_named(tmp_path, index, says):
 
 
 def test_a_repository_without_tests_is_named(tmp_path):
-    env = make(cache_dir=write_cache(tmp_path, {"shop-1": ROW | {"tests": ["spec"]}}))
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW | {"tests": ["spec"]}}))
     with pytest.raises(BadInput, match="shop-1: no tests: expected a folder tests"):
-        env.start(find(env, "shop-1"), 1)
+        env.start(task, 1)
 
 
 @pytest.mark.slow
@@ -791,8 +776,7 @@ def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
     expected = {name.replace("tests/", "shop/tests/"): outcome
                 for name, outcome in ROW["expected_output_json"].items()}
     row = ROW | dict(tests=["shop/tests"], expected_output_json=expected)
-    env = make(cache_dir=write_cache(tmp_path, {"shop-1": row}, files))
-    task = find(env, "shop-1")
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": row}, files))
     step = outcome(env, task, "import shutil; shutil.rmtree('shop'); open('shop', 'w').write('x'); finish()")
     assert step.reward == 0 and step.info["modified"] == 1
     step = outcome(env, task, f"import os; os.remove('conftest.py'); {FIX_TOTAL}; {FIX_CHEAPEST}; finish()")
@@ -822,10 +806,9 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if file.endswith("parquet"):
             datasets.Dataset.from_list(rows).to_parquet(str(data))
-        return make(**envs.parse_options([f"dataset={data}", f"cache_dir={folder}"]))
+        return alone(**envs.parse_options([f"dataset={data}", f"cache_dir={folder}"]))
 
-    env = env_of(row, other)
-    task = find(env, name)
+    env, task = env_of(row, other)
     assert env.solution(task) is None and env.scenario(task).docker_image == row["docker_image"]
     assert outcome(env, task, FIX_TOTAL, f"print(run_tests()); {FIX_CHEAPEST}; finish()").reward == 1
     assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
@@ -840,8 +823,8 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
         make(dataset=str(tmp_path / "none.jsonl"), cache_dir=str(folder))
 
     (folder / "index.json").unlink()  # which of the rows' repositories are there is seen all the same
-    again = env_of(row, other, file="rows.parquet")
-    assert again.scenario(find(again, name)) == env.scenario(task)
+    again, same = env_of(row, other, file="rows.parquet")
+    assert again.scenario(same) == env.scenario(task)
 
 
 def test_outcomes_in_a_log_of_pytest():
@@ -860,8 +843,7 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
     row = {key: value for key, value in ROW.items() if key not in ("plain", "test_command")}
     folder = write_cache(tmp_path / "cache", {"shop-1": row | dict(docker_image="someone/shop_final_abc")})
     with executor_server.ExecutorServer(tmp_path / "images") as server:
-        env = make(cache_dir=folder, executor_url=server.url)
-        task = find(env, "shop-1")
+        env, task = alone(cache_dir=folder, executor_url=server.url)
         assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
         step = outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close()", "finish()")
         assert step.reward == 0 and step.info["partial"] == 0.75
@@ -926,9 +908,8 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
         assert said["tried"] >= 2 and said["per_minute"] > 0
     assert trees.read(tmp_path / "one") == trees.read(tmp_path / "two")  # whatever --jobs
 
-    env = make(cache_dir=str(tmp_path / "one"))
     for name in json.loads((tmp_path / "one" / "index.json").read_text()):
-        task = find(env, name)
+        env, task = alone(name, cache_dir=str(tmp_path / "one"))
         report = task.messages[1]["content"]
         assert name.startswith("shop-") and "shop/price.py" not in report
         assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
@@ -979,8 +960,7 @@ HALF = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
-    env = make()
-    task = find(env, name)
+    env, task = alone(name)
     with contextlib.closing(env.start(task, 1)) as episode:
         step = episode.step(env.solution(task))
     assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
@@ -995,7 +975,7 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
 
 @pytest.mark.slow
 def test_the_tests_as_a_model_runs_them():
-    with Play(make(turn_timeout=30.0), find(make(), "textwrap-exact")) as play:
+    with Play(*alone("textwrap-exact", turn_timeout=30.0)) as play:
         text = play("print(run_tests())")
         assert "2 failed, 9 passed" in text and "(exit code 1)" in text
         assert "1 failed" in play("run_tests('tests/test_wrap.py::test_a_line_may_be_full')")

@@ -310,23 +310,12 @@ def test_memory_is_bounded():
 
 @pytest.mark.slow
 def test_disks_are_bounded():
-    code = """
-import os, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for folder in ("/testbed", "/tmp", "/dev/shm"):
-    size = 0
-    try:
-        for number in range(40):
-            with open(f"{folder}/{number}", "wb", buffering=0) as file:
-                size += file.write(bytes(1 << 20))
-    except OSError as error:
-        print(folder, size >> 20, error.errno)
-os.remove("0")
-try: open("big", "wb").truncate(9 << 20)
-except OSError as error: print("big", error.errno)
-"""
-    lines = python(code, disk=8).output
-    assert lines == "/testbed 8 28\n/tmp 8 28\n/dev/shm 8 28\nbig 27\n"
+    script = """for folder in /testbed /tmp /dev/shm; do
+        for number in $(seq 20); do head -c 1M /dev/zero > $folder/$number || break; done 2> /dev/null
+        echo $folder $(du -s -m $folder | cut -f 1)
+    done
+    rm 1; (truncate -s 9M big) 2> /dev/null || echo big"""
+    assert shell(script, disk=8).output == "/testbed 8\n/tmp 8\n/dev/shm 8\nbig\n"
 
 
 @pytest.mark.slow
@@ -634,23 +623,7 @@ for megabytes in [90] * 6 + [200]:
         os._exit(0)
 print(sorted(os.wait()[1] for _ in range(7)))
 """
-# In the control groups named, as many processes as there can be
-FORKS = """
-import os, sys, time
-for path in sys.argv[1:]:
-    open(path, "w").write(str(os.getpid()))
-children = []
-try:
-    while len(children) < 100:
-        children.append(os.fork())
-        if not children[-1]:
-            time.sleep(99)
-except BlockingIOError:
-    pass
-for child in children:
-    os.kill(child, 9)
-print(len(children))
-"""
+LIMITS = "memory.max", "memory.limit_in_bytes", "pids.max"
 
 
 def controllers():
@@ -662,10 +635,9 @@ def controllers():
         for parent in (own, own.parent) if not names else (own,):
             with contextlib.suppress(OSError):
                 (trial := parent / f"test-{uuid.uuid4().hex}").mkdir()
-                found |= {file for file in ("memory.max", "memory.limit_in_bytes", "pids.max")
-                          if (trial / file).exists()}
+                found |= {name.partition(".")[0] for name in LIMITS if (trial / name).exists()}
                 trial.rmdir()
-    return {file.partition(".")[0] for file in found}
+    return found
 
 
 @pytest.mark.slow
@@ -677,11 +649,12 @@ def test_control_groups_bound_what_limits_of_a_process_do_not():
     assert statuses.count(0) == 6 or "memory" in can
 
     with Sandbox(["cat"], limits=sandbox.Limits(**limits)):
-        paths = [str(group / "cgroup.procs") for group in groups_of(os.getpid())]
-        assert bool(paths) == bool(can)
-        # This one has no limits of its own
-        forked = subprocess.run([sys.executable, "-c", FORKS, *paths], stdout=subprocess.PIPE).stdout
-        assert (int(forked) < 28) == ("pids" in can)
+        groups = groups_of(os.getpid())
+        assert bool(groups) == bool(can)
+        bounds = {file.name.partition(".")[0]: int(file.read_text()) for group in groups for name in LIMITS
+                  if (file := group / name).exists()}
+        assert bounds == {name: {"memory": 150 << 20, "pids": 28}[name] for name in can}
+        assert all((group / "cgroup.procs").read_text() for group in groups)
     assert not groups_of(os.getpid())
 
 
@@ -693,24 +666,32 @@ def test_trees_are_laid_over_each_other():
 # ---- The executor
 
 
+SERVER = [sys.executable, str(ROOT / "tools" / "executor_server.py")]
+
+
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory):
-    """A running tools/executor_server.py with a snapshot and a link to a folder, and its client."""
-    folder = tmp_path_factory.mktemp("executor")
-    (folder / "images" / "shop_1").mkdir(parents=True)
-    (folder / "images" / "shop_1" / "a.txt").write_text("old\n")
-    (folder / "secret").mkdir()
-    (folder / "images" / "link").symlink_to(folder / "secret")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "check", lambda: None)
-        server = executor_server.ExecutorServer(folder / "images", concurrency=2)
-    with server:
-        yield server, HttpExecutor(server.url + "/", retries=0)
+def images(tmp_path_factory):
+    """Where snapshots lie: one, and a link to a folder `secret` beside them."""
+    images = tmp_path_factory.mktemp("executor") / "images"
+    (images / "shop_1").mkdir(parents=True)
+    (images / "shop_1" / "a.txt").write_text("old\n")
+    (images.parent / "secret").mkdir()
+    (images / "link").symlink_to(images.parent / "secret")
+    return images
+
+
+@pytest.fixture(scope="module")
+def url(images):
+    """A running executor's."""
+    argv = [*SERVER, "--images", str(images), "--port", "0", "--concurrency", "2"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
+        yield json.loads(server.stdout.readline())["url"]
+        server.terminate()
 
 
 @pytest.mark.slow
-def test_an_executor_runs_commands_over_a_snapshot(executor):
-    _, client = executor
+def test_an_executor_runs_commands_over_a_snapshot(url):
+    client = HttpExecutor(url + "/", retries=0)
     client.check()
     done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
     assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
@@ -725,6 +706,9 @@ def test_an_executor_runs_commands_over_a_snapshot(executor):
             client.test("shop_1", {}, "true", 5)
         assert [future.result().exit_code for future in running] == [0, 0]
 
+    done = subprocess.run([*SERVER, "--images", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and "--images nowhere" in json.loads(done.stderr)["error"]
+
 
 def archive(**fields):
     buffer = io.BytesIO()
@@ -737,18 +721,16 @@ def archive(**fields):
 
 
 @pytest.mark.slow
-def test_archives_are_unpacked_in_the_sandbox_alone(executor):
+def test_archives_are_unpacked_in_the_sandbox_alone(url, images):
     """Links lead to what the sandbox shows, and headers however long are not this process's to read."""
-    server, _ = executor
-    secret = server.images.parent / "secret"
-
     def answer(packed, command="ls"):
-        return requests.post(f"{server.url}/test", json=GOOD | dict(patch_tar_b64=packed, test_cmd=command))
+        return requests.post(f"{url}/test", json=GOOD | dict(patch_tar_b64=packed, test_cmd=command))
 
     for packed in (archive(name="../x"), archive(size=2**40), archive(size=20_000), "abcd" * 500):
         refused = answer(packed)
         assert refused.status_code == 400 and "patch_tar_b64" in refused.json()["error"]
 
+    secret = images.parent / "secret"
     link = archive(type=tarfile.SYMTYPE, linkname=str(secret))
     assert "a.txt" in answer(link, "echo 1 > x/y || ls").json()["test_output"] and not list(secret.iterdir())
 
@@ -762,12 +744,11 @@ GOOD = dict(docker_image="shop_1", patch_tar_b64=base64.b64encode(trees.tar({}))
             timeout=5)
 
 
-def test_requests_that_are_refused(executor):
+@pytest.mark.slow
+def test_requests_that_are_refused(url):
     """Each with what is wrong, in one line."""
-    url = f"{executor[0].url}/test"
-
-    def answer(data, headers=JSON, url=url):
-        found = requests.post(url, data=data, headers=headers)
+    def answer(data, headers=JSON, path="/test"):
+        found = requests.post(url + path, data=data, headers=headers)
         assert "\n" not in found.json()["error"]
         return found.status_code, found.json()["error"]
 
@@ -785,24 +766,23 @@ def test_requests_that_are_refused(executor):
             (403, {"Origin": "null"}), (403, {"Host": "evil.example"}),
             (403, {"Host": "127.0.0.1.evil.example:8002"}), (415, {"Content-Type": "text/plain"})]:
         assert answer(json.dumps(GOOD), JSON | headers)[0] == status, headers
-        assert requests.get(f"{executor[0].url}/health", headers=headers).status_code == (
-            403 if status == 403 else 200)
+        health = requests.get(f"{url}/health", headers=headers)
+        assert health.status_code == (403 if status == 403 else 200)
 
-    assert answer(b"{}", url=url.replace("/test", "/other"))[0] == requests.get(url).status_code == 404
-    with socket.create_connection(("127.0.0.1", int(executor[0].url.rpartition(":")[2]))) as connection:
+    assert answer(b"{}", path="/other")[0] == requests.get(f"{url}/test").status_code == 404
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
         connection.sendall(b"POST /test HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         assert connection.makefile("rb").read().startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.slow
-def test_slow_clients_hold_up_nobody_and_have_a_deadline(tmp_path, monkeypatch):
+def test_slow_clients_hold_up_nobody_and_have_a_deadline(images, monkeypatch):
     """300 headers and 4 bodies that drip: no thread for them, a request between is answered, and they end."""
     monkeypatch.setattr(executor_server, "HEADER_SECONDS", 3.0)
     monkeypatch.setattr(executor_server, "BODY_SECONDS", 3.0)
-    (tmp_path / "shop_1").mkdir()
     head = b"POST /test HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(executor_server.ExecutorServer(tmp_path, concurrency=2))
+        server = stack.enter_context(executor_server.ExecutorServer(images, concurrency=2))
         dripping, threads, begin = [], threading.active_count(), time.monotonic()
         for number in range(304):
             address = "127.0.0.1", int(server.url.rpartition(":")[2])
@@ -818,21 +798,6 @@ def test_slow_clients_hold_up_nobody_and_have_a_deadline(tmp_path, monkeypatch):
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(b"x")
     assert not dripping and time.monotonic() - begin < 10
-
-
-@pytest.mark.slow
-def test_the_executor_as_a_program(tmp_path):
-    (tmp_path / "one").mkdir()
-    program = [sys.executable, str(ROOT / "tools" / "executor_server.py")]
-    server = subprocess.Popen([*program, "--images", str(tmp_path), "--port", "0"], stdout=subprocess.PIPE)
-    try:
-        client = HttpExecutor(json.loads(server.stdout.readline())["url"])
-        assert client.test("one", {"x": "1"}, "cat x", 20).output == "1"
-    finally:
-        server.terminate()
-        server.wait()
-    done = subprocess.run([*program, "--images", "nowhere"], capture_output=True, text=True)
-    assert done.returncode == 1 and "--images nowhere" in json.loads(done.stderr)["error"]
 
 
 FINE = 200, json.dumps(dict(test_output="ok", exit_code=0, elapsed_seconds=1.5, container_id="c")).encode()
