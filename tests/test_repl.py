@@ -72,14 +72,11 @@ def fenced(code):
     return f"```python\n{code}\n```"
 
 
-class Play:
+class Play(contextlib.AbstractContextManager):
     """An episode, block by block."""
 
     def __init__(self, env, task):
         self.episode = env.start(task, 1)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exc):
         self.episode.close()
@@ -212,16 +209,14 @@ def test_tiny_tasks_are_solved_by_their_demonstration():
 
 @pytest.mark.slow
 def test_what_tiny_replies_are_answered():
-    env = make(max_turns=3, **TINY)
+    env = make(max_turns=4, **TINY)
     task = env.task("train", 5)
     fix = env.solution(task).replace("finish ( )", "run_tests ( )")
     with contextlib.closing(env.start(task, 1)) as episode:
-        for reply in ("read ( 'nothing' )", "run_tests ( )"):
-            assert episode.step(reply).messages[0]["content"] == "error"
+        for reply, answer in (("read ( 'nothing' )", "error"), ("run_tests ( )", "error"), (fix, "passed")):
+            assert episode.step(reply).messages[0]["content"] == answer
         step = episode.step("def def")
-    assert step.truncated and step.reward == 0 and step.info["repl_turns"] == 3
-    with contextlib.closing(env.start(task, 1)) as episode:
-        assert episode.step(fix).messages[0]["content"] == "passed"
+    assert step.truncated and step.info["repl_turns"] == 4 and step.reward == 1
 
 
 # ---- Replies
@@ -247,7 +242,7 @@ def test_the_first_block_counts(reply, code):
 
 def test_hostile_replies_take_no_time():
     start = time.process_time()
-    for part in ("```python\n", "```", "<think>", "</think>", "\n```python", " " * 99, "\0", "\ud800"):
+    for part in ("```python\n", "```", "<think>", "</think>", "\n```python", " " * 99):
         repl.find_block(part * (500_000 // len(part)))
     assert time.process_time() - start < 2
 
@@ -810,7 +805,11 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
 
     env, task = env_of(row, other)
     assert env.solution(task) is None and env.scenario(task).docker_image == row["docker_image"]
-    assert outcome(env, task, FIX_TOTAL, f"print(run_tests()); {FIX_CHEAPEST}; finish()").reward == 1
+    with Play(env, task) as play:
+        text = play(f"{FIX_TOTAL}; print(run_tests())")
+        assert "1 failed, 3 passed" in text and "(exit code 1)" in text
+        assert "1 passed" in play("run_tests('r2e_tests/test_1.py::test_total')")
+        assert play.step(f"{FIX_CHEAPEST}; finish()").reward == 1
     assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
 
     for rows, says in [
@@ -971,12 +970,3 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
     if name in HALF:
         half = outcome(env, task, f"apply_patch{HALF[name]!r}; finish()")
         assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
-
-
-@pytest.mark.slow
-def test_the_tests_as_a_model_runs_them():
-    with Play(*alone("textwrap-exact", turn_timeout=30.0)) as play:
-        text = play("print(run_tests())")
-        assert "2 failed, 9 passed" in text and "(exit code 1)" in text
-        assert "1 failed" in play("run_tests('tests/test_wrap.py::test_a_line_may_be_full')")
-        assert "1 passed" in play("run_tests('tests/test_wrap.py::test_empty')")

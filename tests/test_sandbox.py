@@ -314,8 +314,9 @@ def test_disks_are_bounded():
         for number in $(seq 20); do head -c 1M /dev/zero > $folder/$number || break; done 2> /dev/null
         echo $folder $(du -s -m $folder | cut -f 1)
     done
-    rm 1; (truncate -s 9M big) 2> /dev/null || echo big"""
-    assert shell(script, disk=8).output == "/testbed 8\n/tmp 8\n/dev/shm 8\nbig\n"
+    rm 1; truncate -s 9M big || echo big"""
+    lines = shell(script, disk=8).output.splitlines()
+    assert lines[:3] == ["/testbed 8", "/tmp 8", "/dev/shm 8"] and lines[-1] == "big"
 
 
 @pytest.mark.slow
@@ -437,7 +438,7 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-def test_five_hundred_episodes_leave_nothing():
+def test_hundreds_of_episodes_leave_nothing():
     """Sixteen at a time, half of them hostile; some are closed while they run, as by a time limit."""
     env = envs.make("repl", scenarios="tiny", prompt="short", turn_timeout=1.0, memory=256, processes=32)
 
@@ -462,13 +463,13 @@ def test_five_hundred_episodes_leave_nothing():
             episode.close()
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(one, range(100)))
+        assert all(pool.map(one, range(60)))
         before, memory = left_behind(), psutil.Process().memory_info().rss
-        assert all(pool.map(one, range(100, 600)))
+        assert all(pool.map(one, range(60, 300)))
         assert left_behind() == before
         # bubblewrap's own processes, of which each has the sandbox's below it
         assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
-        assert psutil.Process().memory_info().rss - memory < 64 * 2**20
+        assert psutil.Process().memory_info().rss - memory < 30 * 2**20
 
 
 TRAINER = """

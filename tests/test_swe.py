@@ -125,10 +125,11 @@ def test_a_failure_of_the_sandbox_is_no_verdict(monkeypatch):
     assert step.info == dict(NONE, format=1, allowed=1, error=1)
 
 
-def test_a_reply_without_a_diff(unjudged):
-    for reply in ("", "```diff\n```", "```python\nprint()\n```", "<think>```diff\nx", "--- a/x", "\ud800"):
-        step = score(unjudged, FIRST, reply)
-        assert step.info == NONE and (step.reward, step.terminated) == (0, True)
+@pytest.mark.parametrize("reply", [
+    "", "```diff\n \n```", "```diff", "```python\nx\n```", "<think>```diff\nx", "x\n--- a\nb\n", "\ud800"])
+def test_a_reply_without_a_diff(unjudged, reply):
+    step = score(unjudged, FIRST, reply)
+    assert step.info == NONE and (step.reward, step.terminated) == (0, True)
 
 
 @pytest.mark.slow
@@ -424,9 +425,9 @@ def test_exit(): raise SystemExit
 
 @pytest.mark.slow
 def test_many_tests_are_all_reported():
-    tests = "".join(f"def test_{number:060}(): pass\n" for number in range(14_000))
+    tests = "".join(f"def test_{number:0400}(): pass\n" for number in range(5_000))
     found = run_tests("", tests, plain=True)
-    assert len(found) == 14_000 and set(found.values()) == {"PASSED"}
+    assert len(found) == 5_000 and set(found.values()) == {"PASSED"}
 
 
 def test_results_are_cached_and_waited_for(monkeypatch):
@@ -556,14 +557,11 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
 # ---- Diffs in replies
 
 
-@pytest.mark.parametrize("reply, expected", [
-    (f"Here:\n{DIFF}", DIFF), (f"```\n{DIFF}```", DIFF), (f"a\n``` Diff\n{DIFF}\n```\nb", DIFF),
-    (f"```patch\r\n{DIFF}```", DIFF), (f"```diff\n{DIFF}", DIFF),
-    (f"```diff\nold\n```\nno:\n```diff\n{DIFF}```", DIFF), (f"```diff\n{DIFF}```\n```python\nx\n```", DIFF),
-    ("```diff\n \n```", None), ("```diff", None), ("x\n--- a\nb\n", None), ("```python\nx = 1\n```", None),
-])
-def test_the_diff_of_a_reply(reply, expected):
-    assert find_patch(reply) == expected
+@pytest.mark.parametrize("reply", [
+    "Here:\n{0}", "```\n{0}```", "a\n``` Diff\n{0}\n```\nb", "```patch\r\n{0}```", "```diff\n{0}",
+    "```diff\nold\n```\nno:\n```diff\n{0}```", "```diff\n{0}```\n```python\nx = 1\n```"])
+def test_the_diff_of_a_reply(reply):
+    assert find_patch(reply.format(DIFF)) == DIFF
 
 
 @pytest.mark.parametrize("patch, expected", [
