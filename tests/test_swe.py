@@ -333,14 +333,13 @@ total = sum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack, plain", [
-    ("import prices; prices.total = sum", True), ("open('prices.py', 'w').write('total = sum')", False)])
-def test_no_module_of_tests_reaches_another(attack, plain):
+def test_no_module_of_tests_reaches_another():
     """What the code does as soon as the first of two imports it would let the second pass."""
-    files = {"shop.py": attack.encode(), "prices.py": b"def total(prices): return None"}
+    attack = b"import prices; prices.total = sum; open('prices.py', 'w').write('total = sum')"
+    files = {"shop.py": attack, "prices.py": b"def total(prices): return None"}
     tests = {"tests/test_a.py": b"import shop\ndef test_a(): assert shop.__name__ == 'shop'\n",
              "tests/test_b.py": b"from prices import total\ndef test_b(): assert total([1, 2]) == 3\n"}
-    found = testing.run_tests(files, tests, plain=plain)
+    found = testing.run_tests(files, tests, plain=True)
     assert found == {"tests/test_a.py::test_a": "PASSED", "tests/test_b.py::test_b": "FAILED"}
 
 
@@ -642,10 +641,10 @@ def test_what_a_prompt_shows():
 
 
 def test_splits_are_disjoint(unjudged):
-    ids = {split: {unjudged.task(split, index).id for index in range(unjudged.num_tasks(split))}
-           for split in unjudged.splits}
-    assert len(ids["train"]) >= 4 and len(ids["test"]) >= 2 and ids["train"] | ids["test"] == ROWS.keys()
-    assert not ids["train"] & ids["test"]
+    names = {split: {unjudged.task(split, index).id for index in range(unjudged.num_tasks(split))}
+             for split in unjudged.splits}
+    assert len(names["train"]) >= 4 and len(names["test"]) >= 2 and not names["train"] & names["test"]
+    assert names["train"] | names["test"] == ROWS.keys()
     with pytest.raises(IndexError):
         unjudged.task("train", 99)
     with pytest.raises(BadInput, match="split"):
@@ -653,14 +652,12 @@ def test_splits_are_disjoint(unjudged):
 
     nothing, everything = envs.make("swe", test_share=0), envs.make("swe", test_share=1)
     assert nothing.num_tasks("train") == everything.num_tasks("test") == len(ROWS)
-    assert nothing.num_tasks("test") == 0
     with pytest.raises(BadInput, match="test_share=0"):
         everything.num_tasks("train")
-
     with pytest.raises(BadInput, match="name more, or choose with test_share"):
         envs.make("swe", task_ids=FIRST).num_tasks("test")
     with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
-        few = envs.make("swe", task_ids=",".join(sorted(ids["train"])[:2]))
+        few = envs.make("swe", task_ids=",".join(sorted(names["train"])[:2]))
     assert few.num_tasks("train") == few.num_tasks("test") == 1
 
 
@@ -701,27 +698,24 @@ def test_which_rows_are_taken(tmp_path):
 
 
 def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
-    asked = []
-
     def load_dataset(name, split):
-        asked.append((name, split))
-        if name == "a/broken":
+        if (name, split) != ("princeton-nlp/SWE-bench_Lite", "dev"):
             raise ConnectionError("no network")
         return types.SimpleNamespace(to_list=lambda: many(4))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    cache = dict(cache_dir=str(tmp_path / "cache"))
-    found = ids(dataset="princeton-nlp/SWE-bench_Lite", split="dev", task_id_range="1-3", **cache)
-    assert found == ["a__b-1", "a__b-2", "a__b-3"] and asked == [("princeton-nlp/SWE-bench_Lite", "dev")]
-    cache["use_cache_only"] = True
-    assert ids(**cache) == found and len(asked) == 1
-    (tmp_path / "cache" / "task_a__b-1.json").rename(tmp_path / "cache" / "task_7.json")
-    for asked_for in ("7,a__b-3", "a__b-1, a__b-3"):
-        assert ids(**cache, task_ids=asked_for) == ["a__b-1", "a__b-3"]
-    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
-        ids(**cache, task_ids="7,9")
+    dataset, cache = dict(dataset="princeton-nlp/SWE-bench_Lite", split="dev"), dict(cache_dir=str(tmp_path))
+    assert ids(**dataset, **cache, task_id_range="1-3") == ["a__b-1", "a__b-2", "a__b-3"]
     with pytest.raises(BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
         ids(dataset="a/broken")
+
+    cache["use_cache_only"] = True
+    assert ids(**cache) == ["a__b-1", "a__b-2", "a__b-3"]
+    (tmp_path / "task_a__b-1.json").rename(tmp_path / "task_7.json")
+    for asked in ("7,a__b-3", "a__b-1, a__b-3"):
+        assert ids(**cache, task_ids=asked) == ["a__b-1", "a__b-3"]
+    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
+        ids(**cache, task_ids="7,9")
 
 
 @pytest.mark.parametrize("field, values", [
@@ -870,34 +864,31 @@ def run_folder(tmp_path):
 
 
 def export(capsys, out, *flags):
-    """What export_predictions says, and what it writes."""
+    """What export_predictions says."""
     code = export_predictions.main(["--model", "m", "--out", str(out), *map(str, flags)])
     told = capsys.readouterr()
-    if code:
-        return json.loads(told.err), None
-    text = out.read_text()
-    return json.loads(told.out), (
-        json.loads(text) if out.suffix == ".json" else [json.loads(line) for line in text.splitlines()])
+    return json.loads(told.err if code else told.out)
 
 
-@pytest.mark.parametrize("name, flags, expected", [
-    ("p.json", [], "val100"), ("p.jsonl", ["--sample", 1], "val101"), ("p.jsonl", ["--step", 5], "val50"),
-    ("p.jsonl", ["--kind", "train"], "train100")])
-def test_predictions_of_a_run(run_folder, capsys, name, flags, expected):
+@pytest.mark.parametrize("flags, expected", [
+    ([], "val100"), (["--sample", 1], "val101"), (["--step", 5], "val50"), (["--kind", "train"], "train100")])
+def test_predictions_of_a_run(run_folder, capsys, flags, expected):
     """By the name a file of lines or a list, as SWE-bench's evaluator reads them."""
-    told, rows = export(capsys, out := run_folder / name, "--run", run_folder, *flags)
     patch = DIFF.replace("+b", f"+{expected}")
-    assert rows == [dict(instance_id="a__b-1", model_name_or_path="m", model_patch=patch)]
-    assert told == dict(replies=1, instances=1, with_diff=1, without_diff=0, out=str(out))
+    row = dict(instance_id="a__b-1", model_name_or_path="m", model_patch=patch)
+    for name, rows in (("p.jsonl", row), ("p.json", [row])):
+        told = export(capsys, out := run_folder / name, "--run", run_folder, *flags)
+        assert told == dict(replies=1, instances=1, with_diff=1, without_diff=0, out=str(out))
+        assert json.loads(out.read_text()) == rows
 
 
 def test_predictions_of_replies(tmp_path, capsys):
-    replies = [dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
-               dict(instance_id="a", reply="later")]
-    told, rows = export(
-        capsys, tmp_path / "new" / "p.jsonl", "--replies", write(tmp_path / "r.jsonl", replies))
+    replies = write(tmp_path / "r.jsonl", [
+        dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
+        dict(instance_id="a", reply="later")])
+    told = export(capsys, out := tmp_path / "new" / "p.json", "--replies", replies)
     assert told["replies"] == 3 and told["instances"] == 2 and told["without_diff"] == 1
-    assert [row["model_patch"] for row in rows] == [DIFF, ""]
+    assert [row["model_patch"] for row in json.loads(out.read_text())] == [DIFF, ""]
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -913,5 +904,5 @@ def test_what_cannot_be_exported_is_named(run_folder, capsys, flags, says):
     flags = [flag.format(run_folder) for flag in flags]
     if "--out" in flags:
         flags += ["--run", str(run_folder)]
-    told, _ = export(capsys, run_folder / "p.jsonl", *flags)
+    told = export(capsys, run_folder / "p.jsonl", *flags)
     assert says in told["error"] and not (run_folder / "p.jsonl").exists()
