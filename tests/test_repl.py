@@ -895,7 +895,7 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
              "tests/test_m.py": "from m import add, pay\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\n"
                                 "def test_pay():\n    assert [pay(1), pay(0), pay(-1)] == [1, 0, 0]\n"}
     source = f"{write_cache(tmp_path, {'shop': {}}, files)}/shop"
-    for out, jobs in (("one", "1"), ("two", "3")):
+    for out, jobs in (("one", "1"), ("two", "2")):
         argv = ["--source", source, "--out", str(tmp_path / out), "--count", "2", "--jobs", jobs]
         assert make_scenarios.main(argv) == 0
         said = json.loads(capsys.readouterr().out)
