@@ -43,12 +43,10 @@ def env():
     return envs.make("swe")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def unjudged():
     """An environment in which no test runs: no diff applies."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "check", lambda: None)
-        env = envs.make("swe")
+    env = envs.make("swe")
     env.judge = lambda name, patch: None
     return env
 
@@ -61,16 +59,15 @@ def fenced(patch):
     return f"```diff\n{patch}```"
 
 
-def addition(path, lines=("x",)):
+def addition(path):
     """A diff that makes a file."""
-    text = "".join(f"+{line}\n" for line in lines)
-    return f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n{text}"
+    return f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,1 @@\n+x\n"
 
 
-def in_front(name, code, path=None):
-    """A diff that puts code in front of a file of an instance, the first of its package if none is given."""
-    path = path or f"{name.partition('__')[2].rpartition('-')[0]}/__init__.py"
-    first, lines = (swe.BUNDLED / name / path).read_text().splitlines()[0], code.strip("\n").splitlines()
+def in_front(name, code):
+    """A diff that puts code in front of the package of an instance."""
+    path, lines = f"{name.partition('__')[2].rpartition('-')[0]}/__init__.py", code.strip("\n").splitlines()
+    first = (swe.BUNDLED / name / path).read_text().splitlines()[0]
     return (f"--- a/{path}\n+++ b/{path}\n@@ -1,1 +1,{len(lines) + 1} @@\n"
             + "".join(f"+{line}\n" for line in lines) + f" {first}\n")
 
@@ -146,8 +143,8 @@ def test_a_diff_that_does_not_apply_or_does_nothing(env):
 def test_whatever_a_program_makes_of_a_diff_no_other_file_changes(env):
     """Said in a way that programs may read differently: only what was checked is read back."""
     files, path = env.snapshot(FIRST), "backoff/retry.py"
-    sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "# x", path)
-    assert swe.apply(files, sneaky).keys() == {path}
+    sneaky = "Index: tests/test_retry.py\n" + in_front(FIRST, "# x")
+    assert swe.apply(files, sneaky).keys() == {"backoff/__init__.py"}
 
     lines = files[path].decode().splitlines()
     text = "".join(f"-{line}\n" for line in lines)
@@ -168,7 +165,7 @@ PLACES = (
     "backoff/.gitattributes", "n/e w.py", '"a/tests\\057x"')
 REFUSED = {path: addition(path) for path in PLACES} | {
     "absolute": BODY.format("/etc/passwd", "/etc/passwd"),
-    "symbolic link": "diff --git a/x b/x\nnew file mode 120000\n" + addition("x", ["/etc"]),
+    "symbolic link": "diff --git a/x b/x\nnew file mode 120000\n" + addition("x"),
     "link in the index": "diff --git a/x b/x\nindex 12ab..34cd 120000\n" + DIFF,
     "binary": "diff --git a/x b/x\nindex 1..2 100644\nGIT binary patch\nliteral 3\nKc$@(=00\n",
     "binary files": "diff --git a/x b/x\nBinary files a/x and b/x differ\n",
@@ -216,8 +213,9 @@ for number in range(200):
     try: os.write(number, json.dumps(said).encode())
     except OSError: pass""",
     "kills the reporter": "import os\nos.kill(os.getppid(), 9)",
-    "reaches into the reporter": "import os\nfor name, mode in (('mem', 'rb'), ('fd/1', 'wb')):\n"
-                                 "    open(f'/proc/{os.getppid()}/{name}', mode)",
+    "reaches into the reporter": "import os\nfor name in ('fd/1', 'mem'):\n"
+                                 "    try: open(f'/proc/{os.getppid()}/{name}', 'r+b').write(b'x')\n"
+                                 "    except OSError: pass",
     "no assertion fails": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})",
     "every failure is traced": "import sys\ndef trace(frame, event, arg):\n"
                                "    return trace if event == 'call' else None\nsys.settrace(trace)",
@@ -279,10 +277,6 @@ class TestMethods(unittest.TestCase):
     def test_method(self):
         self.assertEqual(total([7]), 7)
 """
-MARKED_TESTS = TESTS + """
-import pytest
-pytestmark = pytest.mark.filterwarnings("error")
-"""
 # Results of the wrong function `total` that look right. None of them knows the tests but for their names.
 EQUAL = """
 class Everything:
@@ -301,7 +295,7 @@ LOOKS = [  # name, tests, whether without pytest, code
     ("emptied tests", PYTEST_TESTS, False, forgeries.ALL_TESTS),
     ("a wrapped report", TESTS, True, forgeries.SEND),
     ("failures are swallowed", PYTEST_TESTS, False, forgeries.SELECTIVE),
-    ("canaries are spared by their place", MARKED_TESTS, False, forgeries.BY_POSITION)]
+    ("canaries are spared by their place", TESTS, False, forgeries.BY_POSITION)]
 
 
 @pytest.mark.slow
@@ -360,7 +354,6 @@ def test_configuration_in_the_tree_does_not_count(plain):
 
 
 def run_tests(code, tests, **options):
-    tests = tests if isinstance(tests, dict) else {"tests/test_f.py": tests}
     tests = {path: text.encode() for path, text in tests.items()}
     return testing.run_tests({"f.py": code.encode()}, tests, **options)
 
@@ -425,7 +418,7 @@ def test_exit(): raise SystemExit
 @pytest.mark.slow
 def test_many_tests_are_all_reported():
     tests = "".join(f"def test_{number:0400}(): pass\n" for number in range(5_000))
-    found = run_tests("", tests, plain=True)
+    found = run_tests("", {"test_f.py": tests}, plain=True)
     assert len(found) == 5_000 and set(found.values()) == {"PASSED"}
 
 
