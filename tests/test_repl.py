@@ -445,9 +445,10 @@ ATTACKS = {
     "the disk": ["f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))"],
     "many files": ["for n in range(3000): open(f'f{n}', 'w').close()"],
     "no more folder": ["import shutil; shutil.rmtree('shop'); shutil.rmtree('tests')"],
+    "a name that is no text": ["open('\\udcff', 'w').close()"],
     "strange trees": [
         "import os; os.mkfifo('fifo'); os.mkfifo('shop/fifo.py')",
-        "for name in ('a\\nb', '\\udcff', ' ', \"it's\", 'x' * 255): open(name, 'w').close()",
+        "for name in ('a\\nb', ' ', \"it's\", 'x' * 255): open(name, 'w').close()",
         "import os; os.symlink('.', 'loop'); os.symlink('/', 'root'); os.chmod('shop', 0)",
         "import os\nfor _ in range(300): os.mkdir('d' * 50); os.chdir('d' * 50)"],
     "an interpreter that is of no use": [
