@@ -1,11 +1,13 @@
 """What the tests of training runs share: start a script, kill it, read and compare its run folder."""
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -92,6 +94,17 @@ def write_jsonl(path, rows):
     path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
                               for row in rows))
     return str(path)
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may grow over so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def kill_at(moment, run, folder, rng, pause=0.0):

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import sft
-from tests.run_folders import TINY, records, write_jsonl
+from tests.run_folders import TINY, full_disk, records, train, write_jsonl
 from tools import convert_sft
 from tools.convert_sft import BadRow, held_out, to_example
 from tools.validate_train_log import validate
@@ -87,7 +86,6 @@ SHAPES = {  # the row, its prompt, its response
     "patch": (chat(say("system", "Be brief."), USER, say("assistant", [SHELL]), say("tool", "a.py"), ANSWER,
                    patch="diff --git a b"), "[system]\nBe brief.\n\n[user]\n Fix it.\n", "diff --git a b"),
     "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", ""),
-    "answer-first": (chat(ANSWER, USER), "", "Done."),
     "two-users": (chat(USER, say("user", "b"), ANSWER), "[user]\n Fix it.\n\n\n[user]\nb", "Done."),
     "unicode": (chat(say("user", "naïve \U0001f600 \ud800\0"), say("assistant", "\udfff é")),
                 "naïve \U0001f600 \ufffd\0", "\ufffd é"),
@@ -127,13 +125,6 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for_and_counted(tmp_path, c
         ("end", "begin"), ("t.\n", "Done.")]
 
 
-def test_the_files_are_called_like_the_data_by_default(tmp_path, capsys):
-    write_jsonl(tmp_path / "chats.jsonl", [chat(USER, ANSWER)])
-    out = tmp_path / "out"
-    assert convert_sft.main(["--data", str(tmp_path / "chats.jsonl"), "--output-dir", str(out)]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["chats_train.parquet", "chats_val.parquet"]
-
-
 BAD = {  # the row, what is said of it
     "no-object": ([1], "expected an object"),
     "no-messages": ({"instance_id": "i"}, "column messages: missing"),
@@ -142,7 +133,6 @@ BAD = {  # the row, what is said of it
     "deep-json": (chat() | {"messages": "[" * 100_000}, "column messages: expected a list"),
     "message": (chat(USER, "Hello"), "message 2: expected a role and a content, got 'Hello'"),
     "role": (chat(say(3, "x")), "message 1: expected a text as role, got 3"),
-    "content": (chat(say("user", 3)), "message 1: expected text, blocks or null as content, got 3"),
     "block-text": (chat(say("user", [{"type": "text", "text": 3}])), "expected a block with a type"),
     "long": (chat() | {"messages": {"x": "y" * 10**6}}, "expected a list of messages, got {'x': 'yyy"),
 }
@@ -316,24 +306,21 @@ def test_files_are_replaced_only_when_asked(tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
     convert(tmp_path, capsys)
     (tmp_path / "out" / "x_train.parquet").unlink()
-    error = convert(tmp_path, capsys)["error"]
-    assert "x_val.parquet exists; --overwrite replaces it" in error
-    convert(tmp_path, capsys, name="y")  # another name is another pair
+    assert "x_val.parquet exists; --overwrite replaces it" in convert(tmp_path, capsys)["error"]
+    out = ["--output-dir", str(tmp_path / "out")]
+    assert convert_sft.main(["--data", str(tmp_path / "rows.jsonl"), *out]) == 0  # called like the data
     write_jsonl(tmp_path / "rows.jsonl", [simple(3)])
     convert(tmp_path, capsys, "--overwrite")
     assert [row["instance_id"] for row in read(tmp_path / "out")] == ["task-3"]
-    assert read(tmp_path / "out", "val") == [] and len(list((tmp_path / "out").iterdir())) == 4
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "rows_train.parquet", "rows_val.parquet", "x_train.parquet", "x_val.parquet"]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, capsys):
     text = random.Random(1).randbytes(100_000).hex()
     write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", text), ANSWER)])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    with full_disk(4096):
         refused(tmp_path, capsys, "/out: cannot be written")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("after", [[simple(1)], [simple(1), chat(USER)]])
@@ -375,10 +362,7 @@ def test_sft_trains_on_what_it_writes(tmp_path, capsys):
     rows.append(chat(say("system", "Add \0\ud800."), say("user", "1 2"), say("assistant", "3")))
     write_jsonl(tmp_path / "rows.jsonl", rows)
     report = convert(tmp_path, capsys)
-    sft.main(sft.Args(train_files=(report["files"][0],), model=TINY, steps=2, batch_size=4, eval_every=0,
-                      checkpoint_every=2, log_every=1, run_dir=str(tmp_path / "run"),
-                      output_dir=str(tmp_path / "model")))
-    assert validate(tmp_path / "run")["ok"]
     assert report["train"] == 8 and report["val"] == 1  # and of the eight sft.py holds one out itself
-    assert records(tmp_path / "run")[-1]["train/epoch"] == pytest.approx(2 * 4 / 7)
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    flags = dict(train_files=(report["files"][0],), model=TINY, steps=2, batch_size=4)
+    folder = train(sft, tmp_path / "run", **flags)
+    assert validate(folder)["ok"] and records(folder)[-1]["train/epoch"] == pytest.approx(2 * 4 / 7)

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import math
-import random
 import re
 import time
 import warnings
@@ -218,31 +217,6 @@ def test_hostile_replies_score_nothing_at_once(style):
                 assert score(env, reply, nums, target) == UNREADABLE, (style, reply[:60])
                 seconds.append(time.thread_time() - began)
             assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
-
-
-ALPHABET = ["<answer>", "</answer>", "(", ")", "+", "-", "*", "/", "=", ";", "|", " ", "\n", "0", "1", "3",
-            "7", "10"]
-
-
-@pytest.mark.parametrize("style", ["compact", "r1"])
-def test_mutated_replies_score_right(style, count=3000):
-    env = envs.make("countdown", style=style, operators="+-*/")
-    rng = random.Random(7)
-    tasks = [env.task("train", k) for k in range(100)]
-    replies = [env.solution(task) for task in tasks]
-    seen = collections.Counter()
-    for k in range(count):
-        task, reply = tasks[k % 100], replies[k % 100]
-        for _ in range(rng.randrange(1, 4)):
-            place = rng.randrange(len(reply) + 1)
-            reply = reply[:place] + rng.choice(ALPHABET + [""]) + reply[place + rng.randrange(3):]
-        step = env.start(task, k).step(reply)
-        key = step.info["correct"], step.info["format"], step.info["score"]
-        assert key in {(0, 0, 0), (0, 1, 0.1), (1, 1, 1)} and step.reward == key[0]
-        if key[1]:  # readable: then the independent reading must agree on whether it is right
-            assert holds(style, reply, task.data["nums"], task.data["target"]) == key[0], reply
-        seen[key] += 1
-    assert len(seen) == 3 and min(seen.values()) > count // 200, seen  # all verdicts are reached
 
 
 # ---- The solver, against enumeration

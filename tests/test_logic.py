@@ -11,8 +11,6 @@ import pytest
 import envs
 from envs import logic
 from envs.logic.boolean_expressions import FACTS
-from envs.logic.cryptarithm import cryptarithm_solutions
-from envs.logic.sudoku import last_grid
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTNER = dict("() [] {} <> ⟨⟩ ⟦⟧ ⦃⦄ ⦅⦆".split())
@@ -410,11 +408,6 @@ def test_trap_answers(data, form, right, wrong):
             assert score_of(data, form.replace("ANSWER", answer)) == expected, answer
 
 
-def test_a_cryptarithm_has_the_solutions_that_it_has():
-    assert cryptarithm_solutions(SEND["words"], ["+"], 9) == [
-        dict(zip("DEYNRSOM", (7, 5, 2, 6, 8, 9, 0, 1), strict=True))]
-
-
 def test_trap_sudoku_grids():
     env, (task, *_) = tasks(1, 7)
     full = task.data["answer"]
@@ -427,7 +420,7 @@ def test_trap_sudoku_grids():
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     for good in ("\n".join(rows), full, " ".join(full), listed, drawn, table, f"```\n{drawn}\n```",
                  f"{puzzle}\n\n" + "\n\n".join(rows), "1" * 81 + "\n" + full):
-        assert last_grid(good) == full and score(env, task, good) == 1
+        assert score(env, task, good) == 1
     place = task.data["puzzle"].index(".")
     bad = full[:place] + str(int(full[place]) % 9 + 1) + full[place + 1:]
     moved = full.translate(str.maketrans("123456789", "234567891"))  # valid, but not with these givens

@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import resource
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from tests.run_folders import command_line, process, records, slow_but
+from tests.run_folders import command_line, full_disk, process, records, slow_but
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
@@ -338,12 +337,8 @@ def test_a_folder_that_is_in_use_stays_as_it_is(pair, tmp_path, capsys):
 
 
 def test_a_full_disk_is_one_clear_line(pair, tmp_path, capsys):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # too small for the weights
+    with full_disk(4096):  # too small for the weights
         refused(tmp_path, capsys, "/merged: cannot be written", flags=pair)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatch):

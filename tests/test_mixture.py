@@ -79,8 +79,8 @@ def test_a_task_is_its_environments_own():
 
 def test_words_are_known_where_all_know_theirs():
     few = dict(a=Few("a", {}, "ab"), b=Few("b", {}, "bc"), c=Few("c", {}))
-    few["c"].vocabulary = None
     assert mixture.Mixture("a,b", {}, lambda place: few[place]).vocabulary == ["a", "b", "c"]
+    few["c"].vocabulary = None
     assert mixture.Mixture("a,c", {}, lambda place: few[place]).vocabulary is None
 
 

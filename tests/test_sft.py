@@ -4,7 +4,6 @@ How rows of data become tokens is in test_sft_data.py.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import shutil
@@ -270,10 +269,6 @@ def test_the_learning_rate_of_sft_warms_up_and_decays():
     assert [stable[step] for step in (185, 190, 200)] == pytest.approx([1.55, 1.1, 0.2])
 
 
-def folder_hashes(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
-
-
 def modules_of(adapter):
     """The names of what the tensors of an adapter adapt."""
     return {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name}
@@ -284,9 +279,9 @@ def adapting(tmp_path_factory):
     """A finished run that adapts a copy of countdown-tiny to rows. -> its flags, its folder, the adapter's"""
     base = shutil.copytree(TINY, tmp_path_factory.mktemp("adapting") / "base")
     flags = dict(model=str(base), lora_rank=4, learning_rate=1e-2, train_files=(write_rows(base.parent),))
-    before, folder = folder_hashes(base), base.parent / "run"
+    before, folder = [path.read_bytes() for path in base.iterdir()], base.parent / "run"
     train(sft, folder, dtype="bfloat16", packing=True, **flags)
-    assert folder_hashes(base) == before
+    assert [path.read_bytes() for path in base.iterdir()] == before
     return flags, folder, f"{folder}-model"
 
 
@@ -391,8 +386,7 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_
     assert not [key for record in records(folder) for key in record if key.startswith("val/")]
     assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (6, 0)
     assert checkpoints(folder)[1] == {"last": "step_000015"} and validate(folder)["ok"]
-    card = (tmp_path / "run-model" / "README.md").read_text()
-    assert f"train/loss | {records(folder)[-1]['train/loss']:.3f}" in card and "val/loss" not in card
+    assert "val/loss" not in (tmp_path / "run-model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", [[f"--model={TINY}"], []])
@@ -409,12 +403,6 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
 
 
-def test_help_shows_the_defaults_that_would_apply(capsys):
-    assert command_line("sft.py", "--model", "some/model", "--help") == 0
-    said = capsys.readouterr().out
-    assert "--learning-rate" in said and "2e-06" in said and "0.005" not in said
-
-
 def test_padding_and_tokens_are_counted(tmp_path):
     """The rows by hand: bos, prompt, `:`, response without `=` and `;`, eos."""
     lengths = [len(f"<bos> {prompt} : {response} <eos>".replace("=", "").replace(";", "").split())
@@ -424,8 +412,8 @@ def test_padding_and_tokens_are_counted(tmp_path):
     for name, flags in dict(one=dict(microbatch_tokens=1), all={}, packed=dict(packing=True)).items():
         folder = train(sft, tmp_path / name, train_files=rows, val_files=rows, model=TINY, batch_size=7,
                        eval_every=0, steps=2, checkpoint_every=2, **flags)
-        before, *after = records(folder)
-        assert before["env_steps"] == 0 and [record["env_steps"] for record in after] == [total, 2 * total]
+        _, *after = records(folder)
+        assert [record["env_steps"] for record in records(folder)] == [0, total, 2 * total]
         for record in after:
             assert record["train/throughput"] == pytest.approx(total / record["time/update"], rel=1e-6)
             assert record["train/global_step"] == record["opt_steps"] == record["iteration"]

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import tracemalloc
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sft
 from envs import BadInput
-from tests.run_folders import command_line, log_lines, records, write_jsonl
+from tests.run_folders import log_lines, records, write_jsonl
 
 SMALL = dict(steps=2, batch_size=2, eval_every=0, checkpoint_every=2, log_every=1, warmup_steps=0,
              max_length=300)
@@ -42,17 +41,6 @@ def taken(folder, side="train"):
     """[(ids, mask)] of a run folder's data, without sft.py."""
     rows = datasets.Dataset.from_file(str(folder / "data" / f"{side}.arrow"))
     return [(row["ids"], [int(m) for m in row["mask"]]) for row in rows]
-
-
-def refused(capsys, folder, *flags):
-    """The one line that a command line ends with, which must begin nothing."""
-    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    code = command_line("sft.py", *small, "--run-dir", folder, "--output-dir", f"{folder}-model", *flags)
-    output = capsys.readouterr()
-    lines = [line for line in output.err.splitlines() if line.startswith("error:")]
-    assert code not in (0, None) and len(lines) == 1, output.err
-    assert "Traceback" not in output.err and not Path(f"{folder}-model").exists()
-    return lines[0]
 
 
 def complaint(folder, **flags):
@@ -178,23 +166,19 @@ def plain_rows(numbers, name=""):
 
 def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tmp_path, capsys):
     """The good ones among the others, in the files' order, an empty line here and there."""
-    rng, lines = random.Random(0), []
-    groups = [list(GOOD), [(row,) for row in BLANK], [(row,) for row, _ in BAD.values()]]
-    while any(groups):
-        group = rng.choice([group for group in groups if group])
-        lines += [b" \t"] * rng.randrange(2) + [group.pop(0)[0]]
-
+    good = [(row, simple_row("".join(" " + text for text in texts), said)) for row, texts, said in GOOD]
+    lines = good + [(row, None) for row in (*BLANK, b" \t", b"")] + [(row, "bad") for row, _ in BAD.values()]
+    random.Random(0).shuffle(lines)
     half = len(lines) // 2
-    files = (write_jsonl(tmp_path / "one.jsonl", lines[:half]),
-             write_jsonl(tmp_path / "two.jsonl", lines[half:]))
-    counts, rows = train(tmp_path / "run", train_files=files, on_bad_row="skip", val_ratio=0.3)
-    assert rows == [simple_row("".join(" " + text for text in texts), said) for _, texts, said in GOOD]
+    files = [write_jsonl(tmp_path / name, [row for row, _ in part])
+             for name, part in (("one.jsonl", lines[:half]), ("two.jsonl", lines[half:]))]
+
+    counts, rows = train(tmp_path / "run", train_files=tuple(files), on_bad_row="skip", val_ratio=0.3)
+    assert rows == [expected for _, expected in lines if isinstance(expected, tuple)]
     assert counts == (len(GOOD) - 3, 3, 0, len(BLANK), len(BAD))
 
     named = re.findall(r"left out: --train-files (\S+), row (\d+), ", capsys.readouterr().out)
-    wrong = [row for row, _ in BAD.values()]
-    where = [(name, str(number)) for name, part in zip(files, (lines[:half], lines[half:]), strict=True)
-             for number, line in enumerate(part, 1) if any(line is row for row in wrong)]
+    where = [(files[n >= half], str(n % half + 1)) for n, (_, what) in enumerate(lines) if what == "bad"]
     assert len(named) >= 5 and named == where[:len(named)]
 
 
@@ -218,7 +202,7 @@ BROKEN = {  # a file, its rows, what the message says behind its name
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_path, capsys):
+def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_path):
     (rows, message), path = BROKEN[name], tmp_path / name
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -226,8 +210,8 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_p
         write_jsonl(path, rows)
     if name == "half.parquet":
         os.truncate(path, path.stat().st_size // 2)
-    line = refused(capsys, tmp_path / "run", "--train-files", path)
-    assert re.match(f"error: (--train-files )?{re.escape(str(path))}{message}", line), line
+    line = complaint(tmp_path / "run", train_files=(str(path),))
+    assert re.match(f"(--train-files )?{re.escape(str(path))}{message}", line), line
 
 
 def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
@@ -239,7 +223,7 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
         assert ("val/loss" in records(folder)[0]) == (held_out > 0)
 
 
-def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path, capsys):
+def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path):
     """Each kind of row at, under and over the length; what is left of it is known token for token."""
     sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 2), (11, 0), (60, 0))
     name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
@@ -257,8 +241,8 @@ def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_lear
         assert rows == expected
         assert counts == (len(expected), 0, 7, len(whole) - len(expected), 0)
 
-    line = refused(capsys, tmp_path / "run", "--train-files", name, "--max-length", "18")
-    assert re.match(rf"error: --train-files {re.escape(name)}, row 2, --max-length 18: .* 19 tokens", line)
+    line = complaint(tmp_path / "run", **flags)
+    assert re.match(rf"--train-files {re.escape(name)}, row 2, --max-length 18: .* 19 tokens", line)
     assert train(tmp_path / "skip", on_bad_row="skip", **flags) == ((1, 0, 0, 1, 7), whole[:1])
 
 
@@ -446,23 +430,23 @@ def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
 
 
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
-def test_a_template_that_writes_no_eos_is_refused(template, tmp_path, capsys):
+def test_a_template_that_writes_no_eos_is_refused(template, tmp_path):
     """No reply would ever end. Another token than the tokenizer's eos is none either."""
     (tmp_path / "chat.jinja").write_text(template)
     name = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("<eos>"), assistant("b")]}] * 3)
-    line = refused(capsys, tmp_path / "run", "--train-files", name, "--messages-key", "chat",
-                   "--chat-template", tmp_path / "chat.jinja", "--on-bad-row", "skip")
+    line = complaint(tmp_path / "run", train_files=(name,), messages_key="chat", on_bad_row="skip",
+                     chat_template=str(tmp_path / "chat.jinja"))
     assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{% for m in messages %}{{ m.content ", None],
                          ids=["empty", "bytes", "torn", "nothing"])
-def test_no_template_for_a_conversation_and_one_that_is_none_are_one_line(content, tmp_path, capsys):
-    rows = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("a"), assistant("b")]}] * 3)
+def test_no_template_for_a_conversation_and_one_that_is_none_are_one_line(content, tmp_path):
+    name, template = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("a")]}] * 3), tmp_path / "template"
     if content is not None:
-        (tmp_path / "template").write_bytes(content)
-    assert "--chat-template" in refused(capsys, tmp_path / "run", "--train-files", rows, "--messages-key",
-                                        "chat", "--chat-template", tmp_path / "template")
+        template.write_bytes(content)
+    assert "--chat-template" in complaint(tmp_path / "run", train_files=(name,), messages_key="chat",
+                                          chat_template=str(template))
 
 
 def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
@@ -521,18 +505,13 @@ def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
     assert not [path for path in (owner / "cache").rglob("*") if path.suffix in (".arrow", ".parquet")]
 
 
-@pytest.mark.parametrize(("flag", "value", "message"), [
-    ("--messages-key", "chats", "row 1, column chats: missing"), ("--splits", "train val", "split val: .*"),
-    ("--dataset", "owner/name:third", ".*third"), ("--dataset", "owner/names", ".*owner/names"),
-    ("--dataset", "owner/broken", ".*")])
-def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flag, value, message, owner, capsys):
-    (owner / "owner" / "broken").mkdir()
-    (owner / "owner" / "broken" / "train.parquet").write_bytes(b"PAR1 and then nothing")
-    line = refused(capsys, owner / "run", "--dataset", "owner/name", flag, *value.split())
-    name = value if flag == "--dataset" else "owner/name"
-    split = value.split()[-1] if flag == "--splits" else "train"
-    assert re.match(rf"error: --dataset {re.escape(name)}, (split {split}.*)?{message}", line), line
-    assert len(line) < 700
+@pytest.mark.parametrize(("flags", "message"), [
+    (dict(messages_key="chats"), "owner/name, split train, row 1, column chats: missing"),
+    (dict(splits=("train", "val")), "owner/name, split val: "), (dict(dataset="owner/names"), "owner/names,"),
+    (dict(dataset="owner/name:third"), "owner/name:third, .*third")], ids=str)
+def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flags, message, owner):
+    line = complaint(owner / "run", **dict(dataset="owner/name") | flags)
+    assert re.match(f"--dataset {message}", line) and len(line) < 700, line
 
 
 def numbered(number, response=lambda i: f"answer {i}"):
