@@ -400,12 +400,12 @@ ROWS = [{"nums": [a, b, 2], "target": abs(a - b) + 2, "extra": "kept out"}
         for b in range(1, 29) for a in range(1, 91)]
 
 
-def test_data_files_split_by_position(tmp_path):
-    jsonl = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    parquet = str(tmp_path / "rows.parquet")
+def test_data_files_and_sets_of_the_hub_split_by_position(tmp_path, monkeypatch):
+    parquet, sets = str(tmp_path / "rows.parquet"), {("some/rows", "train"): datasets.Dataset.from_list(ROWS)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: sets[name, split])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
-    for path in (jsonl, parquet):
-        env = envs.make("countdown", data=path, difficulty=True)
+    for data in (write_jsonl(tmp_path / "rows.jsonl", ROWS), parquet, "some/rows"):
+        env = envs.make("countdown", data=data, difficulty=True)
         test = [env.task("test", k) for k in range(env.num_tasks("test"))]
         assert [task.data["nums"] for task in test] == [row["nums"] for row in ROWS[:1024]]
         held_out = {problem(task) for task in test}
@@ -414,17 +414,6 @@ def test_data_files_split_by_position(tmp_path):
         assert [env.task("train", k).data for k in range(env.num_tasks("train"))] == [
             {"nums": row["nums"], "target": row["target"]} for row in kept]
         assert test[5].id == "countdown-test-5" and test[5].source == "countdown/3"
-
-
-def test_a_data_set_of_the_hub_is_its_train_split(monkeypatch):
-    with pytest.raises(envs.BadInput, match="some/missing: ") as error:
-        envs.make("countdown", data="some/missing")
-    assert "\n" not in str(error.value)
-
-    sets = {("some/numbers", "train"): datasets.Dataset.from_list(ROWS)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: sets[name, split])
-    env = envs.make("countdown", data="some/numbers")
-    assert [env.task("test", k).data["nums"] for k in range(1024)] == [row["nums"] for row in ROWS[:1024]]
 
 
 def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_are_many(tmp_path):
@@ -442,34 +431,28 @@ def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_a
         envs.make("countdown", data=path, style="r1", operators="+-")
 
 
-@pytest.mark.parametrize("row, expected", [
-    ({"nums": [3, 4]}, "row 6: field target is missing"),
-    ({"nums": [1] * 7, "target": 4}, "row 6: field nums: expected a list of 2 to 6 integers"),
-    ({"nums": "3 4", "target": 7}, "row 6: field nums: .* got '3 4'"),
-    ({"nums": [3, True], "target": 4}, "row 6: field nums: .*True"),
-    ({"nums": [3, 10**7], "target": 3}, "row 6: field nums: .* from 1 to 1000000"),
-    ({"nums": [3, 4], "target": 7.5}, "row 6: field target: expected an integer from 0 .* got 7.5"),
-    ([3, 4, 7], "row 6: expected an object with the fields nums and target"),
-    (b"[" * 100_000, "row 6: expected a JSON object"), (b"\xff\xfe", "cannot be read"),
+@pytest.mark.parametrize("rows, expected", [
+    ([*ROWS[:5], b"", {"nums": [3, 4]}], "row 7: field target is missing"),
+    ([{"nums": [1] * 7, "target": 4}], "row 1: field nums: expected a list of 2 to 6 integers"),
+    ([{"nums": "3 4", "target": 7}], "row 1: field nums: .* got '3 4'"),
+    ([{"nums": [3, True], "target": 4}], "row 1: field nums: .*True"),
+    ([{"nums": [3, 10**7], "target": 3}], "row 1: field nums: .* from 1 to 1000000"),
+    ([{"nums": [3, 4], "target": 7.5}], "row 1: field target: expected an integer from 0 .* got 7.5"),
+    ([[3, 4, 7]], "row 1: expected an object with the fields nums and target"),
+    ([b"[" * 100_000], "row 1: expected a JSON object"), ([b"\xff\xfe"], "cannot be read"),
+    (ROWS[:1], "expected at least 2 rows"), (ROWS[:1] * 2, ".* in the test split too"),
 ], ids=lambda value: value if isinstance(value, str) else "")
-def test_malformed_rows_are_named(row, expected, tmp_path):
-    path = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:4], b"", row, *ROWS[5:10]])
+def test_what_is_wrong_with_rows_is_named(rows, expected, tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", rows)
     with pytest.raises(envs.BadInput, match=f"{path}: {expected}") as error:
         envs.make("countdown", data=path, **CHAT)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("rows, expected", [
-    ([ROWS[0]], "expected at least 2 rows"), ([ROWS[0], ROWS[0]], "in the test split too")])
-def test_a_file_of_too_few_problems_is_refused(rows, expected, tmp_path):
-    with pytest.raises(envs.BadInput, match=expected):
-        envs.make("countdown", data=write_jsonl(tmp_path / "rows.jsonl", rows))
-
-
 # ---- Options
 
 @pytest.mark.parametrize("options, expected", [
-    ({"min_operands": 1}, "min_operands: expected 2 to 6"),
+    ({"min_operands": 1}, "min_operands: expected 2 to 6"), ({"data": "some/missing"}, "some/missing: "),
     ({"min_operands": 4}, "max_operands: expected min_operands .4. to 6, got 3"),
     ({"max_number": 100}, "max_number: expected 1 to 99 .max_interm"), ({"test_tasks": 0}, "test_tasks"),
     ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"operators": "++"}, "operators"),

@@ -63,22 +63,18 @@ def all_values(numbers, operators):
 
 def operation_value(data):
     """By reducing the operator of the highest precedence, the leftmost first; the bodies by Python."""
-    levels = {"+": 2, "-": 2, "*": 4}
     rules = {d["symbol"]: d for d in data["definitions"]}
-    levels |= {symbol: d["precedence"] for symbol, d in rules.items()}
-
-    def holds(condition, a, b):
-        text = re.sub(r"(.+) is a multiple of (\d)", r"(\1) % \2 == 0", condition)
-        text = text.replace("is even", "% 2 == 0").replace("is odd", "% 2 == 1")
-        return eval(text, {"a": a, "b": b})
+    levels = {"+": 2, "-": 2, "*": 4} | {symbol: d["precedence"] for symbol, d in rules.items()}
 
     def apply(a, sign, b):
         if sign not in rules:
             return {"+": a + b, "-": a - b, "*": a * b}[sign]
         rule = rules[sign]
+        condition = re.sub(r"(.+) is a multiple of (\d)", r"(\1) % \2 == 0", rule["condition"] or "True")
+        condition = condition.replace("is even", "% 2 == 0").replace("is odd", "% 2 == 1")
         assert a.denominator == b.denominator == 1
-        fits = not rule["condition"] or holds(rule["condition"], a, b)
-        return eval(rule["body"] if fits else rule["otherwise"], {"a": a, "b": b})
+        values = {"a": a, "b": b}
+        return eval(rule["body"] if eval(condition, values) else rule["otherwise"], values)
 
     def reduce(words):
         while len(words) > 1:
@@ -86,8 +82,7 @@ def operation_value(data):
             words[k - 1:k + 2] = [apply(*words[k - 1:k + 2])]
         return words[0]
 
-    text = data["expression"]
-    words = [Fraction(word) if word.isdigit() else word for word in text.split()]
+    words = [Fraction(word) if word.isdigit() else word for word in data["expression"].split()]
     if "(" in words:
         first, last = words.index("("), words.index(")")
         words[first:last + 1] = [reduce(words[first + 1:last])]
@@ -151,7 +146,11 @@ def is_right(task):
         matched = set(zip(plain, re.findall(r"\d", answer), strict=True))
         return eval(left) == int(right) and len(matched) == len(set(plain)) == len({d for _, d in matched})
     if number == 6:
-        return answer.split(", ") == true_labels(task.messages[0]["content"])
+        text = task.messages[0]["content"]
+        for fact, value in FACTS.items():
+            text = text.replace(fact, str(value))
+        statements = re.findall(r"^([A-H])\. (.+)$", text, re.MULTILINE)
+        return answer.split(", ") == [label for label, statement in statements if eval(statement)]
     if number == 7:
         kept = all(given in (".", digit) for given, digit in zip(data["puzzle"], answer, strict=True))
         return kept and sudoku_count(data["puzzle"]) == 1 and sudoku_count(answer) == 1
@@ -164,17 +163,6 @@ def is_right(task):
         if "".join(stack) != line:
             wrong.append(str(k))
     return (", ".join(wrong) or "none") == answer
-
-
-def true_labels(prompt):
-    """Read from the prompt's text, evaluated by Python."""
-    found = []
-    for label, text in re.findall(r"^([A-H])\. (.+)$", prompt, re.MULTILINE):
-        for fact, value in FACTS.items():
-            text = text.replace(fact, str(value))
-        if eval(text, {"__builtins__": {}}):
-            found.append(label)
-    return found
 
 
 # ---- Tasks and solutions
