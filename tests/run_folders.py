@@ -83,6 +83,17 @@ def command_line(script, *flags):
     return 0
 
 
+def told(capsys, main, *words):
+    """-> the JSON of the one line that a tool says: a report, or on standard error the error."""
+    capsys.readouterr()
+    code = main([*map(str, words)])
+    said = capsys.readouterr()
+    (line,) = (said.err if code else said.out).splitlines()
+    report = json.loads(line)
+    assert not (said.out if code else said.err) and (code == 1) is ("error" in report)
+    return report
+
+
 def process(script, *flags, **options):
     environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | options.pop("env", {})
     return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, flags)], cwd=ROOT, env=environment,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from tests.run_folders import command_line, full_disk, process, records, slow_but
+from tests.run_folders import command_line, full_disk, process, records, slow_but, told
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
@@ -38,32 +38,23 @@ def write_base(folder, kind=LlamaConfig, dtype=torch.float32, shard="1GB", seed=
     return folder
 
 
-def write_adapter(folder, base, seed=1, size=0.2, **options):
+def write_adapter(folder, base, **options):
     """An adapter whose weights, B included, are random."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = peft.LoraConfig(**dict(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION) | options)
     model = peft.get_peft_model(model, config)
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
             # DoRA's magnitudes: a sign would turn rows round, which training does not.
             noise = torch.rand_like(tensor) if "magnitude" in name else torch.randn_like(tensor)
-            tensor.data += size * noise
+            tensor.data += 0.2 * noise
     model.save_pretrained(folder)
-    return folder
 
 
-def merge(tmp_path, capsys, *flags, adapter="adapter", out="merged"):
-    """-> the report on standard output, or the error on standard error: one line of the two"""
-    capsys.readouterr()
-    code = merge_adapter.main(["--adapter", str(tmp_path / adapter), "--output-dir", str(tmp_path / out),
-                               *map(str, flags)])
-    said = capsys.readouterr()
-    lines = (said.err if code else said.out).splitlines()
-    assert len(lines) == 1 and not (said.out if code else said.err), said
-    report = json.loads(lines[0])
-    assert (code == 1) is ("error" in report)
-    return report
+def merge(tmp_path, capsys, *flags, out="merged"):
+    return told(capsys, merge_adapter.main, "--adapter", tmp_path / "adapter", "--output-dir", tmp_path / out,
+                *flags)
 
 
 @torch.no_grad()
@@ -86,7 +77,7 @@ def hashes(folder):
             for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"):
+def assert_merged(tmp_path, report, base="base", out="merged"):
     """The promises of a merge in the base's type, float32."""
     base, out = tmp_path / base, tmp_path / out
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
@@ -94,7 +85,7 @@ def assert_merged(tmp_path, report, base="base", adapter="adapter", out="merged"
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.num_parameters() == report["parameters"] == sum(
         shape.numel() for shape, _ in tensors(base).values())
-    expected = logits(base, tmp_path / adapter)
+    expected = logits(base, tmp_path / "adapter")
     assert (expected - logits(base)).abs().max() > 0.01  # the adapter does something
     torch.testing.assert_close(logits(out), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loaded(TOKENS).logits.double(), expected, rtol=1e-5, atol=1e-5)
