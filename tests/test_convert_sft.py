@@ -52,6 +52,10 @@ def read(folder, side="train", name="x"):
     return pq.read_table(folder / f"{name}_{side}.parquet").to_pylist()
 
 
+def files(tmp_path):
+    return {path.name: path.read_bytes() for path in sorted((tmp_path / "out").iterdir())}
+
+
 def refused(tmp_path, capsys, says, flags=(), **options):
     """One line that says so, and no output, not even a half of it."""
     error = convert(tmp_path, capsys, *flags, **options)["error"]
@@ -80,7 +84,6 @@ SHAPES = {  # the row, its prompt, its response
     "patch": (chat(say("system", "Be brief."), USER, say("assistant", [SHELL]), say("tool", "a.py"), ANSWER,
                    patch="diff --git a b"), "[system]\nBe brief.\n\n[user]\n Fix it.\n", "diff --git a b"),
     "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", ""),
-    "two-users": (chat(USER, say("user", "b"), ANSWER), "[user]\n Fix it.\n\n\n[user]\nb", "Done."),
     "unicode": (chat(say("user", "naïve \U0001f600 \ud800\0"), say("assistant", "\udfff é")),
                 "naïve \U0001f600 \ufffd\0", "\ufffd é"),
 }
@@ -248,16 +251,13 @@ def test_the_split_is_that_of_the_rows_not_of_the_files(tmp_path, capsys):
     def unordered(*flags, **options):
         return [sorted(map(str, side)) for side in sides(*flags, **options)]
 
-    def files():
-        return [path.read_bytes() for path in sorted((tmp_path / "out").iterdir())]
-
-    (train, val), before = sides(), files()
+    (train, val), before = sides(), files(tmp_path)
     held = {row["instance_id"] for row in val}
     assert len(val) == 9 and [row["prompt"] for row in train] == [
         row["messages"][0]["content"] for row in rows if row["instance_id"] not in held]
     turned, few = dict(data=["b.parquet", "a.jsonl"]), ["--max-samples", 30]
     assert unordered(**turned) == unordered() != unordered("--seed", 1)
-    assert sides() == [train, val] and files() == before
+    assert sides() == [train, val] and files(tmp_path) == before
 
     assert sum(map(len, sides(*few))) == 30
     assert unordered(*few, **turned) == unordered(*few) != unordered(*few, "--seed", 5)
@@ -303,11 +303,16 @@ def test_files_are_replaced_only_when_asked(tmp_path, capsys):
         "rows_train.parquet", "rows_val.parquet", "x_train.parquet", "x_val.parquet"]
 
 
-def test_a_full_disk_is_one_clear_line(tmp_path, capsys):
+def test_a_full_disk_is_one_clear_line_and_what_was_there_stays(tmp_path, capsys):
     text = random.Random(1).randbytes(100_000).hex()
     write_jsonl(tmp_path / "rows.jsonl", [chat(say("user", text), ANSWER)])
     with full_disk(4096):
         refused(tmp_path, capsys, "/out: cannot be written")
+    convert(tmp_path, capsys)
+    old = files(tmp_path)
+    with full_disk(4096):
+        assert "/out: cannot be written" in convert(tmp_path, capsys, "--overwrite", "--seed", 3)["error"]
+    assert files(tmp_path) == old
 
 
 @pytest.mark.parametrize("after", [[simple(1)], [simple(1), chat(USER)]])
@@ -318,30 +323,23 @@ def test_data_that_change_between_the_two_passes_are_noticed(after, tmp_path, ca
     refused(tmp_path, capsys, "rows.jsonl: changed while it was read")
 
 
-@pytest.mark.parametrize("renamed", [False, True], ids=["as it is written", "between the two"])
-def test_an_interruption_leaves_no_half_and_no_mixture(renamed, tmp_path, capsys, monkeypatch):
+def test_an_interruption_between_the_two_files_leaves_no_mixture(tmp_path, capsys, monkeypatch):
     """And the next run goes on as if nothing had been."""
-    def files():
-        return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-
-    def interrupted(path, target=None):
-        assert pq.read_table(path).num_rows == 1
-        if target:
-            os.rename(path, target)
+    def interrupted(path, target):
+        os.rename(path, target)
         raise KeyboardInterrupt
 
     write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
     convert(tmp_path, capsys)
-    old = files()
+    old = files(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", [simple(3), simple(4)])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(*(Path, "replace") if renamed else (convert_sft, "flush_to_disk"), interrupted)
+        patch.setattr(Path, "replace", interrupted)
         convert(tmp_path, capsys, "--overwrite")
 
-    assert renamed or files() == old
-    assert not renamed or list(files()) == ["x_val.parquet"] and files()["x_val.parquet"] not in old.values()
+    assert list(files(tmp_path)) == ["x_val.parquet"] and files(tmp_path)["x_val.parquet"] not in old.values()
     convert(tmp_path, capsys, "--overwrite")
-    assert set(files()) == set(old)
+    assert set(files(tmp_path)) == set(old)
 
 
 def test_sft_trains_on_what_it_writes(tmp_path, capsys):

