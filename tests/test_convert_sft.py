@@ -112,16 +112,6 @@ def test_the_response_is_the_patch_where_there_is_one_or_what_is_asked_for(flag,
     assert ("I look." in found[0]["prompt"]) is (responses[0] == "Done.")
 
 
-def test_what_is_too_long_is_cut_where_that_is_asked_for_and_counted(tmp_path, capsys):
-    rows = [chat(say("user", "p" * 5 + "end"), say("assistant", "begin" + "r" * 5)), chat(USER, ANSWER)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    report = convert(tmp_path, capsys, "--max-chars-prompt", 3, "--max-chars-response", 5, "--on-long", "cut",
-                     "--val-ratio", 0)
-    assert report["cut"] == dict(prompt=2, response=1) and not report["dropped"]
-    assert [(row["prompt"], row["response"]) for row in read(tmp_path / "out")] == [
-        ("end", "begin"), ("t.\n", "Done.")]
-
-
 BAD = {  # the row, what is said of it
     "no-object": ([1], "expected an object"),
     "no-messages": ({"instance_id": "i"}, "column messages: missing"),
@@ -265,17 +255,23 @@ def test_the_split_is_that_of_the_rows_not_of_the_files(tmp_path, capsys):
     assert [len(side) for side in sides("--val-ratio", 0)] == [90, 0]
 
 
-def test_what_is_dropped_is_counted(tmp_path, capsys):
+def test_what_is_dropped_or_cut_is_counted(tmp_path, capsys):
     same = simple(1)
-    rows = [same, same, chat(USER, say("assistant", "\n")), chat(ANSWER), chat(say("user", "x" * 20), ANSWER),
-            chat(USER, say("assistant", "é" * 20)), chat(say("user", "x" * 19), say("assistant", "é" * 19))]
+    rows = [same, same, chat(USER, say("assistant", "\n")), chat(ANSWER),
+            chat(say("user", 17 * "x" + "end"), ANSWER), chat(USER, say("assistant", "begin" + 15 * "é")),
+            chat(say("user", 19 * "x"), say("assistant", 19 * "é"))]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    report = convert(tmp_path, capsys, "--max-chars-prompt", 19, "--max-chars-response", 19)
-    assert report["dropped"] == {
-        "empty_prompt": 1, "empty_response": 1, "prompt_too_long": 1, "response_too_long": 1}
-    assert report["train"] + report["val"] == 3
+    flags = ["--max-chars-prompt", 19, "--max-chars-response", 19, "--overwrite", "--val-ratio", 0]
+    dropped = {"empty_prompt": 1, "empty_response": 1}
+    report = convert(tmp_path, capsys, *flags)
+    assert report["dropped"] == dropped | {"prompt_too_long": 1, "response_too_long": 1}
+
+    report = convert(tmp_path, capsys, *flags, "--on-long", "cut")
+    assert report["dropped"] == dropped and report["cut"] == dict(prompt=1, response=1)
+    assert [(row["prompt"], row["response"]) for row in read(tmp_path / "out")][2:4] == [
+        (16 * "x" + "end", "Done."), (" Fix it.\n", "begin" + 14 * "é")]
     report = convert(tmp_path, capsys, "--max-samples", 2, "--overwrite")
-    assert report["dropped"] == {"empty_prompt": 1, "empty_response": 1, "max_samples": 3}
+    assert report["dropped"] == dropped | {"max_samples": 3}
 
 
 @pytest.mark.parametrize("flags, says", [

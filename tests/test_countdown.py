@@ -94,8 +94,6 @@ def test_prompts_hold_the_problem_and_lead_into_the_solution(style, roles):
     assert re.search(r"<think>\n[^<]+\n</think>\n<answer>[^<]+</answer>$", whole)
 
 
-# ---- Splits and determinism
-
 def problem(task):
     return (*sorted(task.data["nums"]), task.data["target"])
 
@@ -213,8 +211,6 @@ def test_hostile_replies_score_nothing_at_once(style):
                 seconds.append(time.thread_time() - began)
             assert min(seconds) < 0.05, (style, reply[:60], min(seconds))
 
-
-# ---- The solver, against enumeration
 
 def pairs(pool):
     """(a, b, the others) for each two of a pool, in both orders."""
@@ -457,7 +453,6 @@ def test_bad_options_are_named(options, expected):
 
 
 def test_a_split_without_problems_says_so():
-    """Sums of ones are one problem; which split it belongs to is fixed."""
     env = envs.make("countdown", max_number=1, operators="+")
     assert env.task("train", 4).data["target"] == 3 and not countdown.is_test([1, 1, 1], 3)
     with pytest.raises(envs.BadInput, match="expected a test problem"):

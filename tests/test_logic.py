@@ -250,8 +250,6 @@ def test_shares_of_tasks_are_as_they_should_be():
     assert max(abs(share - goal) for share, goal in zip(shares, (0.3, 0.4, 0.3), strict=True)) < 0.18, shares
 
 
-# ---- Identity and splits
-
 def test_task_ids_are_type_and_seed():
     assert logic.encode(3, 17) == 300_000_017 and logic.decode(899_999_999) == (8, 99_999_999)
     with pytest.raises(envs.BadInput, match="unknown"):
@@ -293,8 +291,6 @@ def test_bad_options_are_named(options, expected):
         envs.make("logic", **options)
     assert "\n" not in str(error.value)
 
-
-# ---- Traps
 
 @pytest.mark.slow
 def test_options_that_leave_hardly_any_problem_are_an_error_at_once():

@@ -14,17 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from tests import run_folders
 from tests.run_folders import command_line, full_disk, process, records, slow_but, told
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "models" / "countdown-tiny"
+TINY = Path(run_folders.TINY)
 SIZES = dict(vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 TOKENS = torch.arange(74).reshape(2, 37) % 37
-ATTENTION = ["q_proj", "v_proj", "o_proj"]
 
 
 def write_base(folder, kind=LlamaConfig, dtype=torch.float32, shard="1GB", seed=0, **options):
@@ -41,7 +40,8 @@ def write_base(folder, kind=LlamaConfig, dtype=torch.float32, shard="1GB", seed=
 def write_adapter(folder, base, **options):
     """An adapter whose weights, B included, are random."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(**dict(r=4, task_type="CAUSAL_LM", target_modules=ATTENTION) | options)
+    modules = ["q_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(**dict(r=4, task_type="CAUSAL_LM", target_modules=modules) | options)
     model = peft.get_peft_model(model, config)
     torch.manual_seed(1)
     for name, tensor in model.named_parameters():
@@ -104,7 +104,6 @@ CASES = {  # of the base, of the adapter, modules that change
     "dora": (TIED, dict(use_dora=True), 6),
     "ranks": ({}, dict(use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5},
                        layers_to_transform=[1]), 3),
-    "norms": (TIED, dict(modules_to_save=["norm"]), 11),
     "untied-head": ({}, dict(modules_to_save=["lm_head"], target_modules=["q_proj", "embed_tokens"]), 4),
     "both-ends": (TIED, SAVED_TIED, 8),
     "new-tokens": (TIED, dict(trainable_token_indices=[3, 9]), 8),

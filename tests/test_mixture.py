@@ -16,8 +16,6 @@ from tools.validate_train_log import validate
 class Few(envs.Env):
     """An environment of a given number of tasks, which it counts."""
 
-    multi_turn = False
-
     def __init__(self, name, sizes, words=("a",)):
         self.name, self.sizes, self.vocabulary = name, sizes, list(words)
 
@@ -46,8 +44,7 @@ def test_training_tasks_come_by_weight_each_once_before_any_repeats_but_of_the_s
     tasks = [env.task("train", index) for index in range(env.num_tasks("train"))]
     assert len(tasks) == 6 * 10  # a's 30 tasks, three a round
     assert collections.Counter(task.source for task in tasks) == dict(a=30, b=10, c=20)
-    assert collections.Counter(task.id for task in tasks if task.source == "a") == {
-        f"a:train-{k}": 1 for k in range(30)}
+    assert {task.id for task in tasks if task.source == "a"} == {f"a:train-{k}" for k in range(30)}
     assert [task.id for task in tasks if task.source == "b"] == [f"b:train-{k % 7}" for k in range(10)]
     assert collections.Counter(task.id for task in tasks if task.source == "c") == {
         "c:train-0": 10, "c:train-1": 10}

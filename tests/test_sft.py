@@ -100,13 +100,12 @@ def reference(model, rows):
             logits[[t - 1 for t in chosen]], torch.tensor(ids)[chosen], reduction="sum")
     loss = total / sum(sum(mask) for _, mask in rows)
     loss.backward()
-    trained = sorted((name, p.grad.flatten()) for name, p in model.named_parameters() if p.grad is not None)
-    gradient = torch.cat([grad for _, grad in trained])
+    weights = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    gradient = torch.cat([weight.grad.flatten() for _, weight in weights])
     return loss.item(), gradient / max(1.0, float(gradient.norm()))
 
 
 def assert_close(found, expected, tolerance=1e-5):
-    """Loss and gradient, relative to their size."""
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert (found[1] - expected[1]).norm() < tolerance * expected[1].norm()
 
