@@ -51,9 +51,8 @@ def test_expectations(folder, field, value, message):
 
 @pytest.mark.parametrize(("frames", "change", "message"), [
     (picture(6, 5).astype(np.int64), {}, "dtype is int64"), (picture(6, 5).tolist(), {}, "expected an array"),
-    (picture(5, 6), {}, "shape is (5, 6)"), (picture(3, 6, 5), {}, "shape is (3, 6, 5)"),
-    (picture(6, 5) + np.uint8(1), {}, "shade 4"), (picture(6, 5), {"tau": float("nan")}, "tau is nan"),
-    (picture(6, 5), {"stack_k": True}, "stack_k is True"),
+    (picture(5, 6), {}, "shape is (5, 6)"), (picture(6, 5) + np.uint8(1), {}, "shade 4"),
+    (picture(6, 5), {"tau": float("nan")}, "tau is nan"), (picture(6, 5), {"stack_k": True}, "is True"),
     (picture(6, 5), {"sha256": {"rom": "x"}}, "sha256.rom is 'x'"),
 ])
 def test_what_cannot_be_a_goal_is_not_saved(tmp_path, frames, change, message):
