@@ -1,5 +1,6 @@
 """a2c_vecenv.py: advantages, loss, gradient, actions, metrics, evaluation, by independent formulas."""
 
+import functools
 import json
 import math
 
@@ -204,9 +205,14 @@ def lively_agent(env, scale=30.0):
     return agent
 
 
-def update_gradient(second_pass=False, env_options=(), **flags):
+@functools.cache
+def world(**options):
+    return make_vec("pixel-goal", 12, max_steps=5, **options)
+
+
+def update_gradient(second_pass=False, env=None, **flags):
     """The gradient of one update on the pixel goal. second_pass: from copies of the observations."""
-    env, args = make_vec("pixel-goal", 12, max_steps=5, **dict(env_options)), args_for(num_steps=6, **flags)
+    env, args = env or world(), args_for(num_steps=6, **flags)
     agent, step = lively_agent(env), env.step
     observations = [env.reset(3).clone()]
 
@@ -215,9 +221,10 @@ def update_gradient(second_pass=False, env_options=(), **flags):
         observations.append(result[0].clone())
         return result
 
-    env.step = copied
     torch.manual_seed(11)
-    _, batch = a2c.rollout(agent, env, env.reset(3), torch.zeros(2, 12), args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, "step", copied)
+        _, batch = a2c.rollout(agent, env, env.reset(3), torch.zeros(2, 12), args)
     if second_pass:
         policies, predicted = zip(*(agent(obs) for obs in observations[:6]), strict=True)
         policy = torch.distributions.Categorical(logits=torch.stack(policies))
@@ -245,9 +252,9 @@ def test_the_gradient_does_not_depend_on_chunks_nor_on_recomputing():
 
 def test_the_kept_graph_is_worth_a_second_forward_pass():
     """The environment overwrites its observations; the graph must not have held on to them."""
-    options = dict(stack_k=2, goal_in_obs=True, pack="2bpp")
-    kept, batch = update_gradient(env_options=options)
-    second, again = update_gradient(env_options=options, second_pass=True)
+    env = world(stack_k=2, goal_in_obs=True, pack="2bpp")
+    kept, batch = update_gradient(env=env)
+    second, again = update_gradient(env=env, second_pass=True)
     assert difference(kept, second) < 1e-6 and batch["entropies"].std() > 0.01
     for name in ("logprobs", "entropies", "values"):
         torch.testing.assert_close(batch[name], again[name], rtol=1e-4, atol=1e-5)

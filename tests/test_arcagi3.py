@@ -841,6 +841,7 @@ def test_the_server_as_a_program():
         server.communicate()
 
 
+@pytest.mark.slow
 def test_a_model_can_be_evaluated(tmp_path, capsys):
     import sft
 
