@@ -1,10 +1,13 @@
-"""The pixel-goal environment against a slow world of its own: one row, plain Python, tile by tile."""
+"""The pixel-goal environment against a slow world of its own: one row, plain Python, tile by tile.
+
+It takes goals and starts as they are: a test by itself says which ones are right.
+"""
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import re
-from collections import deque
 
 import numpy as np
 import pytest
@@ -27,18 +30,11 @@ FLOOR, WALL, DOOR = range(3)
 
 
 class SlowMap:
-    """A map with its own rules, pictures, goals and starts. Of the environment it takes the map's drawing."""
+    """A map with its own rules and pictures. Of the environment it takes the map's drawing."""
 
-    def __init__(self, map_seed, index, door, num_goals=1, tau=0.05):
-        for attempt in itertools.count():
-            self.pictures = {}
-            tiles, self.art = pixel_goal.draw_map(door, (map_seed, index, attempt))
-            self.tiles = {(r, c): int(tiles[r, c]) for r in range(18) for c in range(20)}
-            self.goals = self.find_goals(num_goals, tau)
-            if self.goals:
-                break
-        self.door = door
-        self.to_goal = [self.distances_to(self.picture(goal), tau) for goal in self.goals]
+    def __init__(self, tiles, art):
+        self.tiles = {(r, c): int(tiles[r, c]) for r in range(18) for c in range(20)}
+        self.art, self.pictures = art, {}
 
     def move(self, state, action):
         menu, door, row, column, facing = state
@@ -77,61 +73,24 @@ class SlowMap:
             if tile == FLOOR or (tile == DOOR and door):
                 yield menu, door, row, column, facing
 
-    def room(self, cell):
-        """Cells that can be walked to."""
-        found, queue = {cell}, deque([cell])
-        while queue:
-            here = queue.popleft()
-            for step in MOVES.values():
-                there = tuple(np.add(here, step).tolist())
-                if self.tiles[there] != WALL and there not in found:
-                    found.add(there)
-                    queue.append(there)
-        return len(found)
+    def blocked(self, cell):
+        return sum(self.tiles[tuple(np.add(cell, step).tolist())] != FLOOR for step in MOVES.values())
 
-    def find_goals(self, count, tau):
-        def blocked(cell):
-            return sum(self.tiles[tuple(np.add(cell, step).tolist())] != FLOOR for step in MOVES.values())
-
-        goals, cells = [], [cell for cell in sorted(self.tiles) if self.tiles[cell] == FLOOR]
-        walkable = sum(tile != WALL for tile in self.tiles.values())
-        for cell in sorted(cells, key=blocked, reverse=True):
-            if self.room(cell) >= 0.8 * walkable:
-                goal = (0, 1, *cell, DOWN)
-                others = [state for state in self.states((0,)) if state[2:4] != cell]
-                picture = self.picture(goal).astype(int)
-                nearest = min(np.abs(self.picture(state) - picture).sum() for state in others)
-                if min(nearest, np.abs(pixel_goal.menu_picture() - picture).sum()) > tau * 17280:
-                    goals.append(goal)
-            if len(goals) == count:
-                break
-        return goals
-
-    def distances_to(self, goal, tau):
-        """state -> length of the shortest way to a state whose picture is within tau of the goal's"""
-        before = {}
-        for state in self.states():
-            for action in range(8):
-                before.setdefault(self.move(state, action), []).append(state)
-        near = [s for s in self.states() if dist([self.picture(s)], goal[None]) < tau]
-        steps, queue = dict.fromkeys(near, 0), deque(near)
-        while queue:
-            here = queue.popleft()
-            for state in before.get(here, []):
-                if state not in steps:
-                    steps[state] = steps[here] + 1
-                    queue.append(state)
-        return steps
-
-    def starts(self, difficulty):
-        """(state, goal number), in the order in which episodes draw them"""
-        for state in self.states((0,)):
-            for number, steps in enumerate(self.to_goal):
-                if state[1] == (not self.door) and 0 < steps.get(state, 0) <= (difficulty or 9999):
-                    yield state, number
+    def nearest(self, goal):
+        """Distance of what resembles a goal most, in another cell or under the menu."""
+        others = [state for state in self.states((0,)) if state[2:4] != goal[2:4]]
+        pictures = [self.picture(state) for state in others] + [pixel_goal.menu_picture()]
+        return min(dist([picture], self.picture(goal)[None]) for picture in pictures)
 
 
-slow_map = functools.cache(SlowMap)
+@functools.cache
+def slow_maps(env):
+    """Those of an environment. Not every map that is drawn can be used: the next one takes its place then."""
+    config = env.config
+    for attempts in itertools.product(range(3), repeat=config.num_maps):
+        drawn = [pixel_goal.draw_map(config.door, (config.map_seed, *place)) for place in enumerate(attempts)]
+        if hashlib.sha256(b"".join(art.tobytes() for _, art in drawn)).hexdigest() == env.world_sha256:
+            return [SlowMap(*one) for one in drawn]
 
 
 def dist(frames, goal):
@@ -162,13 +121,12 @@ def state_of(code):
 
 
 class SlowEnv:
-    """One row of the environment."""
+    """One row of the environment, whose episodes begin where its do."""
 
-    def __init__(self, config, goal=None):
-        self.config, self.recorded = config, goal
-        self.maps = [slow_map(config.map_seed, index, config.door, config.num_goals)
-                     for index in range(config.num_maps)]
-        self.starts = [(m, *start) for m in self.maps for start in m.starts(config.difficulty)]
+    def __init__(self, env, goal=None):
+        self.config, self.recorded, self.maps = env.config, goal, slow_maps(env)
+        self.goals = env._goal_codes.tolist()
+        self.starts = [*zip(env._start_codes.tolist(), env._start_goals.tolist(), strict=True)]
 
     def reset(self, seed):
         self.seed, self.episode = seed, 0
@@ -176,11 +134,14 @@ class SlowEnv:
 
     def begin(self):
         draw = mix(mix(self.seed) + self.episode)
-        self.map, state, number = self.starts[draw % len(self.starts)]
+        code, number = self.starts[draw % len(self.starts)]
+        index, code = divmod(code, pixel_goal.NUM_STATES)
         menu = mix(draw + 1) < self.config.menu_prob * 2**32
-        self.state = (int(menu), *state[1:])
-        picture = self.map.picture(self.map.goals[number])[None]
-        self.goal = picture if self.recorded is None else self.recorded
+        self.map, self.state = self.maps[index], (int(menu), *state_of(code)[1:])
+        self.goal = self.recorded
+        if self.recorded is None:
+            goal = self.goals[index * self.config.num_goals + number] % pixel_goal.NUM_STATES
+            self.goal = self.map.picture(state_of(goal))[None]
         self.frames = [self.map.picture(self.state)] * self.config.stack_k
         self.dist = dist(self.frames, self.goal)
         self.episode, self.steps, self.streak = self.episode + 1, 0, 0
@@ -235,11 +196,32 @@ def plain():
 
 @pytest.mark.parametrize("name", slow_but(("defaults", "packed"), WORLDS))
 def test_steps_like_the_slow_world(name):
-    config = PixelGoalConfig(**WORLDS[name])
-    env, rows = PixelGoal(3, "cpu", config), [SlowEnv(config) for _ in range(3)]
-    for number, steps in enumerate(rows[0].maps[0].to_goal):
-        assert all(env.paths[code_of(state), number] == length for state, length in steps.items())
-    compare(env, rows, 11, 200)
+    env = PixelGoal(3, "cpu", PixelGoalConfig(**WORLDS[name]))
+    compare(env, [SlowEnv(env) for _ in range(3)], 11, 200)
+
+
+@pytest.mark.parametrize("name", slow_but(("no menu",), ("no door", "no menu", "goals", "pocket")))
+def test_goals_starts_and_the_lengths_of_ways(name):
+    env = PixelGoal(1, "cpu", PixelGoalConfig(**WORLDS[name]))
+    config, (world,) = env.config, slow_maps(env)
+    goals, starts, open_cells = list(map(state_of, env._goal_codes.tolist())), set(), set()
+    for state, number in itertools.product(world.states(), range(config.num_goals)):
+        way = int(env.paths[code_of(state), number])
+        after = min(int(env.paths[code_of(world.move(state, action)), number]) for action in range(8))
+        near = dist([world.picture(state)], world.picture(goals[number])[None]) < config.tau
+        assert way == (0 if near else min(after + 1, 10_000))
+        if way < 10_000:
+            open_cells.add(state[2:4])
+        if state[:2] == (0, not config.door) and 0 < way <= (config.difficulty or 9999):
+            starts.add((code_of(state), number))
+    assert starts == set(zip(env._start_codes.tolist(), env._start_goals.tolist(), strict=True))
+    assert len(open_cells) > 0.8 * sum(tile != WALL for tile in world.tiles.values())
+
+    for goal in goals:  # door open, facing down: of what is not closed off the most enclosed that is unique
+        assert (goal[:2], goal[4]) == ((0, 1), DOWN) and world.nearest(goal) > config.tau
+    for cell in open_cells:
+        if world.tiles[cell] == FLOOR and world.blocked(cell) > world.blocked(goals[-1][2:4]):
+            assert (0, 1, *cell, DOWN) in goals or world.nearest((0, 1, *cell, DOWN)) <= config.tau
 
 
 def compare(env, rows, seed, steps):
@@ -276,15 +258,11 @@ def save(folder, frames, world_sha256, config, **meta):
 
 def test_recorded_goals_step_like_the_slow_world(plain, tmp_path):
     config = PixelGoalConfig(stack_k=3, k_consecutive=2, max_steps=30, goal_in_obs=True, menu_prob=0.5)
-    world = slow_map(1, 0, True)
+    (world,) = slow_maps(plain)
     goal = np.stack([world.picture((0, 1, 14, 5, facing)) for facing in (DOWN, RIGHT, RIGHT)])
     folder = save(tmp_path / "goal", goal, plain.world_sha256, config)
     env = PixelGoal(3, "cpu", dataclasses.replace(config, goal_dir=folder))
-    rows = [SlowEnv(config, goal) for _ in range(3)]
-    # The starts are those of another goal: only their number and order are taken from the environment.
-    for row in rows:
-        row.starts = [(world, state_of(code), 0) for code in env._start_codes.tolist()]
-    compare(env, rows, 5, 200)
+    compare(env, [SlowEnv(env, goal) for _ in range(3)], 5, 200)
 
 
 # Starts, pictures
@@ -373,9 +351,9 @@ def test_bad_options_are_one_line(num_envs, options, says):
 
 
 def test_recorded_goals_that_do_not_fit_are_named(plain, tmp_path):
-    world, one, stack = slow_map(1, 0, True), PixelGoalConfig(), PixelGoalConfig(stack_k=3)
+    (world,), one, stack = slow_maps(plain), PixelGoalConfig(), PixelGoalConfig(stack_k=3)
     picture = world.picture((0, 1, 14, 5, RIGHT))
-    other = slow_map(2, 0, True).picture((0, 1, 9, 9, RIGHT))
+    other = SlowMap(*pixel_goal.draw_map(True, (2, 0, 0))).picture((0, 1, 9, 9, RIGHT))
     walk = np.stack([world.picture((0, 1, row, 4, DOWN)) for row in (10, 11, 12)])
     for number, (frames, config, meta, says) in enumerate((
             (picture, one, dict(action_codec_id="gb4"), "action_codec_id is 'gb4', expected 'gb8'"),
