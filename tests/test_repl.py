@@ -121,11 +121,6 @@ def play(shop):
         yield playing
 
 
-def named(attempts):
-    """The attempts as parameters."""
-    return [pytest.param(code, id=name) for name, code in attempts.items()]
-
-
 # ---- Tasks
 
 
@@ -475,12 +470,12 @@ def test_what_ends_the_interpreter_is_told(shop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", named(ATTACKS))
-def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, blocks):
+@pytest.mark.parametrize("name", ATTACKS)
+def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, name):
     start, marker = time.monotonic(), uuid.uuid4().hex
     with Play(*shop(turn_timeout=3.0, max_queries=4)) as play:
         for block in (f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 99; : {marker}'])",
-                      *blocks, "1 + 1", "finish()"):
+                      *ATTACKS[name], "1 + 1", "finish()"):
             step = play.step(block)
             if step.children:
                 for _, child in step.children:
@@ -523,10 +518,10 @@ WORKERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", named(WORKERS))
-def test_the_trainer_trusts_no_worker(shop, monkeypatch, script):
+@pytest.mark.parametrize("name", WORKERS)
+def test_the_trainer_trusts_no_worker(shop, monkeypatch, name):
     """Whatever it says, a step ends in time, its memory is bounded, and what it gives is nothing."""
-    monkeypatch.setattr(repl, "WORKER", f"{SAY}sys.stdin.readline()\n{script}\ntime.sleep(99)")
+    monkeypatch.setattr(repl, "WORKER", f"{SAY}sys.stdin.readline()\n{WORKERS[name]}\ntime.sleep(99)")
     monkeypatch.setattr(repl, "GRACE", 1.0)
     monkeypatch.setattr(repl, "TREE_TIME", 2.0)
     env, task = shop(turn_timeout=1.0, max_queries=4)
@@ -545,16 +540,24 @@ def test_the_trainer_trusts_no_worker(shop, monkeypatch, script):
     assert time.monotonic() - start < 10 and peak < 100 * 2**20
 
 
-FOLDER = "import os\nos.remove('pyproject.toml'); os.mkdir('pyproject.toml'); open('pyproject.toml/x', 'w')"
-
-
 @pytest.mark.slow
 def test_what_the_code_leaves_is_judged_once_whatever_it_is(tmp_path):
-    """A step that raised would be played again, and not be counted."""
-    folder = write_cache(tmp_path, {"shop-1": ROW}, SHOP | {"pyproject.toml": ""})
-    env, task = alone(cache_dir=folder)
-    assert outcome(env, task, FOLDER, "finish()").info["correct"] == 0
-    assert outcome(env, task, FOLDER, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
+    """A step that raised would be played again, and not be counted. Tests may lie within a package."""
+    files = {path.replace("tests/", "shop/tests/"): text for path, text in SHOP.items()}
+    files |= {"conftest.py": "# of the repository", "pyproject.toml": ""}
+    expected = {name.replace("tests/", "shop/tests/"): outcome
+                for name, outcome in ROW["expected_output_json"].items()}
+    row = ROW | dict(tests=["shop/tests"], expected_output_json=expected)
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": row}, files))
+
+    folder = "import os\nos.remove('{0}'); os.mkdir('{0}'); open('{0}/x', 'w')".format("pyproject.toml")
+    assert outcome(env, task, folder, "finish()").info["correct"] == 0
+    fixes = f"os.remove('conftest.py'); {FIX_TOTAL}; {FIX_CHEAPEST}; finish()"
+    assert outcome(env, task, folder, fixes).reward == 1
+    assert outcome(env, task, "open('conftest.py', 'w').write('x = 1'); finish()").info["modified"] == 0
+    step = outcome(env, task, "import shutil; shutil.rmtree('shop'); open('shop', 'w').write('x'); finish()")
+    assert step.reward == 0 and step.info["modified"] == 1
+
     scenario = env.scenario(task)
     for path in ("x" * 300, "a/" * 3000 + "b"):  # as a worker that was taken over may say
         assert env.score(scenario, scenario.files | {path: b""})["correct"] == 0
@@ -757,22 +760,6 @@ def test_a_repository_without_tests_is_named(tmp_path):
     env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW | {"tests": ["spec"]}}))
     with pytest.raises(BadInput, match="shop-1: no tests: expected a folder tests"):
         env.start(task, 1)
-
-
-@pytest.mark.slow
-def test_tests_within_a_package_and_settings_at_the_top(tmp_path):
-    """Files at places where folders of the tests are, and what configures the original tests."""
-    files = {"shop/price.py": SHOP["shop/price.py"], "shop/tests/test_price.py": SHOP["tests/test_price.py"],
-             "shop/__init__.py": "", "conftest.py": "# of the repository"}
-    expected = {name.replace("tests/", "shop/tests/"): outcome
-                for name, outcome in ROW["expected_output_json"].items()}
-    row = ROW | dict(tests=["shop/tests"], expected_output_json=expected)
-    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": row}, files))
-    step = outcome(env, task, "import shutil; shutil.rmtree('shop'); open('shop', 'w').write('x'); finish()")
-    assert step.reward == 0 and step.info["modified"] == 1
-    step = outcome(env, task, f"import os; os.remove('conftest.py'); {FIX_TOTAL}; {FIX_CHEAPEST}; finish()")
-    assert step.reward == 1
-    assert outcome(env, task, "open('conftest.py', 'w').write('x = 1'); finish()").info["modified"] == 0
 
 
 @pytest.mark.slow
