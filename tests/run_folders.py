@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import multiprocessing.forkserver
 import os
 import re
 import resource
@@ -17,9 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "countdown-tiny")
@@ -94,10 +97,74 @@ def told(capsys, main, *words):
     return report
 
 
-def process(script, *flags, **options):
-    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | options.pop("env", {})
-    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, flags)], cwd=ROOT, env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+def process(script, *flags, torchrun=(), **options):
+    """A script in a process of its own, or in those that torchrun starts with these options."""
+    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
+    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+    return subprocess.Popen([sys.executable, *launcher, str(ROOT / script), *map(str, flags)], cwd=ROOT,
+                            env=environment | options.pop("env", {}), stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, **options)
+
+
+def finish(run, timeout=600):
+    """-> exit code, what it said"""
+    said, _ = run.communicate(timeout=timeout)
+    return run.returncode, said
+
+
+IN_TURN = """
+import json, os, runpy, sys
+for number, (script, *words) in enumerate(json.loads(sys.argv[1])):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def torchrun_in_turn(count, lines, folder):
+    """Command lines, one after the other, in the same processes of torchrun.  -> what they said"""
+    (folder / "in_turn.py").write_text(IN_TURN)
+    plan = json.dumps([[str(word) for word in line] for line in lines])
+    run = process(folder / "in_turn.py", plan, torchrun=["--standalone", f"--nproc_per_node={count}"])
+    code, said = finish(run, timeout=900)
+    assert code == 0, said[-5000:]
+    return said
+
+
+def ranks_of(run):
+    """The processes that torchrun has started, by rank; without it that of the script."""
+    found = [p for p in psutil.Process(run.pid).children() if "RANK" in p.environ()]
+    return sorted(found, key=lambda p: int(p.environ()["RANK"])) or [psutil.Process(run.pid)]
+
+
+def wait_for(condition, run):
+    while not condition():
+        assert run.poll() is None, run.communicate()[0][-5000:]
+        time.sleep(0.005)
+
+
+@functools.cache
+def forks():
+    """What starts processes in which the scripts' libraries are imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([path.stem for path in ROOT.glob("*.py")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def fork(output, script, *flags):
+    """A command line in a process that can be killed; what it says goes into a file."""
+    run = forks().Process(target=spoken, args=(output, dict(os.environ), script, *flags), daemon=True)
+    run.start()
+    return run
+
+
+def spoken(output, environment, script, *flags):
+    os.environ |= environment
+    with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        sys.exit(command_line(script, *flags))
 
 
 def write_jsonl(path, rows):
@@ -118,15 +185,14 @@ def full_disk(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def kill_at(moment, run, folder, rng, pause=0.0):
-    """SIGKILL, the process being where `moment` says. -> whether it came to that before the process ended.
+def kill_at(moment, run, folder, rng):
+    """SIGKILL while it writes encoded rows or a checkpoint, or at any time after it has logged something.
 
-    pause: the writing of a checkpoint, or of encoded rows, is interrupted up to so long after it began [s].
-    "log" leaves a complete checkpoint, however slow the machine is, so that after it a run always has
-    something to continue.
+    The last of these leaves a complete checkpoint, so that after it a run always has something to continue.
+    -> whether it came to that before the process ended
     """
-    def wait_for(condition):
-        while not condition() and run.poll() is None:
+    def wait_until(condition):
+        while not condition() and run.is_alive():
             time.sleep(0.0005)
 
     def writing():
@@ -134,23 +200,22 @@ def kill_at(moment, run, folder, rng, pause=0.0):
 
     log = folder / "train_log.jsonl"
     size = log.stat().st_size if log.exists() else 0
-    if moment not in ("start", "encoding"):
-        wait_for(lambda: log.exists() and log.stat().st_size != size)
-    if moment == "log":
-        wait_for(lambda: any((folder / "checkpoints").glob("step_*")))
     if moment != "encoding":
-        deadline = time.monotonic() + rng.uniform(*(1, 6) if moment == "start" else (0, 1))
-        wait_for(lambda: time.monotonic() > deadline)
-    while moment in ("writing", "encoding") and run.poll() is None:
-        wait_for(writing)
-        time.sleep(rng.uniform(0, pause))
-        run.send_signal(signal.SIGSTOP)
+        wait_until(lambda: log.exists() and log.stat().st_size != size)
+        deadline = time.monotonic() + rng.uniform(0, 1)
+        wait_until(lambda: time.monotonic() > deadline)
+    if moment == "log":
+        wait_until(lambda: any(folder.glob("checkpoints/step_*")))
+    while moment != "log" and run.is_alive():
+        wait_until(writing)
+        time.sleep(rng.uniform(0, 0.3 if moment == "encoding" else 0.01))
+        os.kill(run.pid, signal.SIGSTOP)
         if writing():
             break
-        run.send_signal(signal.SIGCONT)
+        os.kill(run.pid, signal.SIGCONT)
     run.kill()
-    run.communicate()
-    return run.returncode == -9
+    run.join()
+    return run.exitcode == -signal.SIGKILL
 
 
 def train(script, folder, **flags):
@@ -163,6 +228,18 @@ def train(script, folder, **flags):
             script.__name__, few)
     script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
     return folder
+
+
+def signal_once(patch, number, step):
+    """This process gets the signal while it logs that step for the first time."""
+    add_scalar, left = SummaryWriter.add_scalar, [number]
+
+    def signalled(writer, name, value, at):
+        if at == step and left:
+            os.kill(os.getpid(), left.pop())
+        add_scalar(writer, name, value, at)
+
+    patch.setattr(SummaryWriter, "add_scalar", signalled)
 
 
 def same_end(one, other, step=LAST):
@@ -210,19 +287,19 @@ def timeless(folder):
             | {"trace_id": record["trace_id"].split(":")[1]} for record in records(folder)]
 
 
-def same_tree(one, other):
+def same_tree(one, other, tolerance=0.0):
     assert type(one) is type(other) or {type(one), type(other)} == {list, tuple}
     if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     elif isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
-            same_tree(one[key], other[key])
+            same_tree(one[key], other[key], tolerance)
     elif isinstance(one, (list, tuple)):
         for a, b in zip(one, other, strict=True):
-            same_tree(a, b)
+            same_tree(a, b, tolerance)
     else:
-        assert one == other
+        assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other)
 
 
 def copy_run(source, target):

@@ -3,16 +3,7 @@
 The runs are real ones, of a few seconds each, with gloo on the CPU.
 """
 
-import contextlib
-import functools
-import os
-import signal
-import subprocess
-import sys
-import time
-
 import make_rom
-import psutil
 import pytest
 import torch
 
@@ -20,7 +11,20 @@ import a2c_vecenv as a2c
 from envs.pixels import join_states, make_vec, state_of_rows
 from envs.pixels.game_boy import Config, goal_meta, record_frames
 from envs.pixels.goals import save_goal
-from tests.run_folders import ROOT, killed_after, log_lines, records, slow_but, timeless
+from tests.run_folders import (
+    command_line,
+    finish,
+    killed_after,
+    log_lines,
+    process,
+    ranks_of,
+    records,
+    same_tree,
+    slow_but,
+    timeless,
+    torchrun_in_turn,
+    wait_for,
+)
 from tools.validate_train_log import validate
 
 
@@ -85,31 +89,15 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
     resets = sum(int(mask.sum()) for mask in whole[5::7 if kind not in ("CartPole", "Acrobot") else 6])
     assert resets >= 20  # the test has seen what it is about
     rounding = 1e-5 if kind == "CartPole" else 0.0  # it computes several rows in one instruction
-    same(whole, parts, rounding)
+    same_tree(whole, parts, rounding)
     exact = kind != "Acrobot"  # whose spaces have generators that nothing seeds and nothing draws from
-    assert not exact or same(end, end_of_parts, rounding)
+    if exact:
+        same_tree(end, end_of_parts, rounding)
     begun, middle = play(split, last=steps // 2)
     rest, end_of_rest = play([1, 6], middle, first=steps // 2)
-    same(whole, begun + rest[1:], rounding)
-    assert not exact or same(end, end_of_rest, rounding)
-
-
-def same(one, other, tolerance=0.0, place="state"):
-    """Trees of dicts, lists, tensors and plain values. -> True, or an AssertionError that says where"""
-    assert type(one) is type(other), place
-    if isinstance(one, dict):
-        assert list(one) == list(other), place
-        for key in one:
-            same(one[key], other[key], tolerance, f"{place}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), place
-        for index, (left, right) in enumerate(zip(one, other, strict=True)):
-            same(left, right, tolerance, f"{place}/{index}")
-    elif isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=place)
-    else:
-        assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other), place
-    return True
+    same_tree(whole, begun + rest[1:], rounding)
+    if exact:
+        same_tree(end, end_of_rest, rounding)
 
 
 def test_an_environment_that_cannot_be_saved_has_no_joined_state_either():
@@ -132,6 +120,7 @@ def test_a_row_draws_the_same_action_whoever_holds_it():
 
 # Whole runs
 
+TWO = ("--standalone", "--nproc_per_node=2")
 FLAGS = ["--iterations", 20, "--num-envs", 7, "--num-steps", 8, "--hidden-size", 32, "--log-every", 2,
          "--eval-every", 10, "--eval-episodes", 11, "--eval-envs", 5, "--checkpoint-every", 2,
          "--keep-checkpoints", 0]
@@ -143,37 +132,36 @@ CASES = {
 }
 
 
-def start(processes, folder, *flags):
-    """A run of so many processes of torchrun; 0: without it."""
-    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * bool(processes)
-    words = map(str, [*many, ROOT / "a2c_vecenv.py", *flags, "--run-dir", folder])
-    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"),
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def words(case, folder, *more):
+    return "a2c_vecenv.py", *FLAGS, *CASES[case], "--run-dir", folder, *more
 
 
-def run_to_end(processes, folder, *flags):
-    """A whole run. -> exit code, what it said"""
-    run = start(processes, folder, *flags)
-    try:
-        said, _ = run.communicate(timeout=300)
-    finally:  # torchrun ends the processes that it has started
-        with contextlib.suppress(ProcessLookupError):
-            run.send_signal(signal.SIGTERM)
-        run.wait(timeout=60)
-    return run.returncode, said
+NO_THREADS = """
+import pathlib
+names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in names), names
+"""
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    """(case, processes) -> the folder of a finished run; 0: without torchrun."""
-    @functools.cache
-    def run(case, processes):
-        folder = tmp_path_factory.mktemp("runs") / f"{case}-{processes}"
-        code, said = run_to_end(processes, folder, *FLAGS, *CASES[case])
-        assert code == 0, said
-        assert said.count("environments x") == said.count("20/20") == 1  # one process speaks
-        return folder
-    return run
+def runs(tmp_path_factory):
+    """Finished runs: of each case alone; of several processes; and those that other numbers continued."""
+    folder = tmp_path_factory.mktemp("runs")
+    for case in CASES:
+        assert command_line(*words(case, folder / case)) == 0
+    (folder / "end.py").write_text(NO_THREADS)  # that let go of a tensor while Python ends, and abort it
+    said = torchrun_in_turn(2, [
+        words("accumulated", folder / "accumulated of 2"), words("CartPole", folder / "CartPole of 2"),
+        words("CartPole", "", "--experiment", folder / "mine"), [folder / "end.py"]], folder)
+    assert said.count("environments x") == said.count("20/20") == 3  # one process speaks
+
+    killed_after(folder / "CartPole", folder / "CartPole by 3", 10)
+    killed_after(folder / "accumulated of 2", folder / "accumulated by 1", 10)
+    said = torchrun_in_turn(3, [
+        words("pixel-goal", folder / "pixel-goal of 3"), words("CartPole", folder / "CartPole by 3")], folder)
+    assert said.count("continuing after iteration 10") == 1
+    assert command_line(*words("accumulated", folder / "accumulated by 1")) == 0
+    return folder
 
 
 def state_at(folder, step="step_000020"):
@@ -192,18 +180,18 @@ def same_run(one, other):
         left, right = (state_at(folder, step) for folder in (one, other))
         for name in ("iteration", "env_steps", "opt_steps"):
             assert left[name] == right[name]
-        same(left["agent"], right["agent"], 1e-4)
+        same_tree(left["agent"], right["agent"], 1e-4)
         moments = [[weight["exp_avg"] for weight in end["optimizer"]["state"].values()]
                    for end in (left, right)]
-        same(*moments, 1e-5)  # of the clipped gradients
-        same(left["episodes"], right["episodes"], 1e-5)
-        same(left["env"], right["env"], 1e-5)
+        same_tree(*moments, 1e-5)  # of the clipped gradients
+        same_tree(left["episodes"], right["episodes"], 1e-5)
+        same_tree(left["env"], right["env"], 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case, processes", [("accumulated", 2), ("CartPole", 2), ("pixel-goal", 3)])
-def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, run_of):
-    alone, together = run_of(case, 0), run_of(case, processes)
+def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, runs):
+    alone, together = runs / case, runs / f"{case} of {processes}"
     same_run(alone, together)
     last = records(alone)[-1]
     assert last["opt_steps"] == (10 if case == "accumulated" else 20)
@@ -212,17 +200,15 @@ def test_the_result_does_not_depend_on_the_number_of_processes(case, processes, 
     assert verdict["ok"] and not verdict["warnings"], verdict
     assert len(list(together.glob("events*"))) == 1 and not (together / "receipts").exists()
     with pytest.raises(AssertionError):  # there was something to learn alike
-        same(state_at(alone, "step_000002")["agent"], state_at(alone)["agent"], 1e-3)
+        same_tree(state_at(alone, "step_000002")["agent"], state_at(alone)["agent"], 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case, before, after", [("accumulated", 2, 1), ("CartPole", 0, 3)])
-def test_another_number_of_processes_continues_the_run(case, before, after, run_of, tmp_path):
+@pytest.mark.parametrize("before, after", [("accumulated of 2", "accumulated by 1"),
+                                           ("CartPole", "CartPole by 3")])
+def test_another_number_of_processes_continues_the_run(before, after, runs):
     """Killed after the checkpoint of iteration 10, with records past it in the log."""
-    whole = run_of(case, before)
-    folder = killed_after(whole, tmp_path / "run", 10)
-    code, said = run_to_end(after, folder, *FLAGS, *CASES[case])
-    assert code == 0 and said.count("continuing after iteration 10") == 1, said
+    whole, folder = runs / before, runs / after
     same_run(whole, folder)
     assert [line["resume"]["iteration"] for line in log_lines(folder) if "resume" in line] == [10]
     assert validate(folder, strict=True)["ok"]
@@ -230,48 +216,30 @@ def test_another_number_of_processes_continues_the_run(case, before, after, run_
 
 
 @pytest.mark.slow
-def test_bad_input_is_said_without_a_traceback(tmp_path):
-    (tmp_path / "file").write_text("")
-    for processes, folder, flags, named in ((3, "run", ["--num-envs", 2], "--num-envs 2, "),
-                                            (2, "file/run", [], "--run-dir ")):
-        code, said = run_to_end(processes, tmp_path / folder, *FLAGS, *flags)
-        assert code and named in said, said
-        assert 'a2c_vecenv.py", line' not in said  # torchrun's own report has a traceback, of its own
-
-
-@pytest.mark.slow
-def test_no_thread_of_the_process_group_is_left_at_exit_and_one_folder_is_made(tmp_path):
-    """One that lets go of a tensor while Python ends would abort a process that has done well."""
-    code = ("import pathlib, sys, tyro, a2c_vecenv\n"
-            "a2c_vecenv.main(tyro.cli(a2c_vecenv.Args))\n"
-            "names = [task.read_text() for task in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
-            "sys.exit(str(names) if any('gloo' in name for name in names) else 0)")
-    (tmp_path / "trained.py").write_text(code)
-    flags = [*FLAGS, *CASES["CartPole"], "--iterations", 2, "--eval-every", 2, "--run-dir", ""]
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "trained.py",
-             *flags, "--experiment", tmp_path / "mine"]
-    run = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True,
-                         env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), timeout=300)
-    assert run.returncode == 0, run.stderr
-    (folder,) = (tmp_path / "mine").iterdir()  # on which the processes agreed
+def test_the_processes_agree_on_the_name_of_a_new_folder(runs):
+    (folder,) = (runs / "mine").iterdir()
     assert {record["run_id"] for record in records(folder)} == {folder.name}
 
 
 @pytest.mark.slow
-def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(run_of, tmp_path):
-    whole, folder = run_of("pixel-goal", 0), tmp_path / "run"
-    flags = [*FLAGS, *CASES["pixel-goal"], "--checkpoint-every", 20]
-    run = start(2, folder, *flags)
-    log = folder / "train_log.jsonl"
-    while run.poll() is None and not (log.exists() and records(folder)):
-        time.sleep(0.01)
-    *_, last = (child for child in psutil.Process(run.pid).children() if "RANK" in child.environ())
-    last.send_signal(signal.SIGTERM)  # one is enough
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
+def test_bad_input_is_said_without_a_traceback(tmp_path):
+    code, said = finish(process(*words("pixel-goal", tmp_path / "run", "--num-envs", 1), torchrun=TWO))
+    assert code and "--num-envs 1, " in said, said
+    assert 'a2c_vecenv.py", line' not in said  # torchrun's own report has a traceback, of its own
+
+
+@pytest.mark.slow
+def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(runs, tmp_path):
+    folder = tmp_path / "run"
+    line = words("pixel-goal", folder, "--checkpoint-every", 20)
+    run, log = process(*line, torchrun=TWO), folder / "train_log.jsonl"
+    wait_for(lambda: log.exists() and records(folder), run)
+    ranks_of(run)[1].terminate()  # one is enough
+    code, said = finish(run)
+    assert code == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
     (path,) = (folder / "checkpoints").glob("step_*")
     assert 2 <= int(path.name[5:]) < 20
-    code, said = run_to_end(2, folder, *flags)
-    assert code == 0, said
-    same(*(state_at(path)["agent"] for path in (whole, folder)), 1e-4)
+
+    assert command_line(*line) == 0
+    same_tree(*(state_at(path)["agent"] for path in (runs / "pixel-goal", folder)), 1e-4)
     assert [record["iteration"] for record in records(folder)] == list(range(2, 21, 2))

@@ -1,6 +1,5 @@
 """What a machine that loses its power finds on the disk: the writes of each script, in their order."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -8,18 +7,16 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoModelForCausalLM
 
 import a2c_vecenv
 import grpo_llm
 import ppo_llm
 import sft
-from tests.run_folders import TINY, log_lines, train
+from tests.run_folders import TINY, log_lines, signal_once, train, write_jsonl
 from tools import merge_adapter
 
-ROWS = "".join(json.dumps(dict(prompt=f"{n} 1 -> {n + 1}", response=f"{n} + 1 = {n + 1}")) + "\n"
-               for n in range(9))
+ROWS = [dict(prompt=f"{n} 1 -> {n + 1}", response=f"{n} + 1 = {n + 1}") for n in range(9)]
 SHORT = dict(iterations=2, checkpoint_every=1, eval_every=0)
 
 
@@ -61,15 +58,14 @@ class Disk:
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm, sft, a2c_vecenv])
 def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkeypatch):
-    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
-    rows.write_text(ROWS)
+    folder, rows = tmp_path / "run", write_jsonl(tmp_path / "rows.jsonl", ROWS)
     disk = Disk(folder, monkeypatch)
     if script is a2c_vecenv:
         a2c_vecenv.main(a2c_vecenv.Args(
             **SHORT, num_envs=2, num_steps=2, hidden_size=4, log_every=1, eval_envs=1, eval_episodes=1,
             env_kwargs=("max_steps=3",), run_dir=str(folder)))
     elif script is sft:
-        train(sft, folder, model=TINY, train_files=(str(rows),), steps=2, batch_size=2, checkpoint_every=1,
+        train(sft, folder, model=TINY, train_files=(rows,), steps=2, batch_size=2, checkpoint_every=1,
               output_dir="")
     else:
         train(script, folder, **SHORT, eval_tasks=1, eval_samples=1)
@@ -85,15 +81,8 @@ def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypa
     folder = train(grpo_llm, tmp_path / "run", keep_checkpoints=0, **flags)
     for step in (2, 3):
         (folder / "checkpoints" / f"step_{step:06d}" / "trainer_state.pt").write_bytes(b"torn")
-    add_scalar = SummaryWriter.add_scalar
-
-    def signalled(writer, name, value, step):
-        if step == 2 and name == "train/reward":
-            os.kill(os.getpid(), signal.SIGTERM)
-        add_scalar(writer, name, value, step)
-
     with monkeypatch.context() as patch:
-        patch.setattr(SummaryWriter, "add_scalar", signalled)
+        signal_once(patch, signal.SIGTERM, 2)
         train(grpo_llm, folder, keep_checkpoints=1, **flags)
     train(grpo_llm, folder, keep_checkpoints=1, **flags)
     marks = [Path(line["resume"]["checkpoint"]).name for line in log_lines(folder) if "resume" in line]

@@ -5,19 +5,25 @@ Real processes with gloo. a2c_vecenv.py has tests/test_a2c_distributed.py.
 
 import functools
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-import time
 
-import psutil
 import pytest
 import torch
-from run_folders import ROOT, TINY, command_line, episodes, log_lines, records
 from safetensors.torch import load_file
 
+from tests.run_folders import (
+    TINY,
+    command_line,
+    episodes,
+    finish,
+    log_lines,
+    process,
+    ranks_of,
+    records,
+    torchrun_in_turn,
+    wait_for,
+)
 from tools.validate_train_log import validate
 
 pytestmark = pytest.mark.slow
@@ -47,41 +53,15 @@ CASES = {
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
 LONG = 20  # steps
-DRIVER = """
-import json, os, runpy, sys
-for number, (script, words) in enumerate(json.loads(open(sys.argv[1]).read())):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
-    sys.argv = [script, *words]
-    runpy.run_path(script, run_name="__main__")
-"""
+TWO = ("--standalone", "--nproc_per_node=2")
 
 
-def environment():
-    return os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-                             PYTHONPATH=str(ROOT))
-
-
-def words_of(name, folder, *more, every=2):
-    """The script of a case and its command line."""
+def words_of(name, folder, *more, every=LONG):
+    """A case's command line."""
     script, flags = CASES[name]
     own = ("--output-dir", f"{folder}-model", "--steps") if script == "sft.py" else ("--iterations",)
-    return [script, [str(x) for x in (*FLAGS[script], *flags, "--run-dir", folder, *own, LONG, "--eval-every",
-                                      LONG, "--checkpoint-every", every, "--keep-checkpoints", 0, *more)]]
-
-
-def start(words, count, *torchrun):
-    many = (["-m", "torch.distributed.run", *(torchrun or ["--standalone"]), f"--nproc_per_node={count}"]
-            if count > 1 or torchrun else [])
-    script, flags = words
-    return subprocess.Popen([sys.executable, *many, str(ROOT / script), *flags], cwd=ROOT, env=environment(),
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def run(words, count, *torchrun, check=True):
-    started = start(words, count, *torchrun)
-    said, _ = started.communicate(timeout=300)
-    assert not check or started.returncode == 0, said[-5000:]
-    return started.returncode, said
+    return (script, *FLAGS[script], *flags, "--run-dir", folder, *own, LONG, "--eval-every", LONG,
+            "--checkpoint-every", every, "--keep-checkpoints", 0, *more)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +71,7 @@ def alone(tmp_path_factory):
     def alone(name):
         torch.set_num_threads(1)
         folder = tmp_path_factory.mktemp("alone") / "run"
-        script, words = words_of(name, folder)
-        assert command_line(script, *words) == 0
+        assert command_line(*words_of(name, folder)) == 0
         return folder
     return alone
 
@@ -101,13 +80,7 @@ def alone(tmp_path_factory):
 def together(tmp_path_factory):
     """The folder of the same runs in two processes, which torchrun starts once for all of them."""
     folder = tmp_path_factory.mktemp("together")
-    (folder / "driver.py").write_text(DRIVER)
-    (folder / "plan.json").write_text(json.dumps([words_of(name, folder / name) for name in CASES]))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(folder / "driver.py"), str(folder / "plan.json")], capture_output=True, text=True,
-        cwd=ROOT, env=environment(), timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
+    torchrun_in_turn(2, [words_of(name, folder / name) for name in CASES], folder)
     return folder
 
 
@@ -148,63 +121,50 @@ def test_two_processes_train_as_one_does(name, alone, together):
             assert summary == other and summary["logged"] == len(played)
 
 
-def trainers_of(started):
-    """The processes that train, by rank."""
-    found = [p for p in psutil.Process(started.pid).children() if "RANK" in p.environ()]
-    return sorted(found, key=lambda p: int(p.environ()["RANK"])) or [psutil.Process(started.pid)]
-
-
-def wait_for(condition, started):
-    while not condition():
-        assert started.poll() is None, started.communicate()[0][-5000:]
-        time.sleep(0.005)
-
-
 def has_record(folder, iteration):
     return (folder / "train_log.jsonl").exists() and any(r["iteration"] >= iteration for r in records(folder))
 
 
-def two_agents(words):
-    """A torchrun as on each of two hosts, with a process each. -> what they said"""
+def two_hosts(words):
+    """A torchrun on each of two hosts, with a process each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = [start(words, 1, "--nnodes=2", f"--node_rank={number}", "--master_addr=127.0.0.1",
-                     f"--master_port={port}") for number in (0, 1)]
-    said = [one.communicate(timeout=300)[0] for one in started]
-    assert [one.returncode for one in started] == [0, 0], said[0][-5000:]
+    options = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+    runs = [process(*words, torchrun=[*options, f"--node_rank={number}"]) for number in (0, 1)]
+    assert [finish(run)[0] for run in runs] == [0, 0]
 
 
-@pytest.mark.parametrize("name, before, after", [("ppo-lora", 1, 2), ("sft", 2, "two hosts")])
+def one_killed(words, folder):
+    """Two processes of which one is killed after a checkpoint: torchrun starts both again."""
+    before = set(folder.glob("checkpoints/step_*"))
+    run = process(*words, torchrun=[*TWO, "--max-restarts=2"])
+    wait_for(lambda: set(folder.glob("checkpoints/step_*")) - before, run)
+    ranks_of(run)[1].kill()
+    code, said = finish(run)
+    assert code == 0, said[-5000:]
+
+
+@pytest.mark.parametrize("name, before, after", [("ppo-lora", (), "one killed"), ("sft", TWO, "two hosts")])
 def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, after, alone, tmp_path):
     """One of the processes gets it, between two checkpoints; the last iteration is not lost."""
     folder = tmp_path / "run"
-    words = words_of(name, folder, every=LONG)
-    started = start(words, before)
-    wait_for(lambda: has_record(folder, 2), started)
-    trainers_of(started)[-1].terminate()
-    said, _ = started.communicate(timeout=300)
-    assert started.returncode == 0, said[-3000:]
+    words = words_of(name, folder, every=LONG if after == "two hosts" else 5)
+    run = process(*words, torchrun=before)
+    wait_for(lambda: has_record(folder, 2), run)
+    ranks_of(run)[-1].terminate()
+    code, said = finish(run)
+    assert code == 0, said[-3000:]
     (line,) = re.findall(r"SIGTERM: .*", said)
     last = int(re.search(r"after (?:iteration|step) (\d+), which is saved", line)[1])
     assert f"--run-dir {folder}" in line and 2 <= last < LONG
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
-    two_agents(words) if after == "two hosts" else run(words, after)
-    (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
-    assert mark["iteration"] == last
+
+    two_hosts(words) if after == "two hosts" else one_killed(words, folder)
+    first, *others = (line["resume"] for line in log_lines(folder) if "resume" in line)
+    assert first["iteration"] == last and bool(others) is (after == "one killed")
     assert_same_run(alone(name), folder)
-    assert validate(folder)["errors"] == 0
-
-
-def test_torchrun_starts_again_after_the_kill_of_a_process(alone, tmp_path):
-    folder = tmp_path / "run"
-    started = start(words_of("grpo-lora", folder), 2, "--standalone", "--max-restarts=2")
-    wait_for(lambda: any(folder.glob("checkpoints/step_*")), started)
-    trainers_of(started)[1].kill()
-    said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said[-5000:]
-    assert [line for line in log_lines(folder) if "resume" in line]
-    assert_same_run(alone("grpo-lora"), folder)
+    assert after == "one killed" or validate(folder)["errors"] == 0
 
 
 FAILING = """
@@ -224,7 +184,8 @@ def reward(rollout):
 def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     path, message = tmp_path / "failing.py", "ValueError: the reward of rank 1 broke"
     path.write_text(FAILING)
-    code, said = run(words_of("grpo", tmp_path / "run", "--reward-fn", f"{path}:reward"), 2, check=False)
+    words = words_of("grpo", tmp_path / "run", "--reward-fn", f"{path}:reward")
+    code, said = finish(process(*words, torchrun=TWO))
     assert code != 0 and said.count(message) == 1, said[-5000:]
     (receipt,) = (tmp_path / "run").glob("receipts/*:1/receipt.json")
     receipt = json.loads(receipt.read_text())
@@ -236,7 +197,7 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
 
 
 def test_bad_input_is_one_line_whatever_the_number_of_processes(tmp_path):
-    words = ["grpo_llm.py", ["--run-dir", str(tmp_path / "run"), "--model", "nowhere/at/all"]]
-    code, said = run(words, 2, check=False)
+    words = ("grpo_llm.py", "--run-dir", tmp_path / "run", "--model", "nowhere/at/all")
+    code, said = finish(process(*words, torchrun=TWO))
     assert code != 0 and "error: --model nowhere/at/all: it cannot be loaded" in said
     assert "grpo_llm.py\", line" not in said  # no traceback of the script

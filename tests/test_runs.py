@@ -8,14 +8,13 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
 import ast
 import functools
 import gc
-import io
 import json
 import math
 import os
 import random
 import re
-import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import a2c_vecenv as a2c
@@ -34,11 +32,15 @@ import ppo_llm
 import sft
 from tests.run_folders import (
     LAST,
+    ROOT,
     SMALL,
     TINY,
     command_line,
     copy_run,
     episodes,
+    finish,
+    fork,
+    full_disk,
     full_forward,
     kill_at,
     killed_after,
@@ -48,10 +50,12 @@ from tests.run_folders import (
     same_checkpoint,
     same_end,
     same_tree,
+    signal_once,
     slow_but,
     timeless,
     train,
     weights_of,
+    write_jsonl,
 )
 from tools.validate_train_log import COMMON, METRICS, keys_of, known, validate
 
@@ -85,10 +89,9 @@ def in_files(folder, flags):
     if "train_files" not in flags:
         return flags
     turns = [[dict(role="user", content=text), dict(role="assistant", content=text[::-1])] for text in SUMS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(dict(prompt=text, response=text[::-1])) + "\n"
-                                               for text in SUMS))
-    (folder / "chats.jsonl").write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in (
-        *turns, *(one + other for one, other in zip(turns, turns[1:], strict=False)))))
+    write_jsonl(folder / "rows.jsonl", [dict(prompt=text, response=text[::-1]) for text in SUMS])
+    write_jsonl(folder / "chats.jsonl", [dict(messages=messages) for messages in (
+        *turns, *(one + other for one, other in zip(turns, turns[1:], strict=False)))])
     return flags | dict(train_files=tuple(name.replace("{d}", str(folder)) for name in flags["train_files"]))
 
 
@@ -193,8 +196,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(finished, tmp_path):
 ROWS_OF_FILES = dict(model=TINY, batch_size=5, train_files=("{d}/rows.jsonl",))
 RESUMED = {
     "grpo": (grpo_llm, RICH[grpo_llm]),
-    "grpo-lora": (grpo_llm, dict(lora_rank=2, kl_coef=0.1, learning_rate=1e-2)),
-    "grpo-lora-bf16": (grpo_llm, dict(lora_rank=2, dtype="bfloat16", learning_rate=1e-2)),
+    "grpo-lora": (grpo_llm, dict(lora_rank=2, kl_coef=0.1, learning_rate=1e-2, dtype="bfloat16")),
     "grpo-turns": (grpo_llm, dict(env="tests/two_turn.py:TwoTurn", dynamic_sampling=2, loss="gspo",
                                   max_context_tokens=40)),
     "ppo": (ppo_llm, RICH[ppo_llm]),
@@ -212,13 +214,10 @@ RESUMED = {
     "a2c": (a2c, {}),
     "a2c-td0": (a2c, dict(num_steps=1, update_every=2, log_every=2, checkpoint_every=2)),
     "a2c-cartpole": (a2c, dict(env_id="CartPole-v1", num_steps=9)),
-    "a2c-one-row": (a2c, dict(env_id="CartPole-v1", num_steps=1, num_envs=1, normalize_advantages=False)),
     "a2c-nature": (a2c, dict(network="nature", dtype="bfloat16")),
     "a2c-patch": (a2c, dict(network="patch", recompute=True, chunk=5, dtype="bfloat16")),
     "a2c-goals": (a2c, dict(env_kwargs=("max_steps=9", "pack=2bpp", "stack_k=2", "goal_in_obs=true",
                                         "num_goals=4"))),
-    "a2c-old": (a2c, dict(bootstrap_truncated=False, normalize_advantages=False, anneal=False,
-                          gae_lambda=1.0)),
 }
 
 
@@ -242,71 +241,37 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
     if script is sft:
         same_tree(weights_in(Path(f"{whole}-model")), last)
-    if script is ppo_llm:
-        check_critics(folder, flags)
     if script in RL:  # made again where they were not yet
         for path in whole.glob("episodes/*"):
             assert (folder / "episodes" / path.name).read_bytes() == path.read_bytes()
-
-
-def check_critics(folder, flags):
-    """Checkpoints 2 and 4 hold all of a critic: its weights, which have changed, and their moments."""
-    kind = flags.get("critic", "own")
-    states = [torch.load(folder / "checkpoints" / step / "trainer_state.pt")
-              for step in ("step_000002", LAST)]
-    coefs = [state["kl_coef"] for state in states]
-    assert coefs[0] != coefs[1] if "kl_target" in flags else coefs == [flags.get("kl_coef", 0.0)] * 2
-    critics = [state.get("critic") or {} for state in states]
-    assert bool(critics[0]) is (kind != "none") and ("decoder" in str(list(critics[0]))) is (kind == "own")
-    assert all(bool(state.get("critic_optimizer")) is (kind == "own") for state in states)
-    for name, weight in critics[0].items():
-        assert not torch.equal(weight, critics[1][name]), name
-
-
-SIGNALLED = """
-import os, signal
-from envs.countdown import Countdown
-
-class Signalled(Countdown):
-    evaluations = 0
-
-    def task(self, split, index):
-        self.evaluations += (split, index) == ("test", 1)
-        if self.evaluations == {second} and os.environ.pop("SIGNAL", ""):
-            os.kill(os.getpid(), signal.{name})
-        return super().task(split, index)
-"""
 
 
 SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in LLM for name in ("SIGTERM", "SIGINT")}
 
 
 @pytest.mark.parametrize("case", slow_but(["grpo_llm-SIGTERM", "sft-SIGINT"], SIGNALS))
-def test_a_signal_within_an_evaluation(case, finished, tmp_path, monkeypatch, capsys):
-    """SIGTERM: the iteration is logged and saved; Ctrl-C: a receipt, the last checkpoint counts."""
+def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
+        case, finished, tmp_path, monkeypatch, capsys):
     script, name = SIGNALS[case]
-    # sft.py looks at the test tasks once more, to learn from none of them.
-    path = write(tmp_path, SIGNALLED.format(name=name, second=3 if script is sft else 2))
-    skill = ("skill=mixed",) if script is sft else ()
-    flags = dict(env=f"{path}:Signalled", env_kwargs=(*skill, "test_tasks=32"), keep_checkpoints=0,
-                 checkpoint_every=1 if name == "SIGINT" else 3)
     whole, folder = finished(script), tmp_path / "run"
-    monkeypatch.setenv("SIGNAL", "yes")
+    flags = dict(keep_checkpoints=0, checkpoint_every=1 if name == "SIGINT" else 3)
+    signal_once(monkeypatch, getattr(signal, name), 2)
+
     if name == "SIGTERM":
         train(script, folder, **flags)
         said = capsys.readouterr().out
         assert re.search(f"SIGTERM: stopped after (iteration|step) 2, .*--run-dir {folder}", said)
+        assert [record["iteration"] for record in records(folder)] == [0, 1, 2]
     else:
         with pytest.raises(SystemExit, match="error: KeyboardInterrupt.*receipt"):
             train(script, folder, **flags)
-    assert [record["iteration"] for record in records(folder)] == ([0, 1, 2] if name == "SIGTERM" else [0, 1])
+        (receipt,) = folder.glob("receipts/*/receipt.json")
+        assert json.loads(receipt.read_text())["type"] == "KeyboardInterrupt"
+
     train(script, folder, **flags)
     same_end(whole, folder)
     verdict = validate(folder)
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, name == "SIGINT"), verdict
-    if name == "SIGINT":
-        (receipt,) = folder.glob("receipts/*/receipt.json")
-        assert json.loads(receipt.read_text())["type"] == "KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
@@ -349,11 +314,8 @@ CHANGED = {
 def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(script, finished, tmp_path):
     whole = finished(script)
     folder, before = copy_run(whole, tmp_path / "run"), timeless(whole)
-    card = Path(f"{whole}-model", "README.md")
-    numbers = script is sft and re.sub("commit [0-9a-f]+", "", card.read_text())
     go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
-    assert numbers == (script is sft and re.sub("commit [0-9a-f]+", "", card.read_text()))
     both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
     for flags, named in ((dict(seed=2, learning_rate=0.25), both),
                          (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
@@ -381,28 +343,21 @@ def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(scri
         train(script, other, **flags | decays | {length: 2})
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_a_model_that_cannot_read_the_prompts_is_refused(script, tmp_path):
-    with pytest.raises(envs.BadInput, match="does not know .*% of the prompts.*sft.py --env logic"):
-        train(script, tmp_path / "run", env="logic", env_kwargs=("types=dyck_language",))
-
-
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_another_reward_function_or_model_is_refused(script, tmp_path):
+def test_another_reward_function_or_model_is_refused(tmp_path):
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
     shutil.copytree(TINY, model)
     flags = dict(reward_fn=f"{reward}:score", model=str(model), iterations=0, eval_tasks=1)
-    folder = train(script, tmp_path / "run", **flags)
-    train(script, folder, **flags)
+    folder = train(grpo_llm, tmp_path / "run", **flags)
+    train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return 2 * r.correct\n")
     with pytest.raises(envs.BadInput, match="the (source|reward).* changed"):
-        train(script, folder, **flags)
+        train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return r.correct\n")
     weights = start_weights()
     weights["model.norm.weight"] += 0.5
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(envs.BadInput, match="the model changed"):
-        train(script, folder, **flags)
+        train(grpo_llm, folder, **flags)
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
@@ -453,19 +408,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert validate(folder)["ok"]
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
-def test_when_every_checkpoint_is_damaged_one_line_says_so(script, tmp_path, finished, capsys):
-    folder = copy_run(finished(script), tmp_path / "run")
+def test_when_every_checkpoint_is_damaged_one_line_says_so(tmp_path, finished, capsys):
+    folder = copy_run(finished(grpo_llm), tmp_path / "run")
     for path in (folder / "checkpoints").glob("step_*"):
         flip_a_byte(path / "trainer_state.pt")
     log = (folder / "train_log.jsonl").read_bytes()
     with pytest.raises(envs.BadInput) as told:
-        go_on(script, folder, finished(script))
+        go_on(grpo_llm, folder, finished(grpo_llm))
     assert str(folder) in str(told.value) and "damaged" in str(told.value) and "\n" not in str(told.value)
     assert (folder / "train_log.jsonl").read_bytes() == log
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), [grpo_llm, a2c]))
 def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, tmp_path):
     """From the third checkpoint on, no file may grow to the size of the weights; the log still may grow."""
     flags = dict(hidden_size=64) if script is a2c else {}
@@ -473,13 +427,9 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
     copy_run(whole, folder)
     for step in ("step_000003", LAST):
         shutil.rmtree(folder / "checkpoints" / step)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
-    try:
-        with pytest.raises(SystemExit, match="step_000003 could not be written.*earlier checkpoints stay"):
-            go_on(script, folder, whole, checkpoint_every=1, keep_checkpoints=0, **flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(300_000), pytest.raises(
+            SystemExit, match="step_000003 could not be written.*earlier checkpoints stay"):
+        go_on(script, folder, whole, checkpoint_every=1, keep_checkpoints=0, **flags)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
         "state.json", "step_000001", "step_000002"}
     assert validate(folder)["errors"] == 1 and validate(folder)["ok"]
@@ -490,10 +440,8 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    (folder / "empty").mkdir()
-    for name in ("weightless", "torn", "mute", "endless"):
+    for name in ("torn", "mute", "endless"):
         shutil.copytree(TINY, folder / name)
-    (folder / "weightless" / "model.safetensors").unlink()
     os.truncate(folder / "torn" / "model.safetensors", 5000)
     (folder / "mute" / "chat_template.jinja").unlink()
     (folder / "adapter").mkdir()
@@ -503,25 +451,16 @@ def bad_folder(tmp_path_factory):
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
-    row = dict(prompt="6 18 14 -> 38", response="18 + 14 = 32; 32 + 6 = 38")
-    (folder / "good.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    write_jsonl(folder / "good.jsonl", [dict(prompt="6 18 14 -> 38", response="18 + 14 = 32")] * 4)
     return folder
 
 
 COMMON_BAD = {
     "environment": (["--env", "coutdown"], r"coutdown.*did you mean 'countdown'"),
-    "environment-file": (["--env", "{d}/nothing.py:Env"], r"--env.*nothing\.py"),
     "option": (["--env-kwargs", "max_operand=3"], r"max_operand'.*did you mean 'max_operands'"),
-    "option-type": (["--env-kwargs", "max_operands=three"], r"max_operands.*int.*three"),
-    "option-value": (["--env-kwargs", "max_operands=99"], r"max_operands.*99"),
     "option-form": (["--env-kwargs", "max_operands"], r"max_operands.*key=value"),
-    "flag": (["--learning-speed", "1"], r"--learning-speed"),
-    "flag-nan": (["--learning-rate", "nan"], r"learning.rate.*(finite|greater than 0)"),
-    "flag-choice": (["--dtype", "float8"], r"float8.*--dtype"),
     "flag-range": (["--eval-tasks", "0"], r"eval.tasks.*greater than or equal to 1"),
     "no-model": (["--model", "{d}/nowhere"], r"--model \S*nowhere.*config\.json"),
-    "empty-model": (["--model", "{d}/empty"], r"--model \S*empty.*config\.json|--model \S*empty: it cannot"),
-    "weightless": (["--model", "{d}/weightless"], r"--model \S*weightless.*"),
     "torn-weights": (["--model", "{d}/torn"], r"--model \S*torn.*"),
     "run-folder": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
     "run-meta": (["--run-dir", "{d}/meta"], r"meta/train_log\.jsonl: expected a meta line"),
@@ -534,6 +473,8 @@ RL_BAD = {
     "context": (["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
     "template": (["--model", "{d}/mute"], r"--model \S*mute.*--chat-template plain"),
     "endless": (["--model", "{d}/endless"], r"--model \S*endless.*no eos token"),
+    "unread": (["--env", "logic", "--env-kwargs", "types=dyck_language"],
+               r"does not know .*% of the prompts.*sft\.py --env logic"),
     "reward": (["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
     "lora": (["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
 }
@@ -541,22 +482,18 @@ ALL_SAY = {"option", "flag-range", "torn-weights", "run-folder", "lora"}  # the 
 BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in LLM
        for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()
        if script is grpo_llm or name in ALL_SAY} | {
-    "grpo-group": (grpo_llm, ["--group-size", "1"], r"group.size.*greater than or equal to 2"),
     "grpo-url": (grpo_llm, ["--vllm-url", "http://127.0.0.1:8000"], r"--vllm-url.*need --engine vllm"),
     "grpo-url-form": (grpo_llm, ["--engine", "vllm", "--vllm-url", "ftp://a:1"], r"vllm.url.*pattern"),
     "grpo-adapter": (grpo_llm, ["--lora-rank", "2", "--lora-adapter-path", "a"], r"--lora-rank 2: .*adapter"),
     "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
-    "ppo-lambda": (ppo_llm, ["--gae-lambda", "2"], r"gae.lambda.*less than or equal to 1"),
     "sft-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
     "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
     "sft-output": (sft, ["--output-dir", "{d}/file/model"], r"--output-dir \S*file/model: cannot be written"),
     "a2c-environment": (a2c, ["--env-id", "NoSuch-v0"], "NoSuch"),
     "a2c-continuous": (a2c, ["--env-id", "Pendulum-v1"], "discrete actions"),
     "a2c-option": (a2c, ["--env-kwargs", "max_step=3"], "max_step'.*did you mean 'max_steps'"),
-    "a2c-option-value": (a2c, ["--env-kwargs", "tau=2"], "tau.*2"),
     "a2c-goal": (a2c, ["--env-kwargs", "goal_dir={d}/nothing"], "nothing.*is missing"),
     "a2c-rom": (a2c, ["--env-id", "pyboy"], "rom"),
-    "a2c-flag-range": (a2c, ["--num-envs", "0"], "num_envs.*greater than or equal to 1"),
     "a2c-multiple": (a2c, ["--iterations", "3", "--update-every", "2"], "--iterations 3: .* multiple"),
     "a2c-one-step": (a2c, ["--num-envs", "1", "--num-steps", "1"], "--normalize-advantages"),
     "a2c-many": (a2c, ["--num-envs", "20000"], "20000.*16384"),
@@ -614,7 +551,6 @@ def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(case, tmp_path):
 
 TOO_FAST = {
     "grpo": (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
-    "ppo": (ppo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
     "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1,
                                  critic_epochs=1, critic_minibatches=1)),
     "sft": (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1, eval_tasks=1)),
@@ -634,21 +570,9 @@ def test_weights_that_are_not_finite_end_the_run(case, tmp_path):
         assert all(tensor.isfinite().all() for tensor in weights_of(path).values())
 
 
-def test_rounds_of_dynamic_sampling_are_bounded_and_a_batch_without_signal_is_skipped(tmp_path):
-    """Replies of one token are always cut: no group can teach anything."""
-    folder = train(grpo_llm, tmp_path / "run", dynamic_sampling=2, max_response_tokens=1, iterations=2)
-    for record in records(folder)[1:]:
-        assert record["rollout/groups_submitted"] == 3 * 4
-        assert record["rollout/groups_trainable"] == record["train/grad_norm"] == record["opt_steps"] == 0
-        assert record["rollout/termination/length"] == record["response_length/clip_ratio"] == 1.0
-    same_tree(load_file(folder / "checkpoints" / "step_000002" / "model.safetensors"), start_weights())
-    assert validate(folder)["ok"]
-
-
-@pytest.mark.parametrize("lora_rank", slow_but((2,), [0, 2]))
-def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path, lora_rank):
-    """In every iteration its log-probabilities of the episodes, whatever the policy has become."""
-    folder = train(ppo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=lora_rank, learning_rate=5e-3, epochs=2,
+def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path):
+    """In every iteration its log-probabilities of the episodes, whatever the adapter has become."""
+    folder = train(ppo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=2, learning_rate=5e-3, epochs=2,
                    warmup_iterations=0, iterations=2, eval_every=0, eval_tasks=1, log_episodes=1.0,
                    critic_warmup=0)
     first, second = (record["train/kl_loss"] for record in records(folder)[1:])
@@ -661,13 +585,12 @@ def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path, lora_ra
             assert s["old_logprobs"] != pytest.approx(s["ref_logprobs"], abs=1e-3)
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_replies_that_do_not_fit_the_context_are_counted(script, tmp_path, capsys):
+def test_replies_that_do_not_fit_the_context_are_counted(tmp_path, capsys):
     """At the start too: an error where they are all of them, a line where they are some."""
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
     with pytest.raises(envs.BadInput, match="--max-context-tokens 17: the prompts have up to 8 tokens"):
-        train(script, tmp_path / "none", max_context_tokens=17, env_kwargs=numbers)
-    folder = train(script, tmp_path / "run", max_context_tokens=23, iterations=1, env_kwargs=numbers)
+        train(grpo_llm, tmp_path / "none", max_context_tokens=17, env_kwargs=numbers)
+    folder = train(grpo_llm, tmp_path / "run", max_context_tokens=23, iterations=1, env_kwargs=numbers)
     assert "leave no room for a reply within --max-context-tokens 23" in capsys.readouterr().out
     record = records(folder)[-1]
     assert 0 < record["rollout/termination/context"] < 1 and record["env_steps"] > 0
@@ -693,12 +616,6 @@ def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
         assert record["train/reward"] == record["critic/score/mean"] == pytest.approx(mean)
         if script is grpo_llm:
             assert record["rollout/groups_incomplete"] == len({episode["task_id"] for episode in failed})
-            for task in {episode["task_id"] for episode in failed}:  # the baseline is that of the others
-                assert sum(episode["segments"][0]["advantage"] for episode in sound
-                           if episode["task_id"] == task) == pytest.approx(0, abs=1e-6)
-        else:  # what failed has no numbers of an update
-            assert all(not s["returns"] for episode in failed for s in episode["segments"])
-            assert all(s["returns"] for episode in sound for s in episode["segments"])
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
@@ -723,31 +640,18 @@ def test_what_the_context_cuts_is_left_out_of_the_loss_where_that_is_asked(tmp_p
         assert (record["critic/advantages/min"] > 0) == masked  # of what is trained
 
 
-def test_fewer_episodes_than_minibatches_make_fewer_steps(tmp_path, capsys):
+def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_explain_nothing(tmp_path, capsys):
     """And while the critic learns alone, the console shows its loss in place of a gradient that is none."""
+    path = write(tmp_path, "def same(r):\n    return [0.1]\n")
     folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
-                   epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1)
-    said = capsys.readouterr().out
-    assert "3 optimiser step(s) of the policy and 3 of the critic" in said
-    assert records(folder)[-1]["opt_steps"] == 9
+                   epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1, gae_lambda=1.0,
+                   reward_fn=f"{path}:same")
+    said, log = capsys.readouterr().out, records(folder)[1:]
+    assert "3 optimiser step(s) of the policy and 3 of the critic" in said and log[-1]["opt_steps"] == 9
     assert re.search(r"^1/2 (?!.*grad ).*value loss \d", said, re.M)
     assert re.search(r"^2/2 (?!.*value loss).*grad \d", said, re.M)
-
-
-@pytest.mark.parametrize("script", LLM)
-def test_an_evaluation_has_a_progress_bar(script, tmp_path, monkeypatch):
-    bars, init = [], tqdm.__init__
-
-    def shown(self, *args, **options):
-        bars.append(self)
-        init(self, *args, **options | dict(file=io.StringIO(), disable=False, delay=0))
-
-    monkeypatch.setattr(tqdm, "__init__", shown)
-    train(script, tmp_path / "run", eval_tasks=6, eval_samples=4,
-          **dict(steps=1) if script is sft else dict(iterations=0))
-    totals = [bar.total for bar in bars]
-    assert totals.count(1) >= 2 if script is sft else {6, 6 * 4} <= set(totals)  # passes, or episodes
-    assert all(bar.n == bar.total for bar in bars)
+    assert [record["critic/vf_explained_var"] for record in log] == [0, 0] and validate(folder)["ok"]
+    assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
 
 
 def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatch):
@@ -758,18 +662,17 @@ def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatc
     assert Path(TINY, "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_a_chat_template_of_a_file_takes_the_place_of_the_models(script, tmp_path):
+def test_a_chat_template_of_a_file_takes_the_place_of_the_models(tmp_path):
     """The same text trains the same, another one otherwise; and it may not change under a run."""
     path = tmp_path / "chat.jinja"
     path.write_text(Path(TINY, "chat_template.jinja").read_text())
     flags = dict(iterations=0, eval_tasks=2)
-    mine = train(script, tmp_path / "mine", chat_template=str(path), **flags)
-    assert timeless(mine) == timeless(train(script, tmp_path / "models", **flags))
+    mine = train(grpo_llm, tmp_path / "mine", chat_template=str(path), **flags)
+    assert timeless(mine) == timeless(train(grpo_llm, tmp_path / "models", **flags))
     path.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
-    assert timeless(train(script, tmp_path / "twice", chat_template=str(path), **flags)) != timeless(mine)
+    assert timeless(train(grpo_llm, tmp_path / "twice", chat_template=str(path), **flags)) != timeless(mine)
     with pytest.raises(envs.BadInput, match="the source changed"):
-        train(script, mine, chat_template=str(path), **flags)
+        train(grpo_llm, mine, chat_template=str(path), **flags)
 
 
 HOSTILE = """
@@ -790,15 +693,11 @@ class Hostile(Countdown):
 """
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
-def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(script, tmp_path, capsys):
-    path, size = write(tmp_path, HOSTILE), SMALL[script.__name__]
-    folder = train(script, tmp_path / "deep" / "run", env=f"{path}:Hostile", log_episodes=1.0, eval_tasks=12,
-                   iterations=1, print_samples=2)
-    num_train = size["prompts_per_iteration"] * size["group_size"]
-    expected = {"val_step_000000": 24, "train_step_000001": num_train, "val_step_000001": 24}
-    assert {path.stem for path in folder.glob("episodes/*")} == set(expected)
-    for name, count in expected.items():
+def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(tmp_path, capsys):
+    path = write(tmp_path, HOSTILE)
+    folder = train(grpo_llm, tmp_path / "deep" / "run", env=f"{path}:Hostile", log_episodes=1.0,
+                   eval_tasks=12, iterations=1, print_samples=2)
+    for name, count in {"val_step_000000": 24, "train_step_000001": 16, "val_step_000001": 24}.items():
         found, summary = episodes(folder, name)
         assert summary["episodes"] == summary["logged"] == len(found) == count
         assert summary["reward_sum"] == pytest.approx(sum(e["reward"] for e in found))
@@ -808,10 +707,6 @@ def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(script
             (turn,), (segment,) = episode["turns"], episode["segments"]
             assert turn["reward"] == episode["reward"]
             assert turn["end"] - turn["start"] == sum(segment["response_mask"]) > 0
-            assert len(segment["response_ids"]) == len(segment["response_mask"]) == len(
-                segment["rollout_logprobs"])
-            assert episode["messages"][len(episode["messages"]) - 1 - ("done" == episode["termination"])][
-                "role"] == "assistant"
     said = capsys.readouterr().out
     lines = said.splitlines()
     assert [sum(line.startswith(kind) for line in lines) for kind in ("val ", "train ")] == [4, 2]
@@ -829,24 +724,32 @@ def test_where_no_task_is_held_out_nothing_is_evaluated_and_the_log_is_sound(scr
     assert not any(key.startswith("val/") for record in records(folder) for key in record)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm", "sft", "a2c_vecenv"])
-def test_a_dotenv_file_is_read_before_anything_else_reads_the_environment(script, tmp_path):
-    (tmp_path / ".env").write_text("HF_HUB_OFFLINE=1\n")
-    code = f"import {script}, huggingface_hub.constants as hub; print(hub.HF_HUB_OFFLINE)"
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True,
-                                   env=environment | dict(PYTHONPATH=str(Path(sft.__file__).parent)))
-    assert said.split()[-1] == "True"
+BEFORE_LIBRARIES = """
+import os, sys
+class Library:
+    def find_spec(self, name, *_):
+        if name in ("numpy", "torch", "transformers", "tyro"):  # it may read the environment
+            sys.exit(os.environ.get("OF_THE_FILE", f"{name} comes first"))
+sys.meta_path.insert(0, Library())
+import SCRIPT
+"""
 
 
-@pytest.mark.parametrize("missing", ["repository", "git"])
-def test_a_copy_without_git_runs_too(missing, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", ALL)
+def test_a_dotenv_file_is_read_before_any_library(script, tmp_path):
+    (tmp_path / ".env").write_text("OF_THE_FILE=3\n")
+    code = BEFORE_LIBRARIES.replace("SCRIPT", script.__name__)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert done.stderr.strip() == "3"
+
+
+def test_a_copy_without_git_runs_too(tmp_path, monkeypatch):
     """A download without its history, or a machine without git: there is no commit to name."""
-    name, value = {"repository": ("GIT_DIR", tmp_path / "none"), "git": ("PATH", tmp_path)}[missing]
-    monkeypatch.setenv(name, str(value))
-    folder = train(grpo_llm, tmp_path / "run", eval_tasks=1, iterations=0)
-    assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
+    for name, value in (("GIT_DIR", tmp_path / "none"), ("PATH", tmp_path)):
+        monkeypatch.setenv(name, str(value))
+        folder = train(grpo_llm, tmp_path / name, eval_tasks=1, iterations=0)
+        assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
 
 
 LONG_GAME = """
@@ -872,8 +775,7 @@ def long_games(tmp_path_factory):
 
 def columns_of(episode):
     """The columns of an episode's tokens, all segments joined: {name: array}."""
-    names = ("response_mask", "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs",
-             "rollout_logprobs")
+    names = ("response_mask", "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs")
     columns = {name: np.concatenate([segment[name] for segment in episode["segments"]]) for name in names}
     # A turn's last token: one that the policy chose, before one that it did not or the segment's end.
     ends = [np.diff([*segment["response_mask"], 0]) < 0 for segment in episode["segments"]]
@@ -889,46 +791,39 @@ def lambda_returns(rewards, values, lam):
 def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
     coef, split, num_turns = 0.2, 0, set()
     for record in records(long_games)[1:]:
-        of_episode, of_token = {"score": [], "rewards": []}, {}
+        scores, penalised, tokens = [], [], []
         for episode in episodes(long_games, f"train_step_{record['iteration']:06d}")[0]:
             columns = columns_of(episode)
-            chosen = columns.pop("response_mask") == 1
+            chosen, ends = columns.pop("response_mask") == 1, columns.pop("ends")
             for name in ("rewards", "returns", "advantages"):
                 assert not columns[name][~chosen].any()  # of the environment's tokens nothing is learned
             turns = sum(message["role"] == "assistant" for message in episode["messages"])
             expected = [0.1 * n for n in range(turns)]  # a right reply earns 1 beside, a cut one nothing
             expected[-1] = 0.0 if episode["termination"] == "length" else expected[-1] + episode["correct"]
-            ends = columns.pop("ends")
             assert columns["rewards"][ends].tolist() == pytest.approx(expected)
             assert not columns["rewards"][~ends].any()
+
             own = {name: column[chosen] for name, column in columns.items()}
             rewards = own["rewards"] - coef * (own["old_logprobs"] - own["ref_logprobs"])
-            own["estimates"] = lambda_returns(rewards, own["values"], 0.9)
-            assert episode["reward"] == pytest.approx(sum(expected))
-            of_episode["score"].append(episode["reward"])
-            of_episode["rewards"].append(rewards.sum())
-            for name, column in own.items():
-                of_token.setdefault(name, []).append(column)
+            tokens.append(own | dict(estimates=lambda_returns(rewards, own["values"], 0.9)))
+            scores.append(sum(expected))
+            penalised.append(rewards.sum())
             split, num_turns = split + (len(episode["segments"]) > 1), num_turns | {turns}
-        numbers = {name: np.concatenate(columns) for name, columns in of_token.items()}
+
+        numbers = {name: np.concatenate([own[name] for own in tokens]) for name in tokens[0]}
         estimates, values, returns = (numbers[name] for name in ("estimates", "values", "returns"))
         assert returns == pytest.approx(estimates + values, abs=1e-6)
         whitened = (estimates - estimates.mean()) / estimates.std()
         assert numbers["advantages"] == pytest.approx(whitened, abs=1e-4)
-        for name, column in (*of_episode.items(), ("advantages", estimates), ("values", values),
-                             ("returns", returns)):
+        for name, column in dict(score=scores, rewards=penalised, advantages=estimates, values=values,
+                                 returns=returns).items():
             assert [record[f"critic/{name}/{of}"] for of in ("mean", "max", "min")] == pytest.approx(
                 [np.mean(column), np.max(column), np.min(column)], abs=1e-6), name
         explained = 1 - np.var(returns - values) / np.var(returns)
         assert record["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
         drift = numbers["old_logprobs"] - numbers["ref_logprobs"]
-        mismatch = numbers["old_logprobs"] - numbers["rollout_logprobs"]
         assert record["kl/k1"] == pytest.approx(drift.mean(), abs=1e-9)
         assert record["train/kl_loss"] == pytest.approx((np.exp(-drift) - 1 + drift).mean(), abs=1e-9)
-        assert record["mismatch/ratio_max"] == pytest.approx(np.exp(mismatch).max())
-        assert abs(record["mismatch/kl"]) < 1e-9 and abs(record["train/advantage"]) < 1e-6
-        assert record["critic/vf_loss"] == pytest.approx(2 * record["train/value_loss"]) and (
-            record["critic/vf_loss"] > 0)
         assert record["kl/coef"] == pytest.approx(coef)
         if record["train/policy_steps"]:  # the KL of a policy that may not move yet says nothing
             coef *= 1 + 0.1 * min(max(record["kl/k1"] / 0.01 - 1, -0.2), 0.2)
@@ -938,36 +833,23 @@ def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
 
 def test_the_critic_learns_alone_before_the_policy_moves(long_games):
     assert validate(long_games, strict=True)["ok"]
-    log, start = records(long_games)[1:], start_weights()
-    last = [long_games / "checkpoints" / f"step_{iteration:06d}" for iteration in (1, 2, 3, 4)]
-    weights = [load_file(folder / "model.safetensors") for folder in last]
-    critics = [torch.load(folder / "trainer_state.pt")["critic"] for folder in last]
-    for n, record in enumerate(log):
-        unchanged = all(torch.equal(weights[n][name], start[name]) for name in start)
+    log, before, critic = records(long_games)[1:], start_weights(), {}
+    for record in log:
+        folder = long_games / "checkpoints" / f"step_{record['iteration']:06d}"
+        weights = load_file(folder / "model.safetensors")
         alone = record["iteration"] <= 2
-        assert unchanged is alone is (record["train/policy_steps"] == 0)
+        assert all(torch.equal(weights[name], before[name]) for name in before) is alone
         assert alone is (record["train/learning_rate"] == 0) is (record["train/grad_norm"] == 0)
-        assert alone is (record["train/approx_kl"] < 1e-9)
         assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
         assert record["opt_steps"] == 4 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
-        norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights[n].values()))
+        norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights.values()))
         assert record["train/weight_norm"] == pytest.approx(norm, rel=1e-6)
-        if n:
-            assert all(not torch.equal(tensor, critics[n - 1][name]) for name, tensor in critics[n].items())
+        learned = torch.load(folder / "trainer_state.pt")["critic"]
+        assert not any(torch.equal(learned[name], tensor) for name, tensor in critic.items())
+        before, critic = weights, learned
     values = [[record["critic/values/min"], record["critic/values/max"]] for record in log]
     assert values[0] == [0, 0] and values[1][0] < values[1][1]
     assert log[0]["critic/vf_explained_var"] == 0 != log[1]["critic/vf_explained_var"]
-
-
-def test_rewards_that_are_all_equal_explain_nothing(tmp_path):
-    """And nothing that is logged is infinite, though the critic moves."""
-    (tmp_path / "same.py").write_text("def reward(rollout):\n    return [0.1]\n")
-    folder = train(ppo_llm, tmp_path / "run", reward_fn=f"{tmp_path / 'same.py'}:reward", gae_lambda=1.0,
-                   iterations=2, eval_every=0, eval_tasks=1)
-    assert validate(folder, strict=True)["ok"]
-    log = records(folder)[1:]
-    assert [record["critic/vf_explained_var"] for record in log] == [0, 0]
-    assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
 
 
 def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monkeypatch):
@@ -990,23 +872,15 @@ def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monke
 
 
 @pytest.mark.parametrize("critic", ["none", "shared"])
-def test_without_a_critic_of_its_own_the_policy_moves_at_once_and_alone(critic, tmp_path):
+def test_without_a_critic_of_its_own_the_policy_moves_at_once(critic, tmp_path):
     folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=2, eval_every=0,
                    eval_tasks=1, warmup_iterations=0)
-    assert validate(folder, strict=True)["ok"]
-    log = records(folder)[1:]
-    for record in log:
+    for record in records(folder)[1:]:
         assert record["critic/grad_norm"] == record["critic/learning_rate"] == 0
         assert record["train/policy_steps"] == 2 and record["opt_steps"] == 2 * record["iteration"]
         assert record["train/grad_norm"] > 0 and record["train/learning_rate"] > 0
-    names = ["train/value_loss"] + [f"critic/{name}" for name in (
-        "values/mean", "values/max", "values/min", "vf_explained_var", "vf_loss", "vpred_mean")]
-    if critic == "none":
-        assert all(record[name] == 0 for record in log for name in (*names, "critic/vf_clipfrac"))
-        assert all(record[f"critic/{name}/max"] == record["critic/score/max"] for record in log
-                   for name in ("returns", "advantages"))
-    else:
-        assert all(log[1][name] != 0 for name in names)
+    for name in ("train/value_loss", "critic/values/mean", "critic/vf_explained_var", "critic/vf_loss"):
+        assert (record[name] == 0) is (critic == "none")
 
 
 def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys):
@@ -1025,9 +899,8 @@ def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
     words = ["grpo_llm.py", "--track", "--prompts-per-iteration", 2, "--eval-tasks", 4,
              "--final-learning-rate", 1, "--run-dir", folder, "--iterations"]
     for iterations in (2, 3):  # one process has one run there, and it stays in tensorboard
-        run = process(*words, iterations)
-        output, _ = run.communicate(timeout=300)
-        assert run.returncode == 0, output
+        code, said = finish(process(*words, iterations))
+        assert code == 0, said
     first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
     names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")
@@ -1060,28 +933,27 @@ def test_kills_at_any_moment_change_nothing(script, tmp_path):
     length = (150 if script == "a2c_vecenv.py" else 30) * kills
     flags = [str(flag).replace("{d}", str(tmp_path)) for flag in KILL[script]]
     flags += ["--steps" if script == "sft.py" else "--iterations", length]
-    moments = [("writing", "log", "start")[n % 3] for n in range(kills)]
+    moments = [("writing", "log")[n % 2] for n in range(kills)]
     if script == "sft.py":  # which reads its rows, for some seconds, before all else
         env, moments[0] = envs.make("countdown", skill="mixed"), "encoding"
         tasks = [env.task("train", index) for index in range(2500)]
-        rows = [dict(prompt=task.messages[-1]["content"], response=env.solution(task)) for task in tasks]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / "rows.jsonl", [
+            dict(prompt=task.messages[-1]["content"], response=env.solution(task)) for task in tasks])
 
     def words(name):
         output = ["--output-dir", tmp_path / f"{name}-model"] if script == "sft.py" else []
         return script, *flags, *output, "--run-dir", tmp_path / name
 
     torch.set_num_threads(1)
-    folder, whole, torn = tmp_path / "killed", tmp_path / "whole", 0
+    folder, whole, said, torn = tmp_path / "killed", tmp_path / "whole", tmp_path / "said", 0
     for moment in moments:
-        pause = 0.3 if moment == "encoding" else 0.01
-        assert kill_at(moment, process(*words("killed")), folder, rng, pause)
+        assert kill_at(moment, fork(said, *words("killed")), folder, rng)
         torn += any((folder / "checkpoints").glob(".step_*.writing")) or any(folder.glob("data/.*.writing"))
     assert torn >= 1
-    run = process(*words("killed"))
+    run = fork(said, *words("killed"))
     assert command_line(*words("whole")) == 0
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, output
+    run.join(600)
+    assert run.exitcode == 0, said.read_text()
     same_end(whole, folder, f"step_{length:06d}")
     verdict = validate(folder)
     assert verdict["ok"] and not verdict["warnings"], verdict

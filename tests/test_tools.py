@@ -18,7 +18,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.run_folders import slow_but
+from tests.run_folders import slow_but, write_jsonl
 from tools import plot_train_log
 from tools.validate_train_log import (
     COMMON,
@@ -52,12 +52,7 @@ def sample_log(algo: str, seed: int = 1) -> list[dict]:
 
 
 def write(path: Path, lines) -> Path:
-    """Lines as JSON; text and bytes are written as they are."""
-    with path.open("wb") as file:
-        for line in lines:
-            raw = line if isinstance(line, bytes) else json.dumps(line).encode()
-            file.write(raw + b"\n")
-    return path
+    return Path(write_jsonl(path, lines))
 
 
 def rewritten(lines: list[dict], number: int, **changes) -> list[dict]:
@@ -116,18 +111,9 @@ def test_what_a_sound_log_may_also_hold(tmp_path):
 
 
 def test_a_game_boy_run_names_its_rom(tmp_path):
-    lines = sample_log("a2c")
-    rom = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sha256": None}
-    lines[0]["meta"] |= rom
-    path = write(tmp_path / "log.jsonl", lines)
-    assert complaints(path) == [(1, "meta.release_after_frames")]
-    lines[0]["meta"]["release_after_frames"] = 8
-    assert complaints(write(path, lines)) == []
-    for key in [*rom, "release_after_frames"]:
-        del lines[0]["meta"][key]
-    assert complaints(write(path, lines)) == []
-    lines[0]["meta"]["env"] = "pyboy"
-    assert len(complaints(write(path, lines))) == 5
+    for more, missing in (({}, 0), (ROM, 0), ({"env": "pyboy"}, len(ROM))):
+        path = write(tmp_path / "log.jsonl", rewritten(sample_log("a2c"), 1, **more))
+        assert len(complaints(path)) == missing
 
 
 @pytest.mark.parametrize("algo", ALGOS)
@@ -169,50 +155,38 @@ def test_every_required_key_has_a_type(algo, tmp_path):
 ROM = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sha256": None,
        "release_after_frames": 8}
 BROKEN = [
-    *(("grpo", RECORD, {key: value}, key) for value in (-0.01, 1.01, 2) for key in (
-        "train/clipfrac", "rollout/termination/eos", "val/countdown/pass@1", "val/countdown/pass@16")),
-    *(("a2c", A2C_RECORD, {key: value}, key) for key in ("done_rate", "eval/success_rate")
-      for value in (-0.01, 1.01)),
+    *(("grpo", RECORD, {key: value}, key) for value in (-0.01, 1.01)
+      for key in ("train/clipfrac", "rollout/termination/eos", "val/countdown/pass@16")),
+    *(("a2c", A2C_RECORD, {"action_hist": [1] * 7 + last}, "action_hist") for last in ([], [-1], [math.nan])),
+    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
     ("a2c", A2C_RECORD, {"dist_p10": 0.9}, "dist_p10"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 7}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [-1]}, "action_hist"),
-    ("a2c", A2C_RECORD, {"action_hist": [1] * 7 + [math.nan]}, "action_hist"),
+
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in COUNTERS),
-    *((algo, 5, {"wall_time_s": 0.01}, "wall_time_s") for algo in ALGOS),
+    ("grpo", 5, {"wall_time_s": 0.01}, "wall_time_s"),
     *(("grpo", RECORD, {key: -1}, key) for key in (*COUNTERS, "wall_time_s", "sps")),
     *(("grpo", RECORD, {key: 5.5}, key) for key in (*COUNTERS, "train/global_step")),
     ("grpo", RECORD, {"run_id": "another"}, "run_id"),
-    ("grpo", RECORD, {"trace_id": "another:4"}, "trace_id"),
     ("grpo", RECORD, {"opt_steps": 5}, "trace_id"),
     ("grpo", RECORD, {"note": {"deep": [1, {"er": math.nan}]}}, "note.deep.er"),
     ("grpo", RECORD, {"train/reward": 10**400}, "train/reward"),
     ("grpo", RECORD, {"rollout/termination/length": 0.5}, "rollout/termination/<reason>"),
     ("grpo", RECORD, {"val/countdown/pass@16": 0.01}, "val/countdown/pass@16"),
     ("sft", RECORD, {"val/loss": "low"}, "val/loss"),
-    *(("sft", 1, {"schema_version": value}, "meta.schema_version") for value in (0, 2, "1", 1.5, True, None)),
-    *(("sft", 1, {"algo": value}, "meta.algo") for value in ("dpo", "", 1, None)),
-    *(("sft", 1, {"seed": value}, "meta.seed") for value in ("1", 1.0, True, None)),
-    *(("sft", 1, {"args": value}, "meta.args") for value in ([], "x", None)),
-    *(("sft", 1, {"argv": value}, "meta.argv") for value in ("sft.py", [1], None)),
-    *(("sft", 1, {"git_dirty": value}, "meta.git_dirty") for value in (0, "no")),
-    *(("sft", 1, {"started_at": value}, "meta.started_at")
-      for value in ("yesterday", "2026-11-21T04:15:00", "2026-11-21T04:15:00+01:00", 1763698500, None)),
+
+    *(("sft", 1, {key: value}, f"meta.{key}") for key, values in dict(
+        schema_version=(2, "1", True), algo=("dpo", 1), seed=("1", 1.0), args=([],), argv=("sft.py", [1]),
+        git_dirty=("no",), started_at=("yesterday", "2026-11-21T04:15:00+01:00", None), model=(None,),
+    ).items() for value in values),
     ("sft", 1, {"versions": {"python": "3.11", "torch": "2.13.0"}}, "meta.versions.numpy"),
-    ("sft", 1, {"versions": {"python": 3, "torch": "2", "numpy": "2"}}, "meta.versions.python"),
-    ("sft", 1, {"model": None}, "meta.model"),
     ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
     ("a2c", 1, {"goal_sha256": ""}, "meta.goal_sha256"),
-    *(("a2c", 1, ROM | {key: value}, f"meta.{key}") for key, values in {
-        "rom_path": (None, "", 1), "rom_sha256": (None, "", 1), "state_path": ("", 1, False),
-        "state_sha256": ("", 1), "release_after_frames": (None, -1, 1.5, "8", True)}.items()
-      for value in values),
-    *(("a2c", 1, {other: ROM[other] for other in ROM if other != key}, f"meta.{key}") for key in ROM),
-    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
+    ("a2c", 1, {"rom_path": "x.gb"}, "meta.rom_sha256"),
+    ("a2c", 1, ROM | {"rom_sha256": None}, "meta.rom_sha256"),
+
     *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
     ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),
     ("grpo", ERROR_LINE, {"trace_id": "no number"}, "trace_id"),
-    ("grpo", ERROR_LINE, {"trace_id": sample_log("grpo")[0]["meta"]["run_id"] + ":x"}, "trace_id"),
     ("grpo", ERROR_LINE, {"error": "text"}, "error"),
     ("grpo", ERROR_LINE, {"error": {"type": "OSError", "message": "full"}}, "error.receipt"),
 ]
@@ -242,22 +216,17 @@ SAMPLE = sample_log("grpo")
 BROKEN_FILES = {
     "no meta": (SAMPLE[1:], 1, "meta"),
     "meta twice": (change(n4=SAMPLE[0]), 4, "meta"),
-    "meta of the wrong type": (change(r1={"meta": [1]}), 1, "meta"),
     "no record": (SAMPLE[:1], 1, "record"),
     "empty": ([], None, "file"),
     "invalid JSON": (change(r5=b'{"run_id": }'), 5, "line"),
-    "cut off in the middle": (change(r5=json.dumps(SAMPLE[4]).encode()[:80]), 5, "line"),
     "empty line": (change(n5=b""), 5, "line"),
     "not UTF-8": (change(r5=b'{"run_id": "\xff"}'), 5, "line"),
-    "UTF-16": ([json.dumps(SAMPLE[0]).encode("utf-16")], 1, "line"),
     "a list": (change(r5=b"[1, 2]"), 5, "line"),
-    "an empty object": (change(r5=b"{}"), 5, "run_id"),
     "nested too deeply": (change(r5=b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 5, "line"),
     "an integer of 5,000 digits": (change(r5=b'{"iteration": ' + b"9" * 5000 + b"}"), 5, "line"),
     "1e999": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "x": 1e999}'), 5, "x"),
     "a key twice": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "sps": 1}'), 5, "sps"),
     "half a surrogate pair": (change(r5=b'{"run_id": "\\ud800", "\\udfff": NaN}'), 5, "run_id"),
-    "zeros": ([b"\0" * 4096], 1, "line"),
 }
 
 
@@ -293,27 +262,19 @@ def test_a_cut_off_last_line_fails_when_strict(tmp_path):
 
 
 def test_nothing_that_a_file_holds_raises(tmp_path):
-    """Random bytes flipped, taken out and put in; each log still gets a verdict that is JSON."""
-    rng = random.Random(0)
-    path = tmp_path / "log.jsonl"
-    failed = 0
-    for round_ in range(160):
-        raw = bytearray(b"\n".join(json.dumps(line).encode() for line in sample_log(ALGOS[round_ % 4])[:6]))
+    """Each log of which random bytes are others gets a verdict, which is JSON."""
+    rng, path, failed = random.Random(0), tmp_path / "log.jsonl", 0
+    parts = [*rb'{ } [ " , NaN 1e999 null \u0000 \ud800 - true'.split(), b"\n", b"\xff", b""]
+    for number in range(120):
+        raw = bytearray(b"\n".join(json.dumps(line).encode() for line in sample_log(ALGOS[number % 4])[:6]))
         for _ in range(rng.choice([1, 3, 30])):
             at = rng.randrange(len(raw))
-            action = rng.randrange(3)
-            if action == 0:
-                raw[at] = rng.randrange(256)
-            elif action == 1:
-                del raw[at:at + rng.randrange(1, 40)]
-            else:
-                raw[at:at] = rng.choice(rb'{ } [ " , NaN 1e999 null \u0000 \ud800 - true'.split() + [b"\n"])
+            raw[at:at + rng.choice([0, 1, 40])] = rng.choice(parts)
         path.write_bytes(raw)
-        failed += bool(complaints(path, strict=bool(round_ % 2)))
-    assert failed > 120
-    for size in (1, 10, 1000, 100_000):
-        path.write_bytes(rng.randbytes(size))
-        assert complaints(path)
+        failed += bool(complaints(path, strict=bool(number % 2)))
+    assert failed > 90
+    path.write_bytes(rng.randbytes(100_000))
+    assert complaints(path)
 
 
 def test_the_docs_name_every_key():
@@ -325,37 +286,26 @@ def test_the_docs_name_every_key():
 
 @pytest.mark.parametrize("algo, key, name", [
     ("grpo", "critic/score/max", "critic/score"), ("grpo", "critic/score/median", None),
-    ("grpo", "critic/score", None),
-    ("ppo", "rollout/termination/eos", "rollout/termination"), ("sft", "time/update", "time"),
-    ("ppo", "val/countdown/pass@1", "val/<source>/pass@1"), ("ppo", "val/a/pass@16", "val/<source>/pass@<n>"),
-    ("grpo", "val/a/format", "val/<source>/<part>"), ("sft", "train/losses", None), ("a2c", "sps", "sps"),
+    ("grpo", "critic/score", None), ("ppo", "rollout/termination/eos", "rollout/termination"),
+    ("ppo", "val/a/pass@16", "val/<source>/pass@<n>"), ("grpo", "val/a/format", "val/<source>/<part>"),
     ("a2c", "critic/score/max", None)])
 def test_a_name_in_metrics_stands_for_keys(algo, key, name):
     assert name_of(algo, key) == name and known(algo, key) is (name is not None)
 
 
-def run_tool(tool: str, *words):
-    command = [sys.executable, f"tools/{tool}.py", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
 def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
-    done = run_tool("validate_train_log", DATA / "grpo.jsonl")
-    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["ok"] is True
     cut = tmp_path / "log.jsonl"
     cut.write_bytes((DATA / "grpo.jsonl").read_bytes()[:-40])
-    for words, code in (([cut], 0), ([cut, "--strict"], 1), ([tmp_path], 1), ([tmp_path / "none"], 1)):
-        done = run_tool("validate_train_log", *words)
+    command = [sys.executable, "tools/validate_train_log.py"]
+    for words, code in (([cut], 0), ([cut, "--strict"], 1), ([tmp_path / "none"], 1)):
+        done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (code, "")
         assert json.loads(done.stdout)["ok"] is (code == 0)
 
-
-def test_who_reads_the_verdict_may_stop_before_its_end():
-    """As `| head -2` does."""
     reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([sys.executable, "tools/validate_train_log.py", DATA / "grpo.jsonl"], cwd=ROOT,
-                          stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(reader)  # who reads the verdict may stop before its end, as `| head -2` does
+    done = subprocess.run([*command, DATA / "grpo.jsonl"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE,
+                          timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -385,39 +335,28 @@ def assert_drawn(path: Path, panels: int) -> None:
         assert 0.0005 < part.mean() < 0.3, (path, panel)
 
 
-@pytest.fixture
-def logs(tmp_path):
-    """Paths of three seeds of each algorithm, the second as a run folder."""
-    paths = {}
-    for algo in ALGOS:
-        (tmp_path / algo).mkdir()
-        for seed in (1, 2, 3):
-            name = f"{algo}/train_log.jsonl" if seed == 2 else f"{algo}{seed}.jsonl"
-            write(tmp_path / name, sample_log(algo, seed))
-        paths[algo] = [tmp_path / f"{algo}1.jsonl", tmp_path / algo, tmp_path / f"{algo}3.jsonl"]
-    return paths
+FEW = ("train/reward", "train/entropy", "train/loss", "val/countdown/pass@1", "val/countdown/greedy")
 
 
-@pytest.fixture
-def few(logs, tmp_path):
-    """The same logs with the keys of three panels alone: figures that are drawn faster."""
-    keys = ("train/reward", "train/entropy", "train/loss", "val/countdown/pass@1", "val/countdown/greedy")
-    paths = {}
-    for algo in ("sft", "grpo"):
-        paths[algo] = [path / "train_log.jsonl" if path.is_dir() else path for path in logs[algo]]
-        for path in paths[algo]:
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            kept = [{key: line[key] for key in line if "/" not in key or key in keys} for line in lines]
-            write(path, kept)
-    return paths
+def logs(folder, algo, few=True):
+    """Paths of three seeds, the second a run folder. few: the keys of three panels alone, sooner drawn."""
+    found = []
+    for seed in (1, 2, 3):
+        lines = [{key: line[key] for key in line if not few or "/" not in key or key in FEW}
+                 for line in sample_log(algo, seed)]
+        (folder / f"{algo}{seed}").mkdir()
+        found.append(write(folder / f"{algo}{seed}" / "train_log.jsonl", lines))
+    found[1] = found[1].parent
+    return found
 
 
 PANELS = dict(sft=4, grpo=6, ppo=8, a2c=6)
 
 
 @pytest.mark.parametrize("algo", slow_but(("sft",), PANELS))
-def test_each_algorithm_gets_its_panels(algo, logs, tmp_path, capsys):
-    out, words = tmp_path / "new" / "a.png", [*logs[algo], "--x", "wall_time_s", "--smoothing", 5]
+def test_each_algorithm_gets_its_panels(algo, tmp_path, capsys):
+    out = tmp_path / "new" / "a.png"
+    words = [*logs(tmp_path, algo, few=False), "--x", "wall_time_s", "--smoothing", 5]
     status, report, warnings = plot("--log", *words, "--out", out, capsys=capsys)
     assert (status, warnings, len(report["panels"])) == (0, [], PANELS[algo])
     assert_drawn(out, PANELS[algo])
@@ -470,18 +409,18 @@ def test_seeds_with_other_x_are_interpolated_where_all_have_data(undrawn, tmp_pa
     assert [entry for entry in warnings if "different length" in entry["warning"]]
 
 
-def test_smoothing_spares_validation(few, undrawn, tmp_path, capsys):
-    tables = [tmp_path / f"{window}.csv" for window in (1, 9)]
+def test_smoothing_spares_validation(undrawn, tmp_path, capsys):
+    path, tables = DATA / "grpo.jsonl", [tmp_path / f"{window}.csv" for window in (1, 9)]
     for window, table in zip((1, 9), tables, strict=True):
-        words = ["--log", few["grpo"][0], "--smoothing", window, "--csv", table]
+        words = ["--log", path, "--smoothing", window, "--csv", table]
         plot(*words, "--out", tmp_path / "a.png", capsys=capsys)
     for metric, same in (("val/countdown/pass@1", True), ("train/reward", False)):
         rows = [read_rows(table, metric) for table in tables]
         assert np.array_equal(*rows) is same
 
 
-def test_a_figure_is_drawn_again_from_its_csv(few, tmp_path, capsys):
-    words = ["--log", *few["grpo"], "--control", *few["sft"], "--x", "wall_time_s"]
+def test_a_figure_is_drawn_again_from_its_csv(tmp_path, capsys):
+    words = ["--log", *logs(tmp_path, "grpo"), "--control", *logs(tmp_path, "sft"), "--x", "wall_time_s"]
     tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
     plot(*words, "--csv", tables[0], "--out", tmp_path / "a.png", capsys=capsys)
     words = ["--from-csv", tables[0], "--csv", tables[1], "--out", tmp_path / "b.png"]
@@ -491,8 +430,8 @@ def test_a_figure_is_drawn_again_from_its_csv(few, tmp_path, capsys):
     assert_drawn(tmp_path / "b.png", 3)
 
 
-def test_resumes_are_marked(few, tmp_path, capsys):
-    images, path = [], few["grpo"][0]
+def test_resumes_are_marked(tmp_path, capsys):
+    images, path = [], logs(tmp_path, "grpo")[0]
     for out in (tmp_path / "with.svg", tmp_path / "without.svg"):
         plot("--log", path, "--out", out, capsys=capsys)
         images.append(out.read_text())
@@ -502,13 +441,10 @@ def test_resumes_are_marked(few, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("algo, keys, panel, kept", [
-    ("a2c", ["reward_mean"], "reward", 5),
     ("a2c", ["done_rate", "trunc_rate"], "ends of episodes", 5),
     ("a2c", ["trunc_rate"], "ends of episodes", 6),
     ("a2c", ["dist_p90"], "distance to the goal", 6),
-    ("sft", ["train/learning_rate"], "learning rate", 3),
     ("grpo", ["response_length/mean"], "response length", 5),
-    ("ppo", ["critic/vf_explained_var"], "critic: explained variance", 7),
     ("grpo", ["val/countdown/pass@1", "val/countdown/pass@16", "val/countdown/greedy"], "held out", 5),
 ])
 def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, capsys):
@@ -521,42 +457,30 @@ def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, 
     assert set(warnings[0]["keys"]) <= {*keys, "val/<source>/pass@1"} and warnings[0]["keys"]
 
 
-NO_RECORD = {
-    "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
-    "no x": [SAMPLE[0], {"train/reward": 1.0}],
-    "x is NaN": [SAMPLE[0], {"env_steps": math.nan, "train/reward": 1.0}],
-    "no key of a panel": [SAMPLE[0], {"env_steps": 1, "note": 1.0}],
-    "values are no numbers": [SAMPLE[0], {"env_steps": 1, "train/reward": math.inf, "train/entropy": True}],
-    "unknown algorithm": [{"meta": {"algo": ["grpo"]}}, {"env_steps": 1, "train/reward": 1.0}],
-}
-
-
-@pytest.mark.parametrize("name", NO_RECORD)
-def test_without_a_usable_record_the_reason_is_json(name, tmp_path, capsys):
-    path = write(tmp_path / "log.jsonl", NO_RECORD[name])
-    status, report, errors = plot("--log", path, "--out", tmp_path / "a.png", capsys=capsys)
-    assert (status, report) == (1, None) and errors[-1]["error"]
-    assert not (tmp_path / "a.png").exists()
-
-
-def test_what_cannot_be_drawn_says_why(few, tmp_path, capsys):
-    good, out = few["grpo"][0], tmp_path / "a.png"
+def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, capsys):
+    good, out, number = DATA / "grpo.jsonl", tmp_path / "a.png", {"env_steps": 1, "train/reward": 1.0}
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    logs = {
+        "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
+        "no x": [SAMPLE[0], {"train/reward": 1.0}], "unknown": [{"meta": {"algo": ["grpo"]}}, number],
+        "no numbers": [SAMPLE[0], {"env_steps": 1, "train/reward": math.inf, "train/entropy": True}],
+    }
+    broken = [write(tmp_path / name, lines) for name, lines in logs.items()]
     for words, says in (
-        (["--log", tmp_path / "missing", "--out", out], "cannot be read"),
-        (["--log", good, few["sft"][0], "--out", out], "different algorithms"),
-        (["--log", good, "--control", tmp_path / "missing", "--out", out], "cannot be read"),
-        (["--log", good, "--out", tmp_path / "a.unknown"], "cannot be written"),
+        *((["--log", path], "no ") for path in broken),
+        (["--log", tmp_path / "missing"], "cannot be read"),
+        (["--log", good, DATA / "sft.jsonl"], "different algorithms"),
         (["--log", good, "--out", good / "a.png"], "cannot be written"),
-        (["--from-csv", tmp_path / "other.csv", "--out", out], "not a CSV of this tool"),
-        (["--from-csv", good, "--out", out], "not a CSV of this tool"),
-        (["--from-csv", tmp_path / "missing", "--out", out], "not a CSV of this tool"),
+        (["--from-csv", tmp_path / "other.csv"], "not a CSV of this tool"),
+        (["--from-csv", tmp_path / "missing"], "not a CSV of this tool"),
     ):
+        words = words if "--out" in words else [*words, "--out", out]
         status, report, errors = plot(*words, capsys=capsys)
         assert (status, report) == (1, None) and says in errors[-1]["error"], words
-    broken = write(tmp_path / "broken.jsonl", SAMPLE[:1])
-    status, report, warnings = plot("--log", good, broken, "--out", out, capsys=capsys)
-    assert (status, report["runs"]) == (0, [1]) and "no usable record" in warnings[0]["reason"]
+
+    status, report, warnings = plot("--log", good, *broken, "--out", out, capsys=capsys)
+    assert (status, report["runs"]) == (0, [1])
+    assert ["no usable record" in entry.get("reason", "") for entry in warnings].count(True) > 1
 
 
 def test_a_figure_of_some_panels_with_a_control(tmp_path, capsys):

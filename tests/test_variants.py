@@ -18,14 +18,15 @@ from tests.run_folders import (
     SMALL,
     TINY,
     episodes,
+    finish,
     is_time,
     load_script,
+    process,
     records,
     same_end,
     slow_but,
     variants,
 )
-from tests.test_distributed import run as torchrun
 from tests.test_updates import (
     RUN,
     TURNS,
@@ -128,9 +129,10 @@ def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
     flags = {flag: value for flag, value in flags.items() if flag in known}
     module = load_script(variants()[name])
     module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
-    words = [str(word) for flag, value in (flags | dict(run_dir=tmp_path / "2")).items()
+    words = [word for flag, value in (flags | dict(run_dir=tmp_path / "2")).items()
              for word in (f"--{flag.replace('_', '-')}", value)]
-    torchrun((variants()[name], words), 2)
+    code, said = finish(process(variants()[name], *words, torchrun=["--standalone", "--nproc_per_node=2"]))
+    assert code == 0, said[-5000:]
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
         for key, value in one.items():
             if not isinstance(value, str) and not is_time(key):

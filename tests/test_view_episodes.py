@@ -4,9 +4,9 @@ The slow tests use the page in Chromium (apt-get install chromium chromium-drive
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -17,7 +17,6 @@ import zlib
 from pathlib import Path
 from urllib.parse import urlencode
 
-import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -147,22 +146,20 @@ def test_the_page_holds_every_episode_and_no_summary(a_run, capsys):
 
 def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
     rng = random.Random(1)
-    inner = with_turns(episode("inner", replies=("deep down",)), rng)
-    sub = with_turns(episode("sub", replies=("x y", "z")), rng) | dict(sub_agents=[inner])
+    sub = with_turns(episode("sub", replies=("x y", "z")), rng)
     made = with_turns(episode(), rng)
-    write(tmp_path, "val_step_000001", made | dict(sub_agents=[sub], segments=made["segments"] * 3))
+    write(tmp_path, "val_step_000001", made | dict(sub_agents=[sub]))
     bare = dict(segment=1, start=1, end=3, reward=None)
     ppo = segment([5, 6, 7], [-0.5, None, -0.25], advantage=None, advantages=[1, None, -2.123456])
     write(tmp_path, "val_step_000001", episode(number=1, turns=[bare], segments=[segment([], []), ppo]))
+
     page, _, complaints = page_of(capsys, write_tokenizer(tmp_path))
     (first, second), tokens = unpacked(page, "episodes0"), unpacked(page, "tokens0")
-    assert complaints == [] and first["turns"] == [dict(reward=1.0, tokens=0)] and first["segments"] == 3
+    assert complaints == [] and first["turns"] == [dict(reward=1.0, tokens=0)] and second["segments"] == 2
     assert [turn["tokens"] for turn in first["sub_agents"][0]["turns"]] == [1, 2]
-    assert first["sub_agents"][0]["sub_agents"][0]["turns"] == [dict(reward=1.0, tokens=3)]
-    logprobs = [pytest.approx(logprob, abs=1e-5) for logprob in inner["segments"][0]["rollout_logprobs"]]
-    assert tokens[0][3] == [texts_of("deep down"), logprobs, 0.5]
-    assert [texts for texts, *_ in tokens[0][1:3]] == [texts_of("x y"), texts_of("z")]
-    assert second["turns"] == [dict(reward=None, tokens=0)]
+    logprobs = [pytest.approx(logprob, abs=1e-5) for logprob in made["segments"][0]["rollout_logprobs"]]
+    assert tokens[0][0] == [texts_of("1 + 2 = 3"), logprobs, 0.5]
+    assert [texts for texts, *_ in tokens[0][1:]] == [texts_of("x y"), texts_of("z")]
     assert tokens[1] == [[[byte_level().decode([each]) for each in (6, 7)], [None, -0.25], [None, -2.12346]]]
     assert [row[10] for row in unpacked(page, "index")["rows"]] == [
         sum(len(part[0]) for part in tokens[0]), 2]
@@ -180,14 +177,7 @@ def metaspace():
     return made
 
 
-def word_piece():
-    words = ["[UNK]", "play", "##ing", ".", "##s"]
-    made = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    made.decoder = decoders.WordPiece()
-    return made
-
-
-@pytest.mark.parametrize("make", [byte_level, metaspace, word_piece])
+@pytest.mark.parametrize("make", [byte_level, metaspace])
 def test_the_texts_of_tokens_joined_are_the_reply(make):
     tokenizer, rng = make(), random.Random(1)
     pieces, ids = view_episodes.Pieces(tokenizer), range(tokenizer.get_vocab_size())
@@ -200,45 +190,42 @@ def test_the_texts_of_tokens_joined_are_the_reply(make):
         assert "".join(texts) == tokenizer.decode(reply, skip_special_tokens=False)
 
 
-def test_a_decoder_that_writes_between_tokens_leaves_them_their_own_texts():
-    tokenizer = Tokenizer.from_file(str(ROOT / "models" / "countdown-tiny" / "tokenizer.json"))
-    ids = tokenizer.encode("6 + 4 10 10 * 2 20 <eos>").ids
-    assert tokenizer.decode(ids) == "6 + 4 = 10; 10 * 2 = 20"
-    assert view_episodes.Pieces(tokenizer).texts(ids) == [
-        "6", " +", " 4", " 10", " 10", " *", " 2", " 20", " <eos>"]
-
-
 def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path, capsys):
-    def texts(run):
-        page, _, complaints = page_of(capsys, run)
-        return unpacked(page, "tokens0")[0][0][0], complaints
-
+    """With neither, a token is its number."""
     turn = dict(segment=0, start=0, end=3, reward=1.0)
     write(tmp_path, "val_step_000001", episode(turns=[turn], segments=[segment([5, 6, 2], [-1.0] * 3)]))
-    texts_, (told,) = texts(tmp_path)
-    assert texts_ == ["\u27e85\u27e9", "\u27e86\u27e9", "\u27e82\u27e9"] and "no tokenizer" in told
-    meta = dict(meta=dict(model="models/countdown-tiny"))
-    (tmp_path / "train_log.jsonl").write_text(json.dumps(meta) + "\n")
-    assert texts(tmp_path) == (["1", " 2", " <eos>"], [])
-    write_tokenizer(tmp_path, word_piece())
-    assert texts(tmp_path) == (["\u27e85\u27e9", "\u27e86\u27e9", "ing"], [])
+    meta = json.dumps(dict(meta=dict(model="models/countdown-tiny")))
+
+    for prepare, texts, says in (
+            (lambda: None, ["\u27e85\u27e9", "\u27e86\u27e9", "\u27e82\u27e9"], ["no tokenizer"]),
+            (lambda: (tmp_path / "train_log.jsonl").write_text(meta), ["1", " 2", " <eos>"], []),
+            (lambda: write_tokenizer(tmp_path, metaspace()), ["x", "\0", " the"], [])):
+        prepare()
+        page, _, complaints = page_of(capsys, tmp_path)
+        assert unpacked(page, "tokens0")[0][0][0] == texts
+        assert all(word in told for word, told in zip(says, complaints, strict=True))
 
 
-@pytest.mark.parametrize("line", [
-    b"{", b"[]", b"\xff", b'{"messages": [1]}', b'{"messages": [], "turns": [1]}', b"[" * 100_000,
+DAMAGED = (
+    b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": [1]}', b'{"messages": [], "turns": [1]}',
     b'{"messages": [], "sub_agents": [{}]}', b'{"messages": [], "reward": 1' + b"0" * 400 + b"}",
     b'{"messages": [], "info": {"a": [1e999]}}',
     b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}',
-    b'{"messages": [], "turns": [{"segment": 0}], "segments": [{}]}'])
-def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys, line):
-    file = write(a_run, "val_step_000010", line + b"\n")
+)
+
+
+def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys):
+    for line in DAMAGED:
+        file = write(a_run, "val_step_000010", line + b"\n")
     write(a_run, "val_step_000010", episode("after"))
     write(a_run, "val_step_000010", b'{"half a line')
+
     page, report, complaints = page_of(capsys, a_run)
-    assert [f"{file}, line {number}:" in said and len(said) < 600 for number, said in
-            zip((8, 10), complaints, strict=True)] == [True, True]
-    assert (report["episodes"], report["damaged"]) == (15, 2)
-    assert unpacked(page, "index")["damaged"] == [f"run/val_step_000010.jsonl:{number}" for number in (8, 10)]
+    numbers = [*range(8, 8 + len(DAMAGED)), 9 + len(DAMAGED)]  # after six episodes and their summary
+    for number, said in zip(numbers, complaints, strict=True):
+        assert f"{file}, line {number}:" in said and len(said) < 600
+    assert (report["episodes"], report["damaged"]) == (15, len(numbers))
+    assert unpacked(page, "index")["damaged"] == [f"run/val_step_000010.jsonl:{n}" for n in numbers]
 
 
 def test_odd_values_become_what_the_page_can_show(tmp_path, capsys):
@@ -282,10 +269,8 @@ def test_hostile_text_is_base64_and_the_rest_of_the_page_is_the_template(tmp_pat
     assert [found["task_id"] for found in unpacked(page, "episodes0")] == HOSTILE
 
 
-def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone(a_run, capsys):
+def test_the_policy_of_the_page_allows_its_own_code_alone(a_run, capsys):
     page = DATA.sub("", page_of(capsys, a_run)[0])
-    assert not re.search(r"https?:|//[a-z]|(?<!-)\bsrc\b|import\b|url\(|fetch\(|XMLHttp|WebSocket", page)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|{{", page)
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     for tag in ("style", "script"):
@@ -295,7 +280,6 @@ def test_the_page_names_nothing_outside_and_its_policy_allows_its_own_code_alone
     assert rules == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'",
                      "require-trusted-types-for": "'script'"}
     assert page.index("Content-Security-Policy") < page.index("<style>")
-    assert not re.search(r"<[^>]+\s(style|on[a-z]+)=", page.split("<script>\n")[0])
 
 
 @pytest.mark.parametrize("inside", ["episodes/val_step_000010.jsonl", "checkpoints/step_000010", ".."])
@@ -312,18 +296,17 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, cap
     write(empty, "val_step_000001", SUMMARY)
     (tmp_path / "nothing" / "checkpoints").mkdir(parents=True)
     (tmp_path / "folder.html").mkdir()
-    file = tmp_path / "file"
-    file.write_text("")
-    for flags, says in (((tmp_path / "missing",), "missing: there is no such folder"),
+
+    for flags, says in ((("--o",), "--o"),
+                        ((a_run, tmp_path / "missing"), "missing: there is no such folder"),
                         ((tmp_path / "nothing",), "nothing: no episodes (expected a run folder"),
                         ((empty,), "no episode that can be read (0 damaged lines)"),
-                        ((a_run, tmp_path / "missing"), "missing"), ((), "RUN"), ((a_run, "--o"), "--o"),
                         ((a_run, "--out", tmp_path / "page.txt"), "ends in .html"),
-                        ((a_run, "--out", tmp_path / "missing" / "page.html"), "cannot be written"),
                         ((a_run, "--out", tmp_path / "folder.html"), "cannot be written"),
-                        ((a_run, "--out", file / "page.html"), "cannot be written")):
+                        ((a_run, "--out", tmp_path / "missing" / "page.html"), "cannot be written")):
         code, report, before = view(capsys, *flags)
         assert (code, before, list(report)) == (1, [], ["error"]) and says in report["error"], (flags, report)
+
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in left if re.search("writing|html", path.name)]
 
@@ -332,32 +315,23 @@ def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
     run = train(grpo_llm, tmp_path / "run", iterations=1, eval_tasks=4, eval_every=1, log_episodes=1.0)
     page, report, complaints = page_of(capsys, run)
     assert (report["episodes"], report["damaged"], complaints) == (16 + 2 * 8, 0, [])
-    for found in unpacked(page, "episodes0"):
-        assert found["messages"][0]["role"] == "user" and found["messages"][-1]["role"] == "assistant"
-        assert found["reward"] in (0.0, 1.0) and found["correct"] == found["reward"]
     for found, tokens in zip(unpacked(page, "episodes0"), unpacked(page, "tokens0"), strict=True):
         (texts, logprobs, _), reply = tokens[0], found["messages"][-1]["content"]
-        assert len(texts) == len(logprobs)
+        assert len(texts) == len(logprobs) and found["reward"] == found["correct"]
         assert "".join(texts).removesuffix(" <eos>").split() == re.sub("[;=]", " ", reply).split()
 
 
 # In the browser
 
 
-def browser_can_run():
-    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        missing.append("selenium")
-    if missing and os.environ.get("CI") != "true":
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    assert not missing, f"not installed: {', '.join(missing)}"
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    browser_can_run()
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    missing += ["selenium"] * (importlib.util.find_spec("selenium") is None)
+    if missing and os.environ.get("CI") != "true":
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    assert not missing
+
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -368,7 +342,7 @@ def driver(tmp_path_factory):
                  "--disable-dev-shm-usage", "--window-size=1280,900",
                  f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chromium = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     chromium.get("about:blank")
     yield chromium
@@ -402,14 +376,6 @@ class Page:
         self.wait("document.body?.dataset.ready && Number(document.body.dataset.done) === search && "
                   "(!byKey.has(state.e) || (document.getElementById('detail').dataset.drawn ?? '') === "
                   "String(drawing))")
-
-    def processor_times(self):
-        """{process of the browser: seconds so far}"""
-        times = {}
-        for process in psutil.Process(self.driver.service.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times[process.pid] = sum(process.cpu_times()[:2])
-        return times
 
     def find(self, selector):
         from selenium.webdriver.common.by import By
@@ -455,29 +421,12 @@ class Page:
     def sums(self):
         return self.js("return document.getElementById('sums').innerText.split(/\\s*\\n\\s*/).join(' | ')")
 
-    def calm(self, urls):
-        """Nothing was asked for but the pages themselves, and the console is empty."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = {event["params"]["request"]["url"] for event in events
-                 if event["method"] == "Network.requestWillBeSent"}
-        assert {url.partition("#")[0] for url in asked} <= {"about:blank"} | urls
-        assert self.driver.get_log("browser") == []
-
 
 @pytest.fixture
 def open_page(driver, capsys):
-    opened = []
-    for kind in ("browser", "performance"):
-        driver.get_log(kind)
-
-    def open_it(*flags, **state):
-        _, report, _ = page_of(capsys, *flags)
-        opened.append(Page(driver, Path(report["out"]), **state))
-        return opened[-1]
-
-    yield open_it
-    if opened:
-        opened[-1].calm({page.url for page in opened})
+    driver.get_log("browser")
+    yield lambda *flags, **state: Page(driver, Path(page_of(capsys, *flags)[1]["out"]), **state)
+    assert driver.get_log("browser") == []
 
 
 @pytest.mark.slow
@@ -485,8 +434,6 @@ def test_filters_sort_and_address(a_run, open_page):
     page = open_page(a_run)
     assert "14 of 14 episodes" in page.sums() and "correct 57.1 %" in page.sums()
     page.choose("split", "val")
-    page.choose("step", "10")
-    assert "6 of 14 episodes" in page.sums() and "mean reward 1" in page.sums()
     page.choose("step", "0")
     page.choose("correct", "no")
     assert "4 of 14 episodes" in page.sums() and page.hash() == dict(split="val", step="0", correct="no")
@@ -494,20 +441,21 @@ def test_filters_sort_and_address(a_run, open_page):
     assert "0 of 14 episodes" in page.sums() and "No episode passes" in page.texts("#rows")[0]
     page.click("#clear")
     assert "14 of 14 episodes" in page.sums() and page.hash() == {}
+
     page.choose("sort", "reward")
     assert page.texts(".row .chip")[:3] == ["-0.5", "-0.5", "0"]
-    page.choose("sort", "-turns")
-    assert "2 turns" in page.texts(".row")[0] and "2 turns" not in page.texts(".row")[2]
     page.choose("source", "sums")
     page.choose("termination", "done")
+    page.choose("sort", "-turns")
     before = page.texts(".row")
+    assert "2 turns" in before[0] and "2 turns" not in before[2]
+
     page.click(".row", 1)
     state = page.hash()
     assert state["sort"] == "-turns" and state["e"] == "run/train_step_000010/1"
     page.driver.refresh()
     page.settle()
     assert page.texts(".row") == before and page.hash() == state
-    assert page.texts("#detail h2") == ["✗ train-10"] and page.texts("#active") == ["Filters (2 set)"]
     page.click("#permalink")
     assert page.hash() == dict(e=state["e"]) and page.texts("#detail h2") == ["✗ train-10"]
     page.driver.back()
@@ -520,14 +468,10 @@ def test_keys(a_run, open_page):
     from selenium.webdriver.common.keys import Keys
 
     page = open_page(a_run, split="val")
-    page.press("j", "j")
-    assert page.hash()["e"] == "run/val_step_000000/2"
-    assert page.js("return document.querySelector('[aria-selected=true]').id === "
-                   "document.getElementById('list').getAttribute('aria-activedescendant')")
-    page.press("k", "k", "k")
-    assert page.hash()["e"] == "run/val_step_000000/1"
-    page.press(Keys.ARROW_DOWN)
-    assert page.hash()["e"] == "run/val_step_000000/2"
+    for keys, at in ((("j", "j"), 2), (("k", "k", "k"), 1), ((Keys.ARROW_DOWN,), 2)):
+        page.press(*keys)
+        assert page.hash()["e"] == f"run/val_step_000000/{at}"
+
     page.press("/")
     page.type("#search", "task test-2")
     assert "4 of 14 episodes" in page.sums()
@@ -538,30 +482,30 @@ def test_keys(a_run, open_page):
     page.press(Keys.ESCAPE, Keys.ESCAPE)
     assert "e" not in page.hash()
     page.press("?")
-    assert page.js("return document.getElementById('keys').open")
+    assert page.find("#keys")[0].is_displayed()
     page.press("j", Keys.ESCAPE)
-    assert not page.js("return document.getElementById('keys').open") and "e" not in page.hash()
+    assert not page.find("#keys")[0].is_displayed() and "e" not in page.hash()
 
 
 @pytest.mark.slow
 def test_search_finds_texts_of_any_part_and_shows_where(tmp_path, open_page):
     long = "\n".join(f"line {i}" for i in range(100)) + "\nthe Needle <here>"
+    sub = episode("sub", replies=("a HIDDEN stone",))
     for number in range(30):
-        sub = episode("sub", replies=("a HIDDEN stone",)) if number == 4 else None
-        tool = long if number == 3 else ""
-        write(tmp_path, "val_step_000001", episode(number=number, replies=("a", "b"), tool=tool,
-                                                   sub_agents=[sub] if sub else []))
+        write(tmp_path, "val_step_000001", episode(
+            number=number, replies=("a", "b"), tool=long if number == 3 else "",
+            sub_agents=[sub] if number == 4 else []))
     page = open_page(tmp_path)
+
     page.type("#search", "nEEDLE <h")
     assert "1 of 30 episodes" in page.sums()
-    page.press()
     page.click(".row")
     assert "the Needle <here>" in page.texts(".message pre")[2]  # unfolded, for what is sought lies below
     assert page.js("return [...CSS.highlights.get('found')].map(String)") == ["Needle <h"]
     page.click("#clear")
     assert page.texts(".message pre")[2].endswith("line 5 …")
+
     page.type("#search", "hidden STONE")
-    assert "1 of 30 episodes" in page.sums()
     page.click(".row")
     assert "a HIDDEN stone" in page.texts("details.sub .message pre")
     page.type("#search", " nowhere")
@@ -574,39 +518,33 @@ def test_an_episode_folds_and_nests(tmp_path, open_page):
     inner = with_turns(episode("inner", replies=("deepest",)), rng)
     sub = with_turns(episode("sub", replies=("x y",)), rng) | dict(sub_agents=[inner])
     made = with_turns(episode(replies=("one\ttab", "two"), tool=long, reward=-0.25), rng)
-    made |= dict(sub_agents=[sub], segments=made["segments"] * 2)
     made["messages"].insert(0, dict(role="assistant", content="an example in the prompt"))
     tokens = sum(len(texts_of(text)) for text in ("one\ttab", "two", "x y", "deepest"))
-    write(tmp_path, "val_step_000001", made)
+    write(tmp_path, "val_step_000001", made | dict(sub_agents=[sub]))
     page = open_page(tmp_path)
+
     page.press("j")
     assert page.texts(".turns > .message > header") == [
         "Assistant", "User", "Assistant\nturn 1\nreward 0", "User", "Assistant\nturn 2\nreward -0.25"]
     facts = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
     assert facts == {
         "split": "val", "step": "1", "number": "0", "source": "sums", "reward": "-0.25", "correct": "0",
-        "termination": "done", "turns": "3", "characters": "34", "tokens": str(tokens), "segments": "2",
+        "termination": "done", "turns": "3", "characters": "34", "tokens": str(tokens), "segments": "1",
         "info: format": "0.5"}
-    assert page.texts("button.fold") == ["show all: 40 lines, 309 characters"]
-    assert page.texts(".message pre")[3].splitlines() == [f"line {i}" for i in range(5)] + ["line 5 …"]
-    page.click("button.fold")
-    assert page.texts(".message pre")[3] == long and page.texts("button.fold") == ["fold"]
-    assert page.find("button.fold")[0].get_attribute("aria-expanded") == "true"
-    page.click("button.fold")
-    assert page.texts(".message pre")[3].endswith("line 5 …")
+
+    folded = "\n".join(long.splitlines()[:5]) + "\nline 5 …"
+    for shown in (folded, long, folded):
+        assert page.texts(".message pre")[3] == shown
+        page.click("button.fold")
     assert page.find("details.sub .message") == []
     page.click("details.sub > summary")
     page.wait("document.querySelectorAll('details.sub .message').length === 2")
     page.click("details.sub details.sub > summary")
     page.wait("document.querySelectorAll('details.sub details.sub .message').length === 2")
     assert page.texts("details.sub details.sub .message pre") == ["the task inner", "deepest"]
-    page.press("x")
-    assert page.texts(".message pre")[3] == long
-    page.press("x")
-    assert page.texts(".message pre")[3].endswith("line 5 …")
-    page.press("x", "t")
-    page.wait("document.querySelectorAll('details.sub .painted').length === 2")
-    assert page.texts(".message pre")[3] == long and page.texts("#all") == ["fold all"]
+    for shown in (long, folded):
+        assert page.texts(".message pre")[3] == shown
+        page.press("x")
 
 
 @pytest.mark.slow
@@ -624,34 +562,29 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
         segments=[segment([*range(8)], logprobs, advantages=advantages)]))
     write(tmp_path, "val_step_000001", episode(number=1))
     page = open_page(write_tokenizer(tmp_path, tokenizer))
+
     page.press("j")
     assert page.find(".tok") == []
     page.press("t")
-    assert page.hash()["tokens"] == "1" and page.find("#tokens")[0].get_attribute("aria-pressed") == "true"
     assert page.each("pre .tok", "textContent") == ["a", "·b", "↵\n", "⇥\t", "∅", "·e··f", "g", "<eos>"]
     colours = page.each("pre .tok", "computedStyleMap().get('background-color').toString()")
-    assert len(set(colours)) == len(colours) and colours[0] == "rgba(0, 0, 0, 0)"
+    assert len(set(colours)) == len(colours)
     assert colours == page.each(".legend .tok", "computedStyleMap().get('background-color').toString()")
-    assert page.texts(".legend .tok")[1] == "≥ 0.7 (-0.36)" and page.texts(".legend .tok")[-2] == "< 0.01"
     assert page.find("#tip")[0].is_displayed() is False
-    ActionChains(page.driver).move_to_element(page.find("pre .tok")[5]).perform()
-    assert page.texts("#tip") == ['" e  f"\nlog-probability -4.0000 nats\nprobability 0.0183']
-    page.js("document.querySelector('.painted').focus()")
-    page.press(Keys.ARROW_RIGHT)
-    page.wait("document.getElementById('tip').innerText.includes('-9.0000')")
-    page.press(Keys.ARROW_RIGHT)
-    page.wait("document.getElementById('tip').innerText.includes('no log-probability')")
+
     ActionChains(page.driver).move_to_element(page.find("pre .tok")[4]).perform()
     assert page.texts("#tip") == [
         '""\nlog-probability -2.0000 nats\nprobability 0.1353\nadvantage -3']
+    page.js("document.querySelector('.painted').focus()")
+    for says in ("-4.0000", "-9.0000", "no log-probability"):
+        page.press(Keys.ARROW_RIGHT)
+        page.wait("document.getElementById('tip').innerText.includes(arguments[0])", says)
+
     page.choose("by", "advantage")
     page.wait("document.querySelector('pre .up2')")
     assert page.hash()["tokens"] == "advantage"
     assert page.each("pre .tok", "className.replace(' here', '')") == [
         f"tok {level}" for level in ("up2", "up1", "", "down1", "down2", "pn", "up1", "up2")]
-    assert page.texts(".legend .tok") == ["-4", "-2", "0", "2", "4", "unknown"]
-    page.choose("by", "1")
-    page.wait("!document.querySelector('pre .up2')")
     page.press("j")  # one that has no tokens
     assert page.find("#tokens")[0].is_enabled() is False and page.texts(".message pre")[1] == "1 + 2 = 3"
     page.press("k", "t")
@@ -660,20 +593,16 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
 
 @pytest.mark.slow
 def test_while_none_is_chosen_the_samples_of_validation_are_shown(a_run, open_page):
-    half = episode("test-9", 0, 0.5, ("one", "two"), tool="no", info=dict(format=0.2))
-    write(a_run, "val_step_000010", half)
+    write(a_run, "val_step_000010", episode("test-9", 0, 0.5, ("one", "two"), info=dict(format=0.2)))
     page = open_page(a_run)
     page.wait("document.querySelectorAll('#samples tbody tr').length === 4")
-    assert "Validation at step 10" in page.texts("#detail h2")[0]
     assert page.texts("#samples tbody tr:last-child > *") == [
         "\u2717 test-9", "the task test-9", "two", "+0.5", "sums", "format 0.2"]
-    page.choose("step", "0")
-    page.wait("document.querySelectorAll('#samples tbody tr').length === 3")
-    assert "Validation at step 0" in page.texts("#detail h2")[0]
     page.choose("split", "train")
     page.wait("!document.querySelector('#samples')")
     page.choose("split", "")
-    page.wait("document.querySelector('#samples')")
+    page.choose("step", "0")
+    page.wait("document.querySelectorAll('#samples tbody tr').length === 3")
     page.click("#samples tbody tr", 1)
     assert page.texts("#detail h2") == ["\u2717 test-1"]
 
@@ -686,173 +615,98 @@ def test_two_steps_side_by_side(a_run, tmp_path, open_page):
     values = page.each("#compare option", "value")
     assert values == ["", "run/val_step_000010/4", "other/val_step_000010/1", "run/val_step_000000/3",
                       "run/val_step_000010/3"]
+
     page.choose("compare", values[1])
     columns = page.texts("#outcomes thead th")
-    table = [dict(zip(columns, cells, strict=True)) for cells in (
-        page.texts(f"#outcomes tbody tr:nth-child({line}) td") for line in (1, 2, 3))]
-    assert [line["step"] for line in table] == ["0", "10", "+10"]
-    assert [line["reward"] for line in table] == ["0", "1", "+1"]
-    assert [line["termination"] for line in table] == ["done", "done", ""]
-    differing = page.each("#outcomes tbody tr:first-child td", "className")
-    assert [name for name, differs in zip(columns, differing, strict=True) if differs] == [
-        "step", "reward", "correct"]
+    table = [dict(zip(columns, page.texts(f"#outcomes tbody tr:nth-child({line}) td"), strict=True))
+             for line in (1, 2, 3)]
+    for name, expected in dict(step=["0", "10", "+10"], reward=["0", "1", "+1"],
+                               termination=["done", "done", ""]).items():
+        assert [line[name] for line in table] == expected
     assert page.texts(".turns.two > .both pre") == ["the task test-1"]  # what both were given is shown once
     left, right = (box.rect for box in page.find(".turns.two > .message.assistant"))
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+
     page.choose("compare", values[2])
     assert page.texts(".turns.two .side") == ["A and B", "A", "B", "B", "B"]
     assert page.texts(".turns.two .missing") == ["A has ended", "A has ended"]
-    state = page.hash()
-    page.driver.refresh()
-    page.settle()
-    assert page.hash() == state and len(page.find(".turns.two")) == 1
-    page.js("document.querySelector('main').focus()")
-    page.driver.back()
-    page.settle()
-    assert page.hash()["with"] == values[1]
     page.choose("compare", "")
     assert "with" not in page.hash() and page.find(".turns.two") == []
 
 
 @pytest.mark.slow
 def test_hostile_texts_are_shown_as_they_are_and_run_nothing(tmp_path, open_page):
-    run = hostile_run(tmp_path / "<img src=x onerror=window.hacked=1>")
-    page = open_page(run)
-    elements = page.js("return new Set([...document.querySelectorAll('*')].map(e => e.tagName)).size")
+    page = open_page(hostile_run(tmp_path / "<img src=x onerror=window.hacked=1>"))
     for number, text in enumerate(HOSTILE):
-        key = page.js("return all[arguments[0]].key", number)
         for tokens in ("", "1"):
-            page.js("open(byKey.get(arguments[0]), true); set({tokens: arguments[1]}); drawDetail(true);",
-                    key, tokens)
+            page.js("open(all[arguments[0]], true); set({tokens: arguments[1]}); drawDetail(true);",
+                    number, tokens)
             page.settle()
             page.press("x")
             page.wait("document.querySelectorAll('details.sub pre').length === 4")
-            same = page.js("""
+            shown = page.js("""
                 const text = JSON.parse(arguments[0]);
-                const shown = [...document.querySelectorAll("pre")].map(pre => pre.textContent);
-                const facts = [...document.querySelectorAll("dd")].filter(e => e.textContent === text).length;
-                return [shown.filter(each => each === text).length, facts,
-                        [...document.querySelectorAll("h2")].some(h2 => h2.textContent.endsWith(text))];""",
-                json.dumps(text))
-            assert same == [2 if tokens else 6, 6, True], text
-        page.js("const s = document.getElementById('search'); s.value = JSON.parse(arguments[0]);"
-                "set({q: s.value}); filter();", json.dumps(text))
-        page.settle()
-        assert page.js("return shown.some(ep => ep.key === arguments[0])", key), text
-        page.js("set({q: ''}); filter();")
-        page.settle()
+                const count = name => [...document.querySelectorAll(name)].filter(
+                    element => element.textContent === text).length;
+                return [count("pre"), count("dd")];""", json.dumps(text))
+            assert shown == [2 if tokens else 6, 6], text
     assert page.js("return window.hacked") is None
     assert page.find("img, a:not(#permalink), iframe, body b:not(header b, #sums b)") == []
-    assert elements < 40
 
 
 @pytest.mark.slow
-def test_the_policy_stops_scripts_pictures_requests_and_markup(a_run, driver, capsys):
-    page = Page(driver, Path(page_of(capsys, a_run)[1]["out"]))
-    refused = "try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; }"
-    assert page.js(refused) == "TypeError"
-    page.js("""const policy = trustedTypes.createPolicy("test", {createScript: text => text});
-               const script = document.createElement("script");
-               script.text = policy.createScript("window.hacked = 1");
-               document.body.append(script);
-               const says = name => [() => window[name] = "loaded", () => window[name] = "stopped"];
-               const image = new Image();
-               [image.onload, image.onerror] = says("image");
-               image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=";
-               fetch("data:text/plain,x").then(...says("fetched"));""")
-    page.wait("window.image && window.fetched")
-    assert page.js("return [window.hacked ?? 0, window.image, window.fetched]") == [0, "stopped", "stopped"]
-    driver.get_log("browser")
-
-
-@pytest.mark.slow
-def test_five_thousand_episodes_are_no_burden(tmp_path, open_page):
+def test_many_episodes_and_a_long_one_are_no_burden(tmp_path, open_page):
     rng = random.Random(1)
-    words = [f"word{i}" for i in range(500)]
 
     def text(count):
-        return " ".join(rng.choices(words, k=count))
+        return " ".join(f"word{rng.randrange(500)}" for _ in range(count))
 
     made = [with_turns(episode(replies=(text(60), text(60)), tool=text(250)), rng) for _ in range(100)]
+    for number in range(5000):
+        write(tmp_path, f"val_step_{number // 100:06d}", made[number % 100] | dict(
+            task_id=f"test-{number % 25}", number=number % 100, reward=rng.random()))
+    lines = "\n".join(" ".join(rng.choices(("one", "two", "x", "deep"), k=12)) for _ in range(4_700))
+    long = with_turns(episode("long", replies=(lines,)), rng)
+    write(tmp_path, "train_step_000000", long)
+    start = time.process_time()
+    page = open_page(write_tokenizer(tmp_path))
+    written = time.process_time() - start
 
-    def many(run, count):
-        for number in range(count):
-            write(run, f"val_step_{number // 100:06d}", made[number % 100] | dict(
-                task_id=f"test-{number % 25}", number=number % 100, reward=rng.random()))
-        return write_tokenizer(run)
+    assert "5,001 of 5,001 episodes" in page.sums()
+    page.js("window.turns = 0; setInterval(() => turns++, 1)")
 
-    few, many = many(tmp_path / "few", 50), many(tmp_path / "many", 5000)
-    ready, written, used = {}, {}, {}
-    for run in (few, many):
-        start = time.process_time()
-        page = open_page(run)
-        written[run] = time.process_time() - start
-        before = page.processor_times()
-        page.go()
-        used[run] = sum(seconds - before.get(pid, 0) for pid, seconds in page.processor_times().items())
-        ready[run] = int(page.wait("document.body.dataset.ready"))
-    assert "5,000 of 5,000 episodes" in page.sums()
-    took = page.js("""
-        const times = {}, timed = async (name, work) => { const start = performance.now(); await work();
-            times[name] = Math.min(times[name] ?? Infinity, performance.now() - start); };
-        let turns = 0;
-        const count = setInterval(() => turns++, 1);
-        state.q = "word7 word8";
-        await timed("search", filter);
-        clearInterval(count);
-        times.turns = turns;
-        times.found = shown.length;
-        for (let i = 0; i < 3; i++) await timed("again", filter);
-        times.same = shown.length === times.found;
-        state.q = "";
-        await filter();
-        for (const step of "567") await timed("filter", async () => { state.step = step; await filter(); });
-        const detail = document.getElementById("detail"), pause = () => new Promise(r => setTimeout(r));
-        for (const ep of [all[500], all[2500], all[4500]]) await timed("open", async () => { open(ep, false);
-            while (detail.dataset.key !== ep.key) await pause(); });
-        times.rows = document.querySelectorAll(".row").length;
-        times.shown = shown.length;
-        return times;""")
-    size, files = (many / "episodes.html").stat().st_size, list(many.rglob("*.jsonl"))
-    each = sum(file.stat().st_size for file in files) / 5000
-    print(f"5,000 episodes of {each / 1e3:.1f} KB, a page of {size / 1e6:.1f} MB, written in "
-          f"{written[many]:.1f} s of processor time; in the browser [ms]: "
-          f"list {ready[many]} (of 50 episodes {ready[few]}), {took}; "
-          f"processor time of opening it {used[many]:.2f} s (of 50 episodes {used[few]:.2f} s)")
-    # Other processes may stop this one at any time, so: processor time, and the shortest of several.
-    assert used[many] < 10 * used[few]  # a hundred times the episodes
-    assert took["open"] < took["search"]  # one of the chunks, not all of them
-    assert took["again"] < took["search"] and took["filter"] < took["search"]
-    assert 0 < took["found"] < 5000 and took["same"] and took["turns"] > 5  # the page stays awake
-    assert took["rows"] < 60 and took["shown"] == 100
-    page.go()
-    page.js("document.getElementById('list').scrollTop = 1e9")
-    page.wait("document.querySelector('.row:last-child').getAttribute('aria-posinset') === '5000'")
+    def took(work, times=3):
+        """Other processes may stop this one at any time, so: the shortest of several [ms]"""
+        return min(page.js(f"const start = performance.now(); {work}; return performance.now() - start")
+                   for _ in range(times))
 
+    search = took("state.q = 'word7 word8'; await filter()", 1)
+    turns, again = page.js("return turns"), took("await filter()")
+    assert page.js("return shown.length") in range(1, 5000)
+    filtered = took("state.q = ''; state.step = '5'; await filter()")
+    opened = took("const ep = all[Math.floor(Math.random() * 4000)]; open(ep, false); while (document."
+                  "getElementById('detail').dataset.key !== ep.key) await new Promise(r => setTimeout(r))")
+    size = (tmp_path / "episodes.html").stat().st_size
+    print(f"a page of {size / 1e6:.1f} MB, written in {written:.1f} s of processor time; [ms]: ready "
+          f"{page.js('return document.body.dataset.ready')}, search {search:.0f}, again {again:.0f}, "
+          f"filter {filtered:.0f}, open {opened:.0f}")
+    assert opened < search  # one of the chunks, not all of them
+    assert again < search and filtered < search and turns > 5  # the page stays awake
+    assert len(page.find(".row")) < 60
 
-@pytest.mark.slow
-def test_the_page_answers_while_it_shows_an_episode_of_100_000_tokens(tmp_path, open_page):
-    rng = random.Random(5)
-    text = "\n".join(" ".join(rng.choices(("one", "two", "x", "deep"), k=12)) for _ in range(4_700))
-    made = with_turns(episode("long", replies=(text,)), rng)
-    count = len(made["segments"][0]["response_ids"])
-    run = write_tokenizer(tmp_path / "run")
-    write(run, "train_step_000010", made)
-    page = open_page(run)
+    page.go(split="train")
     page.click(".row")
     page.js("""
         window.longest = 0;
         window.began = performance.now();
         let last = began;
-        const beat = () => {
+        setInterval(() => {
             longest = Math.max(longest, performance.now() - last);
             last = performance.now();
-            setTimeout(beat);
-        };
-        setTimeout(beat);""")
+        });""")
     page.press("t")
+    count = len(long["segments"][0]["response_ids"])
     page.wait(f"document.querySelectorAll('pre .tok').length === {count}")
     pause, whole = page.js("return [longest, performance.now() - began]")
     print(f"{count} tokens in {whole:.0f} ms: no pause over {pause:.0f} ms")
     assert count > 100_000 and pause < whole / 2
-    assert "".join(page.each("pre .tok", "textContent")).startswith(text[:5].replace(" ", "·"))

@@ -65,22 +65,17 @@ def counts(capsys, run):
 
 
 def test_a_run_is_known_by_its_flag_or_by_its_log(run, start, capsys, tmp_path):
-    assert counts(capsys, run) == (0, 0, 0)
     start("--run-dir", tmp_path / "other", children=3)
     start(run, more="log = open(sys.argv[1] + '/train_log.jsonl'); ")  # a reader, as tail -f is
     assert counts(capsys, run) == (0, 0, 0)
     first = start("--seed", 1, f"--run_dir={run}/", children=2)
-    assert counts(capsys, run) == (1, 2, 0)
     start("--run-dir", "run", folder=tmp_path)
     start(run, more="log = open(sys.argv[1] + '/train_log.jsonl', 'ab'); ", children=1)
     assert counts(capsys, run) == (3, 3, 0)
     stop(first)
     assert counts(capsys, run) == (2, 1, 0)
-
-
-def test_workers_of_a_launcher_are_no_children(run, start, capsys):
-    start("--run-dir", run, more=CHILD.format(1) + "; ", children=1)
-    assert counts(capsys, run) == (2, 1, 0)
+    start("--run-dir", run, more=CHILD.format(1) + "; ", children=1)  # a launcher: its worker is no child
+    assert counts(capsys, run) == (4, 2, 0)
 
 
 def test_the_space_of_work_folders_is_measured_and_that_of_others_is_not(run, capsys, tmp_path):
@@ -105,18 +100,14 @@ def test_a_folder_left_behind_is_stale_unless_a_process_is_in_it(run, start, cap
     assert counts(capsys, run) == (0, 0, 2)
 
 
-@pytest.mark.parametrize("limit, code, says", [
-    (4, 0, None), (3, 0, "WARNING: child processes 3, near the limit of 3"),
-    (2, 1, "WARNING: child processes 3, over the limit of 2")])
-def test_near_a_limit_it_warns_and_over_it_fails(run, start, capsys, limit, code, says):
+def test_near_a_limit_it_warns_and_over_it_fails(run, start, capsys):
     start("--run-dir", run, children=3)
-    found, line, _ = watch(capsys, run, "--max-processes", limit)
-    assert found == code and ("WARNING" in line) is (says is not None) and (says or "") in line
-
-
-def test_the_age_of_the_last_line(run, capsys):
     os.utime(run / "train_log.jsonl", (time.time() - 90,) * 2)
-    assert re.search("last log line 9[0-9] s ago", watch(capsys, run)[1])
+    for limit, expected, says in ((4, 0, ""), (3, 0, "WARNING: child processes 3, near the limit of 3"),
+                                  (2, 1, "WARNING: child processes 3, over the limit of 2")):
+        code, line, _ = watch(capsys, run, "--max-processes", limit)
+        assert code == expected and says in line and ("WARNING" in line) is bool(says)
+        assert re.search("last log line 9[0-9] s ago", line)
 
 
 def test_it_goes_on_until_it_is_interrupted(run, start):
@@ -131,11 +122,9 @@ def test_it_goes_on_until_it_is_interrupted(run, start):
     assert tool.communicate(timeout=60)[1] == "" and tool.returncode == 0 and " processes 0 " in lines[0]
 
 
-@pytest.mark.parametrize("words, says", [
-    (["{}/none"], "none: expected a run folder, which holds train_log.jsonl"), (["{}"], "expected a run"),
-    ([], "RUN"), (["{}/run", "--every", "0"], "0.1 or more"), (["{}/run", "--every", "x"], "--every"),
-    (["{}/run", "--max-processes", "0"], "--max-processes"),
-    (["{}/run", "--max-space", "-1"], "--max-space")])
-def test_bad_input_is_one_line(run, tmp_path, capsys, words, says):
-    code, out, told = watch(capsys, *(word.format(tmp_path) for word in words))
-    assert (code, out, told.count("\n")) == (2, "", 1) and says in told
+def test_bad_input_is_one_line(run, tmp_path, capsys):
+    for words, says in (([tmp_path / "none"], "none: expected a run folder, which holds train_log.jsonl"),
+                        ([tmp_path], "expected a run"), ([], "RUN"), ([run, "--every", "x"], "--every"),
+                        ([run, "--max-processes", 0], "--max-processes")):
+        code, out, told = watch(capsys, *words)
+        assert (code, out, told.count("\n")) == (2, "", 1) and says in told
