@@ -56,28 +56,21 @@ MUTANTS = {
         "clip sides exchanged": (
             "ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),
         "CISPO: gradient of its weight": ("-clipped.detach() * adv", "-clipped * adv"),
-        "mean of sequences over tokens": ("clamp(min=1) / num_sequences", "clamp(min=1) / num_tokens"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
-        "a single eos is ignored": ("if ids is None else [ids]", "if ids is None else []"),
         "the same number at each token": ("seeds = seeds + GAMMA", "pass"),
-        "tokens of probability 0": ("cdf[:, -1:], right=True)", "cdf[:, -1:])"),
         "the same numbers in a retry": ("{r.retries} {len", "{len"),
         "the same numbers in each iteration": ('"train", drawn + mine.start)', '"train", mine.start)'),
-        "the same order in each iteration": ("1_000_003 + iteration + 1", "1_000_003"),
         "dynamic sampling draws again the same": ("task_index(drawn + i", "task_index(cursor + i"),
-        "more groups than asked for": ("if group][:len(mine)]", "if group]"),
         "minibatches lose the remainder": (
             "np.array(order, dtype=int), minibatches",
             "np.array(order, dtype=int)[:len(order) // minibatches * minibatches], minibatches"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
-        "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
         "no old log-probabilities": ("if not args.on_policy:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
-        "--max-grad-norm is ignored": ("(parameters, args.max_grad_norm)", "(parameters, 1.0)"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
         "groups without signal": ("(highest > lowest)", "(highest >= lowest)"),
         "cut by the context is not cut": (
@@ -86,46 +79,30 @@ MUTANTS = {
         "the environment's tokens are trained": (
             "segment.append(ids, 0, [0.0]", "segment.append(ids, 1, [0.0]"),
         "cut replies reach the environment": ("if ids[-1] in self.engine.eos else None", ""),
-        "one turn more": ("== self.args.max_turns", "== self.args.max_turns + 1"),
         "what was earned is lost": ("reward=earned + step.reward", "reward=step.reward"),
-        "greedy is sampled": ("(1, 0.0)))", "(1, 1.0)))"),
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
-        "other validation episodes each time": ('draw = kind if kind == "val" else', "draw ="),
-        "episodes are written twice": (
-            'replace_file(path, b"".join(json', 'path.open("ab").write(b"".join(json'),
         "the optimiser is not restored": ('if run.state["optimizer"]:', "if False:"),
         "the cursor is not restored": ('cursor, metrics = run.state["cursor"]', "cursor, metrics = 0"),
         "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
-        "a replaced file is not flushed": ("    flush_to_disk(temporary)\n", ""),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
         "the log is not cut": ("lines = [data[:end],", "lines = [data,"),
         "TensorBoard keeps what is made again": ("+ bool(self.state)", ""),
-        "flags may change": ("may_change and flags.get(name) != value", "may_change and False"),
         "a stop is not saved": ("(last or stopped or iteration %", "(last or iteration %"),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("delta + gamma * lam * trace", "delta + gamma * trace"),
         "GAE: values of others' tokens": ("torch.where(chosen, values[:, t], next_value)", "values[:, t]"),
-        "whitened where nothing is": ("torch.rsqrt(variance + 1e-8) * mask", "torch.rsqrt(variance + 1e-8)"),
         "the penalty is a reward": ('rows("rewards") - penalty', 'rows("rewards") + penalty'),
-        "k1 of the other direction": (
-            "return logprobs - ref_logprobs if", "return ref_logprobs - logprobs if"),
         "controller's upper bound": ("-0.2), 0.2)", "-0.2), 0.4)"),
         "value loss: the smaller": ("torch.maximum(error, near_error)", "torch.minimum(error, near_error)"),
-        "value loss without its weight": ("VALUE_COEF * value_loss", "value_loss"),
         "returns are advantages": ("returns = advantages + values", "returns = advantages"),
         "importance weight without cap": (".clamp(max=TIS_CAP)", ""),
         "loss over the pass": ("* mask).sum() / num_tokens", "* mask).sum() / mask.sum()"),
         "target_kl of the last pass": ("kl += sums.get", "kl = sums.get"),
         "rate a step late": ("iteration - start + 1, args.iterations", "iteration - start, args.iterations"),
-        "the policy moves too early": ("return 1 + (self.critic_warmup", "return (self.critic_warmup"),
-        "reward beside a turn's last token": (".rewards[end - 1]", ".rewards[end - 2]"),
         "a single reward at the first turn": (
             "[0.0] * (len(r.turns) - 1) + [rewards]", "[rewards] + [0.0] * (len(r.turns) - 1)"),
-        "--critic-epochs is ignored": (
-            "args.critic_epochs, args.critic_minibatches, args, pad",
-            "1, args.critic_minibatches, args, pad"),
         "a resume forgets the coefficient": (
             'for name in ("cursor", "metrics", "kl_coef"))',
             'if name != "kl_coef" else args.kl_coef for name in ("cursor", "metrics", "kl_coef"))'),
@@ -138,21 +115,13 @@ MUTANTS = {
         "warm-up from 0": ("min(1.0, step /", "min(1.0, (step - 1) /"),
         "wsd goes down too early": ("steps * (1 - WSD_DECAY)", "steps * (1 - 2 * WSD_DECAY)"),
         "vectors decay": ("p.ndim < 2], weight_decay=0.0", "p.ndim < 2], weight_decay=weight_decay"),
-        "demonstrations of max_length": (
-            "and len(longer) <= args.max_length", "and len(longer) < args.max_length"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
         "the first token is learned": ("return ids, [0, *mask[1:]]", "return ids, mask"),
         "rows are renamed before they are flushed": (
             "flush_to_disk(temporary)\n    replace_file", "replace_file"),
-        "rows are encoded anew on resume": ("not (run.state and path.exists())", "True"),
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
-        "the best is dropped": ('if old.name != state.get("best"):', "if True:"),
-        "epochs lose the remainder": ("math.ceil(args.epochs", "math.floor(args.epochs"),
         "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
         "val/loss by rows": ("/ count_targets(held_out)", "/ len(held_out)"),
-        "held-out rows are learned": ("order[num_val:]", "order"),
-        "positions go on in packed rows": (
-            "range(len(ids))), strict", "range(len(fit[0]), len(fit[0]) + len(ids))), strict"),
         "rows for another kernel": (
             "model.config._attn_implementation in SKIPPING",
             "model.config._attn_implementation not in SKIPPING"),
@@ -164,21 +133,12 @@ MUTANTS = {
             "next_values * ~terminated - values", "next_values * ~(terminated | done) - values"),
         "traces cross episodes": ("decay = gamma * lam * ~done", "decay = gamma * lam * ~terminated"),
         "entropy is punished": ("value_loss - entropy_coef", "value_loss + entropy_coef"),
-        "final observations of wrong rows": (
-            '["final_obs"][truncated[done]]', '["final_obs"][:int(truncated.sum())]'),
-        "annealing off by one": ("args.anneal * (iteration - 1)", "args.anneal * iteration"),
-        "Adam's eps": ("eps=1e-5, ", ""),
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
-        "returns go on": ("episodes.masked_fill_(done, 0)", "pass"),
         "a resume forgets the worlds": ('if run.state["env"] is not None:', "if False:"),
-        "grad_norm of idle rollouts": ('metrics["grad_norm"] *= args.update_every', "pass"),
-        "episodes lose the remainder": (
-            "-((row - args.eval_episodes) // args.eval_envs)", "args.eval_episodes // args.eval_envs"),
         "short episodes are preferred": ("numbers[done & (played < due)]", "numbers[done]"),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
-        "weights are not looked at": ("if not all(torch.isfinite(weight).all()", "if not all(True"),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
             "            flush_to_disk(folder.parent)\n            temporary.rename(folder)"),
@@ -216,8 +176,6 @@ MUTANTS = {
         "a click on a block's corner": (
             "value * self.scale + self.scale // 2) for", "value * self.scale) for"),
         "one action more": ("self.turns >= self.config.max_actions", "self.turns > self.config.max_actions"),
-        "the first screen of an animation": (
-            "grid = self.shrink(frame.grids[-1])", "grid = self.shrink(frame.grids[0])"),
     },
     "envs/code/repl.py": {
         "a failing test is expected in vain": (
@@ -228,8 +186,6 @@ MUTANTS = {
     },
     "envs/code/swe.py": {
         "no reward without PASS_TO_PASS": ('kept = kept if row["PASS_TO_PASS"] else 1.0', "pass"),
-        "case of a test's path": ("if path.lower() in theirs", "if path in theirs"),
-        "one test is enough": ("correct=float(fixed == kept == 1)", "correct=float(fixed > 0 and kept == 1)"),
         "paths that lead elsewhere": ('part in ("", ".", "..")', 'part in ("", ".")'),
         "links are text": ("and mode[1] not in PLAIN_MODES", "and False"),
     },
@@ -244,16 +200,11 @@ MUTANTS = {
         "canaries that are expected to fail": ('"xfail" in mark or', ""),
     },
     "envs/pixels/goals.py": {
-        "streaks are not broken": ("(streak + 1) * (dist < config.tau)", "streak + (dist < config.tau)"),
         "farther is better": ("(previous_dist - dist)", "(dist - previous_dist)"),
         "distances wrap": ("torch.maximum(frames, goal) - torch.minimum(frames, goal)", "frames - goal"),
-        "pictures are not checked": ('!= meta["template_sha256"]', "is None"),
     },
     "envs/pixels/pixel_goal.py": {
         "the door opens from anywhere": ("ahead(facing)[2] == DOOR", "ahead(facing)[2] >= 0"),
-        "the same episodes again": (
-            "hash32(hash32(self._seed) + self._episode)", "hash32(hash32(self._seed))"),
-        "steps go on": ("self._steps.masked_fill_(mask, 0)", "pass"),
     },
     "envs/pixels/gymnasium.py": {
         "ends and limits exchanged": ("terminated.append(ended)", "terminated.append(cut)"),

@@ -1,4 +1,4 @@
-"""The samplers of grpo_llm.py and ppo_llm.py: `generate`, servers played by a stand-in, adapters, vLLM.
+"""Servers of grpo_llm.py and ppo_llm.py, played by a stand-in; adapters that a run goes on from; vLLM itself.
 
 The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m slow tests/test_engines.py
 """
@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -50,20 +49,6 @@ torch.set_num_threads(1)
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 FAST = dict(learning_rate=2e-3, warmup_iterations=0)  # so that a sampler that missed an update would show
 TURNS = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",))
-
-
-def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
-    model, tokenizer = countdown_tiny
-    prompts = [tokenizer(f"<bos> {n} 14 8 -> 26 :").input_ids for n in range(1, 13)]
-    seeds = [10**9 * n for n in range(12)]
-    together = grpo_llm.generate(model, prompts, 16, 1.0, tokenizer, seeds)
-    torch.manual_seed(77)
-    order = random.Random(1).sample(range(12), 12)
-    apart = [grpo_llm.generate(model, [prompts[n]], 16, 1.0, tokenizer, [seeds[n]])[0] for n in order]
-    for n, (ids, logprobs) in zip(order, apart, strict=True):
-        assert ids == together[n][0] and logprobs == pytest.approx(together[n][1], abs=1e-4)
-    others = grpo_llm.generate(model, prompts, 16, 1.0, tokenizer, [seed + 1 for seed in seeds])
-    assert [ids for ids, _ in others] != [ids for ids, _ in together]
 
 
 # Servers: a stand-in that speaks vLLM's protocol
@@ -335,20 +320,12 @@ def test_a_wrong_answer_is_one_line_that_names_the_server(case, stand_in, tmp_pa
                        **asking(server, eval_tasks=1))
 
 
-def test_servers_that_are_away_too_slow_or_too_short_are_one_line(
-        stand_in, tmp_path, capsys, monkeypatch):
-    server = stand_in(max_model_len=199)
-    run = (grpo_llm, tmp_path / "run")
-    flags = asking(server, eval_tasks=1)
-    ends_with_one_line(capsys, f"--max-context-tokens 200: {server.url} .*--max-model-len 199", *run, **flags,
-                       max_context_tokens=200)
-    request = requests.Session.request
-    monkeypatch.setattr(requests.Session, "request", lambda *of, timeout, **more: request(
-        *of, timeout=0.1, **more))
-    server.trouble = lambda path, body: time.sleep(0.3) or ()
-    ends_with_one_line(capsys, "does not answer.*timed out", *run, **flags)
+def test_servers_that_are_away_or_too_short_are_one_line(stand_in, tmp_path, capsys):
+    server, run = stand_in(max_model_len=199), (grpo_llm, tmp_path / "run")
+    ends_with_one_line(capsys, f"--max-context-tokens 200: {server.url} .*--max-model-len 199", *run,
+                       **asking(server, max_context_tokens=200))
     server.stop()
-    ends_with_one_line(capsys, f"--vllm-url {server.url}.*refused", *run, **flags)
+    ends_with_one_line(capsys, f"--vllm-url {server.url}.*refused", *run, **asking(server))
 
 
 def test_a_missing_vllm_is_one_line_that_says_how_to_get_it(tmp_path, monkeypatch, capsys):

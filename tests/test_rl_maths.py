@@ -6,8 +6,6 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import grpo_llm
 import ppo_llm
@@ -61,37 +59,29 @@ def test_selected_logprobs_equal_a_float64_log_softmax_however_they_are_cut(chun
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned."""
+class Head(torch.nn.Linear):
+    """Remembers for how many tokens at a time logits were made."""
 
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return result
+    def forward(self, hidden):
+        self.made.append(len(hidden))
+        return super().forward(hidden)
 
 
 def test_logits_exist_for_one_chunk_at_a_time_and_none_are_kept_for_the_backward_pass():
     vocab = 50_000
-    head, chunk_elements = torch.nn.Linear(4, vocab, bias=False), 5 * vocab
+    head = Head(4, vocab, bias=False)
 
     def sizes(num_tokens, chunk_elements):
-        kept, hidden = [], torch.randn(num_tokens, 4, requires_grad=True)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
-        with LargestTensor() as mode:
-            with hooks:
-                logprobs, entropy = grpo_llm.selected_logprobs(
-                    hidden, head, torch.arange(num_tokens), 1.0, chunk_elements)
-            (logprobs.sum() + entropy.sum()).backward()
-        return mode.largest, sum(kept)
+        head.made, kept, hidden = [], [], torch.randn(num_tokens, 4, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            found = grpo_llm.selected_logprobs(hidden, head, torch.arange(num_tokens), 1.0, chunk_elements)
+        sum(found).sum().backward()
+        return head.made, sum(kept)
 
-    largest, kept = sizes(7, 2**23)
-    assert largest == 7 * vocab < kept  # what the bound is for
-    for num_tokens in (10, 20):
-        largest, kept = sizes(num_tokens, chunk_elements)
-        assert largest == chunk_elements and kept < vocab
+    made, kept = sizes(7, 2**23)
+    assert made == [7] and kept > 7 * vocab  # what the bound is for
+    made, kept = sizes(20, 5 * vocab)
+    assert made == 8 * [5] and kept < vocab  # four chunks, there and back
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
