@@ -53,9 +53,6 @@ MUTANTS = {
         "balance of the other sign": ("torch.where(advantages < 0", "torch.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
         "GSPO: unmasked mean": ("(log_ratio * mask).sum(1", "log_ratio.sum(1"),
-        "clip sides exchanged": (
-            "ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),
-        "CISPO: gradient of its weight": ("-clipped.detach() * adv", "-clipped * adv"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
@@ -64,9 +61,6 @@ MUTANTS = {
         "the same numbers in a retry": ("{r.retries} {len", "{len"),
         "the same numbers in each iteration": ('"train", drawn + mine.start)', '"train", mine.start)'),
         "dynamic sampling draws again the same": ("task_index(drawn + i", "task_index(cursor + i"),
-        "minibatches lose the remainder": (
-            "np.array(order, dtype=int), minibatches",
-            "np.array(order, dtype=int)[:len(order) // minibatches * minibatches], minibatches"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
         "no old log-probabilities": ("if not args.on_policy:", "if False:"),
@@ -116,7 +110,6 @@ MUTANTS = {
         "wsd goes down too early": ("steps * (1 - WSD_DECAY)", "steps * (1 - 2 * WSD_DECAY)"),
         "vectors decay": ("p.ndim < 2], weight_decay=0.0", "p.ndim < 2], weight_decay=weight_decay"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
-        "the first token is learned": ("return ids, [0, *mask[1:]]", "return ids, mask"),
         "rows are renamed before they are flushed": (
             "flush_to_disk(temporary)\n    replace_file", "replace_file"),
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
@@ -170,7 +163,6 @@ MUTANTS = {
     },
     "envs/openspiel/__init__.py": {
         "ties are won": ("returns[player] > max(others)", "returns[player] >= max(others)"),
-        "returns are not scaled": ("(value - case.low) / (case.high - case.low)", "value"),
     },
     "envs/arcagi3/__init__.py": {
         "a click on a block's corner": (
@@ -181,8 +173,6 @@ MUTANTS = {
         "a failing test is expected in vain": (
             "results.get(name) == outcome for", 'results.get(name) in (outcome, "PASSED") for'),
         "the same files earn": ("if left == original:", "if False:"),
-        "tests of the model count": (
-            "files.items() if not scenario.is_test(path)}\n        if", "files.items()}\n        if"),
     },
     "envs/code/swe.py": {
         "no reward without PASS_TO_PASS": ('kept = kept if row["PASS_TO_PASS"] else 1.0', "pass"),
@@ -190,8 +180,6 @@ MUTANTS = {
         "links are text": ("and mode[1] not in PLAIN_MODES", "and False"),
     },
     "envs/code/testing.py": {
-        "canaries may live": (
-            "any(results.get(name, outcome) != outcome for name, outcome in must.items())", "False"),
         "doubles may pass": ('results.forged |= again.get(name) == "PASSED"', "pass"),
         "the tree decides over tests": ("if not decides(path)}", "}"),
         "a test that was not called": ('"PASSED" if "call" in phases else "FAILED"', '"PASSED"'),

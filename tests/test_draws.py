@@ -15,27 +15,16 @@ from tests.test_rollout import Speaker, byte_tokenizer, failing
 RL = pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 
 
-class Listener(Speaker):
-    """Keeps the seeds that it is given."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer, lambda text: "the same each time")
-        self.seeds = []
-
-    def answer(self, request):
-        self.seeds.append(request.seed)
-        super().answer(request)
-
-
 @RL
 def test_no_two_replies_of_a_rollout_or_of_another_one_share_their_numbers(script, capsys):
     """Of one to three turns; the first attempt at a task fails in its second one."""
-    listener, world = Listener(byte_tokenizer()), failing(1)
+    speaker, world = Speaker(byte_tokenizer(), lambda text: "the same each time"), failing(1)
     tasks = [world.task("train", index) for index in range(3)]
     for seed, kind, first in ((1, "train", 0), (1, "train", 3), (1, "val", 0), (2, "train", 0)):
         args = script.Args(seed=seed, chat_template="plain")
-        script.rollout(listener, listener.tokenizer, world, tasks, 2, 1.0, args, lambda r: 0.0, kind, first)
-    assert len(listener.seeds) == 4 * 2 * (1 + 2 + 3) + 2 == len(set(listener.seeds))
+        script.rollout(speaker, speaker.tokenizer, world, tasks, 2, 1.0, args, lambda r: 0.0, kind, first)
+    seeds = [request.seed for request in speaker.asked]
+    assert len(seeds) == 4 * 2 * (1 + 2 + 3) + 2 == len(set(seeds))
     assert "lost" in capsys.readouterr().err
 
 

@@ -142,8 +142,7 @@ def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_c
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
     assert [record["iteration"] for record in records(folder)] == [*range(6)]
     assert max(most for _, most in staleness(folder)) <= 2
-    resumed = next(n for n in range(1, 5) if staleness(folder)[n][1] == 0)  # what it goes on with is fresh
-    assert resumed <= 3
+    assert (0, 0) in staleness(folder)[1:4]  # what it goes on with is fresh
 
 
 def test_a_sampler_far_from_the_policy_ends_the_run(stand_in, tmp_path):  # noqa: F811

@@ -1,4 +1,7 @@
-"""Sampling and rollouts of the language model scripts: tokens, masks and numbers, on very small models."""
+"""Sampling and rollouts of the language model scripts: tokens, masks and numbers, on very small models.
+
+Most of them are played by grpo_llm.py alone: ppo_llm.py plays with the same code, to the letter.
+"""
 
 import asyncio
 import collections
@@ -187,7 +190,7 @@ class Speaker(grpo_llm.Engine):
 
     def __init__(self, tokenizer, say, at_once=0):
         self.tokenizer, self.say, self.at_once = tokenizer, say, at_once
-        self.eos, self.prompts, self.temperatures, self.most = [tokenizer.eos_token_id], [], [], 0
+        self.eos, self.asked, self.most = [tokenizer.eos_token_id], [], 0
 
     async def serve(self):
         while True:
@@ -204,8 +207,7 @@ class Speaker(grpo_llm.Engine):
                 self.changed.set()
 
     def answer(self, request):
-        self.prompts.append(request.prompt_ids)
-        self.temperatures.append(request.temperature)
+        self.asked.append(request)
         reply = self.say(self.tokenizer.decode(request.prompt_ids))
         if isinstance(reply, Exception):
             raise reply
@@ -235,11 +237,7 @@ def play(tokenizer, env, replies, **flags):
                                 grpo_llm.episode_reward)
     assert next(replies, None) is None
     check_tokens(rollouts)
-    return rollouts[0], engine.prompts
-
-
-# Tests hold the code that plays episodes to be the same in both scripts, to the letter: one plays them here.
-BOTH = pytest.mark.parametrize("script", [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
+    return rollouts[0], [request.prompt_ids for request in engine.asked]
 
 
 class World(envs.Env):
@@ -340,7 +338,6 @@ def until(condition):
 
 
 def kept(r):
-    """What a rollout leaves behind."""
     return vars(r) | dict(children=[kept(child) for child in r.children])
 
 
@@ -457,12 +454,7 @@ def test_no_more_episodes_are_in_play_than_allowed_and_results_are_the_same(visi
     assert texts(rollouts[4]) == ["<2>", "r0", "!", "r1", "!", "r2"] and rollouts[4].reward == 1.5
 
 
-def test_an_episode_ends_after_max_turns_with_what_it_has_earned(visit):
-    world = World(lambda episode, reply: go_on(0.25))
-    (r,) = visit(world, max_turns=3)
-    assert (r.termination, r.reward, r.correct, len(r.turns)) == ("turns", 0.75, 0.0, 3)
-    assert texts(r)[-2:] == ["r2", "!"] and world.all_closed_once
-    # An end of the environment's own in the last turn counts, and so does a limit of its own.
+def test_an_end_or_a_limit_of_the_environments_own_counts_in_the_last_turn_too(visit):
     assert [r.termination for r in visit(World(three_turns), 3, max_turns=2)] == ["done", "done", "turns"]
     (r,) = visit(World(lambda episode, reply: Step([], 0.25, False, True, {"correct": 1.0})), max_turns=1)
     assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
@@ -500,7 +492,7 @@ def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
     assert cut.segments[0].response_mask == [1, 1]
 
     (long,) = visit(world, max_context_tokens=6, max_response_tokens=4)
-    assert (long.termination, long.reward, visit.engine.prompts) == ("context", 0.0, [])
+    assert (long.termination, long.reward, visit.engine.asked) == ("context", 0.0, [])
     assert world.all_closed_once
 
 
@@ -549,7 +541,6 @@ def test_an_episode_whose_environment_fails_is_played_again_from_its_start_and_t
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, grpo_llm.EngineError])
 def test_an_interruption_closes_every_episode(visit, error):
-    """Ctrl-C, or an engine that is lost, in the middle of an episode's sub-agents."""
     def behave(episode, reply):
         if error is KeyboardInterrupt and episode.task.id == "a" and len(episode.replies) == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -805,9 +796,8 @@ def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama
     assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
 
 
-@BOTH
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
-    """Two sources, four samples per task: means over tasks and samples, any-of-four, greedy."""
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
     args = script.Args(eval_tasks=6, eval_samples=4, max_response_tokens=16, eval_temperature=0.5)
     tasks, rng = [env.task("test", i) for i in range(6)], random.Random(1)
@@ -819,7 +809,8 @@ def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
     replies = iter([env.solution(task) if solved else "1 + 1 = 2" for task, solved in plan])
     engine = Speaker(countdown_tiny[1], lambda text: next(replies))
     metrics, samples = script.evaluate(engine, countdown_tiny[1], env, args, script.episode_reward)
-    assert engine.temperatures == [0.5] * 24 + [0.0] * 6 and len(samples) == 24
+    assert [request.temperature for request in engine.asked] == [0.5] * 24 + [0.0] * 6
+    assert len(samples) == 24
 
     for source in ("countdown/2", "countdown/3"):
         mine = [i for i, task in enumerate(tasks) if task.source == source]
@@ -864,6 +855,6 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game):
         assert rows == [(s.ids, [0] * len(s.prompt_ids) + s.response_mask) for s in r.segments]
         assert [i for ids, mask in rows for i, m in zip(ids, mask, strict=True) if m] == sum(said, [])
         assert max(len(s.ids) for s in r.segments) <= limit
-        for asked, (number, start, _) in zip(engine.prompts, r.turns, strict=True):
-            assert asked == r.segments[number].ids[:len(r.segments[number].prompt_ids) + start]
+        for asked, (number, start, _) in zip(engine.asked, r.turns, strict=True):
+            assert asked.prompt_ids == r.segments[number].ids[:len(r.segments[number].prompt_ids) + start]
     assert ends["done", False] and (ends["done", True] or not env.multi_turn)
