@@ -52,7 +52,7 @@ MUTANTS = {
             "centred.square().sum(1, keepdim=True) / (size - 1)"),
         "balance of the other sign": ("torch.where(advantages < 0", "torch.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
-        "GSPO: unmasked mean": ("(log_ratio * mask).sum(1", "log_ratio.sum(1"),
+        "GSPO: gradient of the mean": ("sequence.detach() + logprobs", "sequence + logprobs"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
