@@ -290,7 +290,7 @@ GRPO = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("cut", "balance", "dynamic", "gspo-constant"), GRPO))
+@pytest.mark.parametrize("case", slow_but([name for name in GRPO if name not in ("cut", "balance")], GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
