@@ -134,7 +134,7 @@ def replay(env, seed, actions):
 
 @pytest.mark.parametrize("mode, options", [
     ("--sample", ()), ("--sample", (f"goal_dir={GOAL}",)),
-    ("--greedy", ("pack=2bpp", "stack_k=2", "goal_in_obs=true", "num_goals=5", "num_maps=2"))])
+    ("--greedy", ("pack=2bpp", "stack_k=2", "goal_in_obs=true", "num_goals=2"))])
 def test_the_frames_and_lines_are_what_happened(mode, options, dump, trained):
     """Each pixel of the screen and of the goal, and the last frame is the one before the reset."""
     path = trained(env_kwargs=("max_steps=9", *options), alpha=3.0)
