@@ -884,11 +884,11 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
                                 "def test_pay():\n    assert [pay(1), pay(0), pay(-1)] == [1, 0, 0]\n"}
     source = f"{write_cache(tmp_path, {'shop': {}}, files)}/shop"
     for out, jobs in (("one", "1"), ("two", "2")):
-        argv = ["--source", source, "--out", str(tmp_path / out), "--count", "2", "--jobs", jobs]
+        argv = ["--source", source, "--out", str(tmp_path / out), "--count", "1", "--jobs", jobs]
         assert make_scenarios.main(argv) == 0
         said = json.loads(capsys.readouterr().out)
-        assert said["scenarios"] == said["asked"] == said["train"] + said["test"] == 2
-        assert said["tried"] >= 2 and said["per_minute"] > 0
+        assert said["scenarios"] == said["asked"] == said["train"] + said["test"] == 1
+        assert said["tried"] >= 1 and said["per_minute"] > 0
     assert trees.read(tmp_path / "one") == trees.read(tmp_path / "two")  # whatever --jobs
 
     for name in json.loads((tmp_path / "one" / "index.json").read_text()):
