@@ -54,8 +54,6 @@ def holds(style, reply, nums, target, limit=99):
     return pool == collections.Counter([target])
 
 
-# ---- Tasks and solutions
-
 @pytest.mark.parametrize("count, options", [
     (100, {"min_operands": 2, "max_operands": 4, "operators": "+-*/"}),
     (100, {"operators": "*/"}),  # random games get stuck here
@@ -132,8 +130,6 @@ def test_uniform_draws_make_every_target_as_likely():
     assert set(targets) == set(range(20, 28)) and max(targets.values()) < 2 * min(targets.values())
 
 
-# ---- The verifier
-
 RIGHT, WRONG, UNREADABLE = (1, 1, 1.0), (0, 1, 0.1), (0, 0, 0.0)  # correct, format, score
 CASES = {  # options, numbers, target, replies by verdict (of style=r1, where without tags, what is in them)
     "expressions": (CHAT, [3, 5, 9], 17, {
@@ -146,6 +142,7 @@ CASES = {  # options, numbers, target, replies by verdict (of style=r1, where wi
     "less than 1 in floats": (CHAT, [1, 49, 49], 1, {RIGHT: ["1 / 49 * 49"]}),
     "the same in floats": (CHAT, [2**53 + 1, 2**53], 0, {WRONG: ["9007199254740993 - 9007199254740992"]}),
     "signs nest nothing": (CHAT, [3, 4], -1, {RIGHT: [f"3 {'-' * 400}(-4)"]}),
+    "sums nest, up to 100 deep": (CHAT, [1] * 150, 150, {UNREADABLE: [" + ".join("1" * 150)]}),
     "not allowed": (dict(style="r1", operators="+*"), [3, 4, 5], 11, {WRONG: ["3 * 5 - 4"]}),
     "a sign is a -": (dict(style="r1", operators="+*"), [3, 4], 12, {RIGHT: ["3 * 4"], WRONG: ["-3 * -4"]}),
     "a step that is not allowed": (dict(operators="+"), [3, 4], 1, {WRONG: ["4 - 3 = 1"]}),
@@ -379,8 +376,6 @@ def test_vocabulary_covers_prompts_and_replies():
         text = f"{task.messages[0]['content']} : {env.solution(task)}"
         assert set(text.replace("=", "").replace(";", "").split()) <= set(env.vocabulary)
 
-
-# ---- Data files
 
 ROWS = [{"nums": [a, b, 2], "target": abs(a - b) + 2, "extra": "kept out"}
         for b in range(1, 29) for a in range(1, 91)]

@@ -268,15 +268,17 @@ BROKEN = {  # file, what is done to it, what is said beside the folder's name
     "not-lora": (CONFIG, lambda path: change_json(path, peft_type="PREFIX_TUNING"), "expected a LoRA"),
     "later": (CONFIG, lambda path: change_json(path, use_lora_squared=True, use_later=False),
               "sets use_lora_squared, which is unknown to PEFT"),
-    "nameless": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), "give --base-model"),
-    "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"), "models/none"),
+    "nameless": (CONFIG, lambda path: change_json(path, base_model_name_or_path=None), "names no base; give"),
+    "no-base": (CONFIG, lambda path: change_json(path, base_model_name_or_path="models/none"),
+                "expected a folder with config.json and weights"),
     "torn-base": ("base/model.safetensors", truncate, "cannot be loaded"),
     "torn-base-config": (BASE, truncate, "config.json cannot be read"),
     "longer-base": (BASE, lambda path: change_json(path, num_hidden_layers=3),
                     "the files lack model.layers.2.input_layernorm.weight and 8 more"),
     "shorter-base": (BASE, lambda path: change_json(path, num_hidden_layers=1),
                      "the model has no place for model.layers.1.input_layernorm.weight and 8 more"),
-    "quantized-base": (BASE, lambda path: change_json(path, quantization_config={"bits": 4}), "quantized"),
+    "quantized-base": (BASE, lambda path: change_json(path, quantization_config={"bits": 4}),
+                       "it is quantized; give the model that it was made from as --base-model"),
     "adapted-base": (BASE, lambda path: path.with_name("adapter_config.json").write_text("{}"), "an adapter"),
 }
 
@@ -312,8 +314,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_both_names(case, pair, tmp_p
     other, adapter, says = MISFITS[case]
     write_base(tmp_path / "other", **other)
     write_adapter(tmp_path / "adapter", tmp_path / "other", **adapter)
-    refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'}", f"--base-model {tmp_path / 'base'}", says,
-            flags=pair)
+    verdict = "cannot be merged" if other == TIED else "does not fit"
+    refused(tmp_path, capsys, f"--adapter {tmp_path / 'adapter'} {verdict}",
+            f"--base-model {tmp_path / 'base'}", says, flags=pair)
 
 
 def test_a_folder_that_is_in_use_stays_as_it_is(pair, tmp_path, capsys):
@@ -336,7 +339,7 @@ def test_a_merge_that_goes_wrong_is_found_out(pair, tmp_path, capsys, monkeypatc
         # So weak an adapter that its absence hides behind a bound that is relative to the logits alone.
         for _ in range(2):
             refused(tmp_path, capsys, "cannot be merged", "its logits would be", flags=pair)
-            break_weights(tmp_path / WEIGHTS, lambda stored: [x.mul_(0.01) for x in stored.values()])
+            break_weights(tmp_path / WEIGHTS, lambda stored: [x.mul_(0.005) for x in stored.values()])
     save = merge_adapter.save
 
     def damaging(folder, *rest):
