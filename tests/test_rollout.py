@@ -718,7 +718,7 @@ class Generations(World):
             return self.ask(f"{episode.task.id}/0")
         self.ended += 1
         number = int(episode.task.id.partition("/")[0][1:])
-        if depth == 2 and self.ended % 4 == 0 or depth == 0 and number % 5 == 0:
+        if depth == 2 and self.ended % 4 == 0 or depth == 0 and number % 3 == 0:
             raise OSError("lost")
         part, right = (math.inf, -math.inf, math.nan)[self.ended % 3], float(self.ended // 3 % 2)
         told = dict(part=part, parts=[part, 1.0], suspicious=1 - right) if self.split == "train" else {}
@@ -739,15 +739,15 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
 
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
     own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
-    script.main(script.Args(iterations=1, prompts_per_iteration=9, group_size=4, eval_tasks=1, eval_samples=1,
+    script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=1, eval_samples=1,
                             log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
     *episodes, last = (json.loads(line, parse_constant=no_number) for line in lines)
 
     assert last == {"summary": {
-        "episodes": 36, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
+        "episodes": 20, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
         "correct_sum": sum(e["correct"] for e in episodes)}}
-    assert 0 < last["summary"]["correct_sum"] < 36 == len(episodes)
+    assert 0 < last["summary"]["correct_sum"] < 20 == len(episodes)
     forged = [e["info"].get("suspicious", 0) for e in episodes if e["termination"] != "error"]
     assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(forged) / len(forged)) and any(forged)
 
