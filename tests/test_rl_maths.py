@@ -89,7 +89,8 @@ def test_gae_is_the_discounted_sum_of_the_errors_at_the_policys_tokens(gamma, la
         reward, value = rewards[n, chosen].tolist(), [*values[n, chosen].tolist(), 0.0]
         errors = [reward[t] + gamma * value[t + 1] - value[t] for t in range(len(reward))]
         assert found[n, chosen].tolist() == pytest.approx([
-            sum((gamma * lam)**k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))])
+            sum((gamma * lam)**k * error for k, error in enumerate(errors[t:]))
+            for t in range(len(errors))], rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
