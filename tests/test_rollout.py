@@ -460,6 +460,18 @@ def test_an_end_or_a_limit_of_the_environments_own_counts_in_the_last_turn_too(v
     assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
 
 
+def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
+    world = World(None)
+    world.judge = None
+    (cut,) = visit(world, say=lambda text: [65, 66])
+    assert (cut.termination, cut.reward, cut.correct, cut.retries) == ("length", 0.0, 0.0, 0)
+    assert cut.segments[0].response_mask == [1, 1]
+
+    (long,) = visit(world, max_context_tokens=6, max_response_tokens=4)
+    assert (long.termination, long.reward, visit.engine.asked) == ("context", 0.0, [])
+    assert world.all_closed_once
+
+
 @pytest.mark.parametrize("reason, flags", [
     ("turns", dict(max_turns=2)), ("context", dict(max_context_tokens=9, max_response_tokens=4)),
     ("length", dict(say=lambda text: [65, 66] if "!" in text else "r0"))])
@@ -482,18 +494,6 @@ def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason
     world.judge = lambda episode, reason: 1 / 0
     (r,) = visit(world, **flags)
     assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and world.all_closed_once
-
-
-def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
-    world = World(None)
-    world.judge = None
-    (cut,) = visit(world, say=lambda text: [65, 66])
-    assert (cut.termination, cut.reward, cut.correct, cut.retries) == ("length", 0.0, 0.0, 0)
-    assert cut.segments[0].response_mask == [1, 1]
-
-    (long,) = visit(world, max_context_tokens=6, max_response_tokens=4)
-    assert (long.termination, long.reward, visit.engine.asked) == ("context", 0.0, [])
-    assert world.all_closed_once
 
 
 @blocking_alone
