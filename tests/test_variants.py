@@ -2,7 +2,6 @@
 
 import collections
 import math
-import multiprocessing
 import re
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from tests.run_folders import (
     same_end,
     slow_but,
     variants,
+    wait_for,
 )
 from tests.test_updates import (
     RUN,
@@ -92,6 +92,12 @@ def needed(teacher):
     return dict(teacher=str(teacher), max_staleness=0)
 
 
+def words(flags):
+    """Of a command line; a flag of several values has them in a tuple."""
+    return [word for flag, value in flags.items()
+            for word in (f"--{flag.replace('_', '-')}", *(value if isinstance(value, tuple) else [value]))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", DIFFS)
 def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, needed, tmp_path):
@@ -103,16 +109,15 @@ def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, neede
     module, whole, folder = load_script(variants()[name]), tmp_path / "whole", tmp_path / "killed"
     module.main(module.Args(**flags, run_dir=str(whole)))
 
-    killed = multiprocessing.get_context("fork").Process(
-        target=module.main, args=[module.Args(**flags, run_dir=str(folder))])
-    killed.start()
-    while not (folder / "checkpoints" / "step_000002").is_dir():
-        assert killed.is_alive()
-    killed.kill()
-    killed.join()
-    assert killed.exitcode == -9
+    command = (variants()[name], *words(flags), "--run-dir", folder)
+    run = process(*command)
+    wait_for((folder / "checkpoints" / "step_000002").is_dir, run)
+    run.kill()
+    finish(run)
+    assert run.returncode == -9
 
-    module.main(module.Args(**flags, run_dir=str(folder)))
+    code, said = finish(process(*command))
+    assert code == 0, said[-5000:]
     assert '{"resume"' in (folder / "train_log.jsonl").read_text()
     same_end(whole, folder, LAST)
     assert validate(whole, strict=True)["ok"] and validate(folder, strict=True)["ok"]
@@ -129,9 +134,8 @@ def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
     flags = {flag: value for flag, value in flags.items() if flag in known}
     module = load_script(variants()[name])
     module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
-    words = [word for flag, value in (flags | dict(run_dir=tmp_path / "2")).items()
-             for word in (f"--{flag.replace('_', '-')}", value)]
-    code, said = finish(process(variants()[name], *words, torchrun=["--standalone", "--nproc_per_node=2"]))
+    code, said = finish(process(variants()[name], *words(flags), "--run-dir", tmp_path / "2",
+                                torchrun=["--standalone", "--nproc_per_node=2"]))
     assert code == 0, said[-5000:]
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
         for key, value in one.items():
