@@ -935,7 +935,7 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
 
 
 def examples_of_env(env, args, tokenizer):
-    """Demonstrations.  -> a function: index -> [(ids, mask)], how many, the held-out ones, no counts."""
+    """Demonstrations.  -> a function: index -> [(ids, mask)], how many, the held-out ones, counts."""
     def example(index, split="train"):
         task = env.task(split, index)
         messages = env.demonstration(task)
@@ -952,7 +952,7 @@ def examples_of_env(env, args, tokenizer):
 
     num_held_out = min(args.eval_tasks, env.num_tasks("test"))
     held_out = [row for index in range(num_held_out) for row in example(index, "test")]
-    return example, env.num_tasks("train"), held_out, {}  # made as they are learned: nothing is known of all
+    return example, env.num_tasks("train"), held_out, dict(truncated=0, dropped=0, bad=0)
 
 
 # Passes: rows of tokens to tensors

@@ -127,8 +127,7 @@ METRICS = {
         "train/grad_norm": ("amount", "global gradient norm before clipping, mean since the record before"),
         "train/weight_norm": ("amount?", "global norm of the trained weights"),
         "train/padding": ("rate?", "share of the computed tokens that are padding, in the last step"),
-        "data/rows": ("count?", "rows that are learned from (first record only, as are the four below, of "
-                      "which the last three are of data alone, not of an environment's demonstrations)"),
+        "data/rows": ("count?", "rows that are learned from (first record only, as are the four below)"),
         "data/held_out": ("count?", "rows that val/loss is measured on"),
         "data/truncated": ("count?", "rows of both kinds that were cut to --max-length"),
         "data/dropped": ("count?", "rows that were left out, having nothing to learn: an empty response, or "
