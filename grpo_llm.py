@@ -658,9 +658,6 @@ class Engine:
         # `playing`: how many episodes wait for the engine or soon will, and not for a sub-agent.
         self.requests, self.playing, self.changed = [], 0, asyncio.Event()
 
-    def end_rollout(self):
-        pass
-
     async def sample(self, prompt_ids, temperature, seed=0, order=()):
         """-> response_ids, logprobs"""
         request = Request(order, asyncio.get_running_loop().create_future(), prompt_ids, temperature, seed)
@@ -671,8 +668,6 @@ class Engine:
     async def next_requests(self):
         """Wait for a change.  -> what is asked by then, in order; a timeout may have ended who asked."""
         await self.changed.wait()
-        for _ in range(4):
-            await asyncio.sleep(0)  # a parent whose sub-agents have just ended goes on first
         self.changed.clear()
         waiting = [request for request in self.requests if not request.future.done()]
         return sorted(waiting, key=lambda request: request.order)
@@ -687,30 +682,27 @@ class Engine:
 class HfEngine(Engine):
     """Samples with the trained weights themselves: nothing to hand over, no other arithmetic."""
 
-    def begin_rollout(self):
-        super().begin_rollout()
-        unshard(self.model, whole=True)
-
-    def end_rollout(self):
-        unshard(self.model, whole=False)
-
     async def serve(self):
         """Answer all together, once every episode in play waits; so no batch depends on timing."""
         limit = self.args.max_response_tokens
-        while True:
-            waiting = await self.next_requests()
-            if len(waiting) < max(self.playing, 1):
-                continue
-            self.requests = []
-            # A cached token costs far less memory than a trained one, hence the factor.
-            longest = max(len(request.prompt_ids) for request in waiting) + limit
-            rows = max(1, 16 * self.args.microbatch_tokens // longest)
-            for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
-                _, futures, prompts, temperatures, seeds = zip(*part, strict=True)
-                with precision(self.args, self.model.device):
-                    replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
-                for future, reply in zip(futures, replies, strict=True):
-                    future.set_result(reply)
+        unshard(self.model, whole=True)
+        try:
+            while True:
+                waiting = await self.next_requests()
+                if len(waiting) < max(self.playing, 1):
+                    continue
+                self.requests = []
+                # A cached token costs far less memory than a trained one, hence the factor.
+                longest = max(len(request.prompt_ids) for request in waiting) + limit
+                rows = max(1, 16 * self.args.microbatch_tokens // longest)
+                for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
+                    _, futures, prompts, temperatures, seeds = zip(*part, strict=True)
+                    with precision(self.args, self.model.device):
+                        replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
+                    for future, reply in zip(futures, replies, strict=True):
+                        future.set_result(reply)
+        finally:
+            unshard(self.model, whole=False)
 
 
 class VllmEngine(Engine):
@@ -1102,14 +1094,17 @@ class Player:
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
         queue, bar = iter(rollouts), tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
+        self.engine.playing = self.args.max_concurrent or len(rollouts)
 
         async def worker():
             for r in queue:
                 await self.play(r)
                 bar.update()
+            self.engine.playing -= 1
+            self.engine.changed.set()
 
         async def work():
-            await asyncio.gather(*(worker() for _ in range(self.args.max_concurrent or len(rollouts))))
+            await asyncio.gather(*(worker() for _ in range(self.engine.playing)))
 
         tasks = [asyncio.create_task(work()), asyncio.create_task(self.engine.serve())]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -1118,7 +1113,6 @@ class Player:
 
     async def play(self, r, given=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
-        self.engine.playing += 1
         try:
             async with asyncio.timeout(self.args.episode_timeout or None):
                 for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
@@ -1127,9 +1121,6 @@ class Player:
                         break
         except TimeoutError:
             r.termination = "timeout"
-        finally:
-            self.engine.playing -= 1
-            self.engine.changed.set()
 
     async def attempt(self, r, given):
         """-> how the episode ended, whatever its environment did"""
@@ -1195,13 +1186,20 @@ class Player:
                     for number, (task, _) in enumerate(pairs, len(r.children))]
         episodes = [episode for _, episode in pairs]
         r.children += children
-        self.engine.playing -= 1  # it waits for them, not for the engine
+        left = len(children)
+        self.engine.playing += left - 1  # they wait for the engine, and it for them
+
+        def ended(_):
+            nonlocal left
+            left -= 1
+            self.engine.playing -= left > 0  # the last one leaves its place to its parent, which goes on
+            self.engine.changed.set()
+
         try:
             async with asyncio.TaskGroup() as group:
                 for child, episode in zip(children, episodes, strict=True):
-                    group.create_task(self.play(child, episode))
+                    group.create_task(self.play(child, episode)).add_done_callback(ended)
         finally:
-            self.engine.playing += 1
             await self.close(episodes)
         return [child.last_reply for child in children]
 
@@ -1235,7 +1233,6 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
         asyncio.run(Player(engine, tokenizer, env, args, temperature).play_all(rollouts))
     except* EngineError as errors:
         problem = str(errors.exceptions[0])
-    engine.end_rollout()
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:

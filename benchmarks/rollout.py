@@ -94,9 +94,7 @@ def ask_all(engine, prompts):
         return sum(len(ids) for ids, _ in replies)
 
     engine.begin_rollout()
-    count = asyncio.run(ask())
-    engine.end_rollout()
-    return count
+    return asyncio.run(ask())
 
 
 def compare_engines(repeats):

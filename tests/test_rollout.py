@@ -774,6 +774,28 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
         ("done", "error"), ("done", "error"), (False,))} <= set(seen)
 
 
+def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama):
+    """The engine answers all together once every episode waits for it: no batch depends on who was first."""
+    tokenizer = byte_tokenizer(None, alphabet=LETTERS)
+    model = random_llama(vocab_size=len(tokenizer), seed=3, dtype=torch.float32)
+    args = Args(max_response_tokens=12, chat_template="plain", max_concurrent=9)
+
+    def behave(episode, reply):
+        time.sleep(random.random() / 200)
+        if isinstance(reply, str) and len(episode.replies) == 1 and "/" not in episode.task.id:
+            return episode.world.ask(f"{episode.task.id}/0", f"{episode.task.id}/1")
+        return over() if len(episode.replies) > 1 + len(reply) % 3 else go_on()
+
+    found = []
+    for blocking in (True, True, False):
+        world, engine = World(behave, blocking=blocking), grpo_llm.HfEngine(model, tokenizer, args)
+        engine.eos = [*range(0, len(tokenizer), 2)]  # whatever ends a reply by the limit, half go on
+        rollouts = grpo_llm.rollout(engine, tokenizer, world, [world.task("train", n) for n in range(8)], 2,
+                                    1.0, args, grpo_llm.episode_reward)
+        found.append([[member.segments for member in r.family] for r in rollouts])
+    assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
+
+
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
     env = envs.make("countdown", difficulty="true", min_operands="2", max_operands="3")
