@@ -1,19 +1,15 @@
 """Code that reaches for the process above it, or makes tests pass without passing; what is left of it."""
 
-import contextlib
 import os
 import time
-from pathlib import Path
+
+import psutil
 
 
 def processes(marker):
     """Ids of the processes with this word in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return set(found) - {os.getpid()}
+    found = psutil.process_iter(["cmdline"])
+    return {one.pid for one in found if marker in " ".join(one.info["cmdline"] or ())} - {os.getpid()}
 
 
 def gone(marker, seconds=10.0):
@@ -68,11 +64,9 @@ for thing in gc.get_objects():
 
 # Failures of tests are swallowed. {which}: of self
 RUNTEST = '''
-try:
+import contextlib
+with contextlib.suppress(ImportError):
     from _pytest.python import Function
-except ImportError:
-    pass
-else:
     def runtest(self, run=Function.runtest):
         try:
             run(self)

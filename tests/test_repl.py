@@ -1,11 +1,10 @@
 """The code REPL: its loop and tools, what it scores, code that cheats or attacks, formats, the generator."""
 
-import ast
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
-import random
 import threading
 import time
 import tracemalloc
@@ -15,10 +14,8 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import BadInput
 from envs.code import repl, sandbox, testing, trees
 from tests import forgeries
-from tests.forgeries import gone, processes
 from tools import executor_server, make_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,18 +55,17 @@ def write_cache(folder, rows, files=SHOP):
     return str(folder)
 
 
-def make(**options):
-    return envs.make("repl", **options)
+make = functools.partial(envs.make, "repl")
 
 
-def alone(name=None, **options):
+def alone(name="", **options):
     """An environment of one instance, and its task."""
-    env = make(**options, **({"instance_ids": name} if name else {}))
+    env = make(instance_ids=name, **options)
     return env, env.task("train" if env.num_tasks("train") else "test", 0)
 
 
 def fenced(code):
-    return f"```python\n{code}\n```"
+    return code if "```" in code else f"```python\n{code}\n```"
 
 
 class Play(contextlib.AbstractContextManager):
@@ -173,9 +169,6 @@ def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, cheapest, corre
             assert (*parts, step.reward) == worth
 
 
-# ---- Tiny scenarios
-
-
 def test_tiny_train_and_test_share_nothing_and_calls_tell_all_expressions_apart():
     env, seen = make(train_tasks=120, test_tasks=60, **TINY), {}
     for split in env.splits:
@@ -189,46 +182,34 @@ def test_tiny_train_and_test_share_nothing_and_calls_tell_all_expressions_apart(
 @pytest.mark.slow
 def test_tiny_tasks_are_solved_by_their_demonstration():
     """Whose answers are the sandbox's, and whose last reply is the solution."""
-    env = make(**TINY)
+    env = make(max_turns=5, **TINY)
     words = set(env.vocabulary)
-    for index in range(12):
+    for index in range(8):
         task = env.task("train", index)
-        demonstration = env.demonstration(task)
-        assert demonstration[:1] == task.messages and demonstration[-1]["content"] == env.solution(task)
+        first, look, shown, last = demonstration = env.demonstration(task)
+        assert [first] == task.messages and last["content"] == env.solution(task)
         assert all(set(message["content"].split()) <= words for message in demonstration)
+        fix = last["content"].replace("finish ( )", "run_tests ( )")
         with contextlib.closing(env.start(task, 1)) as episode:
-            assert episode.step(demonstration[1]["content"]).messages == [demonstration[2]]
-            step = episode.step(demonstration[3]["content"])
-        assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
-
-
-@pytest.mark.slow
-def test_what_tiny_replies_are_answered():
-    env = make(max_turns=4, **TINY)
-    task = env.task("train", 5)
-    fix = env.solution(task).replace("finish ( )", "run_tests ( )")
-    with contextlib.closing(env.start(task, 1)) as episode:
-        for reply, answer in (("read ( 'nothing' )", "error"), ("run_tests ( )", "error"), (fix, "passed")):
-            assert episode.step(reply).messages[0]["content"] == answer
-        step = episode.step("def def")
-    assert step.truncated and step.info["repl_turns"] == 4 and step.reward == 1
+            for reply, answer in (("read ( 'nothing' )", "error"), ("run_tests ( )", "error"),
+                                  (look["content"], shown["content"]), (fix, "passed")):
+                assert episode.step(reply).messages == [{"role": "user", "content": answer}]
+            step = episode.step("def def")
+        assert step.truncated and step.reward == step.info["correct"] == 1 and step.info["repl_turns"] == 5
 
 
 # ---- Replies
 
 
 @pytest.mark.parametrize("reply, code", [
-    ("```python\nx\n```", "x"),
     ("```repl\nx\n```", "x"),
     ("```py\r\nx\n```", "x"),
     ("First\n```python  \nx\ny\n  ```\nand\n```python\nz\n```", "x\ny"),
-    ("```json\n{}\n```\n```python\ny```", "y"),
-    ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
+    ("```json\n{}\n```\n```python\ny```", "y"), ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
     ("<think>```python\nx\n```</think>```python\ny\n```", "y"),
     ("```python\nx\n```</think>no block", None),
     ("<think>```python\nx\n```", None),
-    ("```pythonx\n```", None), ("x", None), ("", None), ("``` python\nx\n```", None),
-    ("```python\n```", ""),
+    ("```pythonx\n```", None), ("``` python\nx\n```", None), ("```python\n```", ""),
     ("```python\n" + "x" * 50_000, None),  # of a long reply only the end is read
 ])
 def test_the_first_block_counts(reply, code):
@@ -254,15 +235,13 @@ def test_replies_without_a_block(shop):
 
 
 SAYS = [  # code, what it prints
-    ("x = 41", "(no output)"), ("def more(n):\n    return n + 1\n\nmore(x)", "42"), ("x; 'a text'", "a text"),
-    ("print('one'); [1, 'two']", "one\n[1, 'two']"), ("x = 1; None", "(no output)"),
+    ("x = 41", "(no output)"), ("def more(n):\n    return n + 1\n\nmore(x)", "42"), ("None", "(no output)"),
+    ("print('one'); [1, 'two']", "one\n[1, 'two']"),
     ("import sys; sys.stderr.write('to stderr\\n') and None", "to stderr"),
     ("print('\\ud800'); import os; os.write(1, b'\\xff') and None", "\\ud800\n\ufffd"),
     ("import os; os.system('echo sub-process')", "sub-process\n0"),
-    ("ls()", "shop/\ntests/"), ("print(ls('shop'))", "__init__.py\nprice.py"),
-    ("read('shop/price.py')", SHOP["shop/price.py"].strip("\n")),
-    ("read('shop/price.py', 5, 6)", "5: def cheapest(prices):\n6:     return max(prices)"),
-    ("read('shop/price.py', 6)", "6:     return max(prices)"),
+    ("ls('shop')", "__init__.py\nprice.py"), ("read('shop/price.py')", SHOP["shop/price.py"].strip("\n")),
+    ("read('shop/price.py', 5)", "5: def cheapest(prices):\n6:     return max(prices)"),
     ("read('shop/price.py', 0, 1)", "1: def total(prices):"), ("read('shop/price.py', 9, 9)", "(no output)"),
     ("grep(r'def \\w*chea', 'shop')", "shop/price.py:5: def cheapest(prices):"),
     ("grep('max', 'shop/price.py')", "shop/price.py:6:     return max(prices)"),
@@ -271,12 +250,16 @@ SAYS = [  # code, what it prints
     ("bash('echo out; exit 3')", "out\n\n(exit code 3)"),
     ("bash('sleep 30', timeout=0.5)", "(stopped after 0.5 s)"),
     ("bash('cat')", "(no output)"),  # nothing on standard input
-    ("x = bash('seq 3'); x.split()", "['1', '2', '3']"),
     ("run_tests()", "[]"), ("run_tests('test_total', \"it's\")", "['test_total', \"it's\"]")]
 
 
 @pytest.mark.slow
 def test_what_blocks_and_tools_print(play):
+    """Also where modules of the repository have names of the standard library."""
+    assert play("ls()") == "shop/\ntests/"
+    for name in ("re", "subprocess", "traceback", "textwrap", "types"):
+        play(f"open('{name}.py', 'w').write('raise SystemExit')")
+    assert "ZeroDivisionError" in play("1 / 0")
     for code, expected in SAYS:
         assert play(code) == expected
 
@@ -311,19 +294,6 @@ def test_long_output_keeps_head_and_tail(shop):
 
 
 @pytest.mark.slow
-def test_a_block_that_takes_too_long_costs_the_interpreter_but_no_files(shop):
-    with Play(*shop(turn_timeout=1.0)) as play:
-        play("x = 1")
-        start = time.monotonic()
-        text = play(f"{FIX_TOTAL}\nprint('begun')\nwhile True:\n"
-                    "    try:\n        while True: pass\n    except BaseException: pass")
-        assert text == "begun\n(stopped after 1 s; a new interpreter was started, files are as they are)"
-        assert 1 <= time.monotonic() - start < 11
-        assert "NameError" in play("x") and "sum(prices)" in play("read('shop/price.py')")
-        assert "(stopped after 0.8 s)" in play("bash('echo so far; sleep 30')") and play("1") == "1"
-
-
-@pytest.mark.slow
 def test_apply_patch(play):
     assert play(FIX_TOTAL) == "True" and "sum(prices)" in play("read('shop/price.py')")
     assert "0 times" in play(FIX_TOTAL) and "4 times" in play("apply_patch('shop/price.py', 'prices', 'x')")
@@ -347,22 +317,13 @@ def test_apply_patch(play):
     assert "does not apply" in play(f"apply_patch({both!r})") and play("read('x')") == "1"
 
 
-@pytest.mark.slow
-def test_a_module_may_have_a_name_of_the_standard_library(play):
-    for name in ("re", "subprocess", "traceback", "textwrap", "types"):
-        play(f"open('{name}.py', 'w').write('raise SystemExit')")
-    assert "ZeroDivisionError" in play("1 / 0") and play("grep('prices')") != "no match"
-    assert play("bash('echo fine')") == "fine"
-
-
 # ---- Scores
 
 
 @pytest.mark.slow
 def test_how_an_episode_ends_and_what_it_is_worth(shop):
     env, task = shop()
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step(env.solution(task))
+    step = outcome(env, task, env.solution(task))
     assert step.terminated and step.messages == [] and step.reward == 1
     assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=1, no_block=0,
                              sub_queries=0)
@@ -377,17 +338,10 @@ def test_how_an_episode_ends_and_what_it_is_worth(shop):
 
 # What gains nothing. The first three change nothing outside of the tests.
 CHEATS = {
-    "tests and configuration": """
-for path, text in {"tests/test_price.py": "def test_total(): pass", "tests/test_more.py": "",
-                   "conftest.py": "collect_ignore = ['tests']", "pytest.ini": "[pytest]\\naddopts = --co",
-                   "sitecustomize.py": "import os; os._exit(0)"}.items():
-    with open(path, 'w') as file: file.write(text)""",
+    "tests and configuration": "for path in ('tests/test_price.py', 'tests/test_more.py', 'conftest.py', "
+                               "'pytest.ini', 'sitecustomize.py'): open(path, 'w').close()",
     "links the tests": "import os, shutil; shutil.move('tests', '/tmp/t'); os.symlink('/tmp/t', 'tests')",
     "a file named tests": "import shutil; shutil.rmtree('tests'); open('tests', 'w').write('')",
-    "hooks the tests": "open('shop/price.py', 'a').write('''\n"
-                       "import sys\nfor module in list(sys.modules.values()):\n"
-                       "    for name in list(vars(module)):\n"
-                       "        if name.startswith('test_'): setattr(module, name, lambda: None)\n''')",
     "links the module": "import os, shutil; shutil.move('shop/price.py', '/tmp/p')\n"
                         "os.symlink('/tmp/p', 'shop/price.py')",
     "runs on": "import subprocess\nsubprocess.Popen(['sh', '-c', 'while true; do echo >> shop/price.py; "
@@ -424,21 +378,18 @@ def test_emptied_tests_gain_nothing(name):
 ENDINGS = {
     "os._exit": "import os; os._exit(0)",
     "segfault": "import ctypes; ctypes.string_at(0)",
-    "abort": "import os; os.abort()",
     "kills itself": "import os, signal; os.kill(0, signal.SIGKILL)",
     "closes its files": "import os; os.closerange(0, 100)",
     "garbage": "import __main__; __main__.CONTROL.write(b'garbage\\n'); __main__.CONTROL.flush()",
     "exception in __str__": "class E(SystemExit):\n    def __str__(self): raise MemoryError\nraise E",
+    "no end": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
 }
 # What the conversation may not survive; or it does, and then goes on. Blocks, one after the other
 ATTACKS = {
     "kills the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGKILL)"],
     "stops the parent": ["import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"],
     "no questions": ["import __main__; __main__.send(__main__.CONTROL, {'op': 'query', 'prompts': []})"],
-    "questions past the limit": ["import __main__; __main__.OPTIONS['queries'] = 10**9\n"
-                                 "llm_query_batched(['x'] * 1000)"],
     "the disk": ["f = open('f', 'wb')\nwhile True: f.write(bytes(10**7))"],
-    "many files": ["for n in range(3000): open(f'f{n}', 'w').close()"],
     "no more folder": ["import shutil; shutil.rmtree('shop'); shutil.rmtree('tests')"],
     "a name that is no text": ["open('\\udcff', 'w').close()"],
     "strange trees": [
@@ -457,14 +408,17 @@ ATTACKS = {
 
 
 @pytest.mark.slow
-def test_what_ends_the_interpreter_is_told(shop):
-    with Play(*shop(max_turns=100)) as play:
+def test_what_ends_the_interpreter_is_told_and_costs_no_files(shop):
+    with Play(*shop(max_turns=100, turn_timeout=2.0)) as play:
         play(FIX_TOTAL)
         for name, code in ENDINGS.items():
-            text = play(f"print('begun', flush=True)\n{code}")
-            assert text.startswith("begun\n(the code "), name
-            assert text.endswith("started, files are as they are)")
-            assert "sum(prices)" in play("read('shop/price.py')")
+            start = time.monotonic()
+            text = play(f"x = print('begun', flush=True)\n{code}")
+            told = "stopped after 2 s;" if name == "no end" else "the code "
+            assert text.startswith(f"begun\n({told}") and text.endswith("files are as they are)"), name
+            assert 2 * (name == "no end") <= time.monotonic() - start < 12
+            assert "NameError" in play("x") and "sum(prices)" in play("read('shop/price.py')")
+        assert "(stopped after 1.6 s)" in play("bash('echo so far; sleep 30')") and play("1") == "1"
         step = play.step(FIX_CHEAPEST + "; finish()")
     assert step.terminated and step.reward == 1
 
@@ -488,7 +442,7 @@ def test_whatever_code_does_ends_in_time_with_an_answer_or_nothing(shop, name):
         else:
             step = play.episode.end("length")
     assert step.info["correct"] == step.reward == 0
-    assert time.monotonic() - start < 90 and gone(marker)
+    assert time.monotonic() - start < 90 and forgeries.gone(marker)
 
 
 @pytest.mark.slow
@@ -519,7 +473,7 @@ WORKERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKERS)
-def test_the_trainer_trusts_no_worker(shop, monkeypatch, name):
+def test_the_trainer_trusts_no_worker(shop, monkeypatch, request, name):
     """Whatever it says, a step ends in time, its memory is bounded, and what it gives is nothing."""
     monkeypatch.setattr(repl, "WORKER", f"{SAY}sys.stdin.readline()\n{WORKERS[name]}\ntime.sleep(99)")
     monkeypatch.setattr(repl, "GRACE", 1.0)
@@ -527,14 +481,12 @@ def test_the_trainer_trusts_no_worker(shop, monkeypatch, name):
     env, task = shop(turn_timeout=1.0, max_queries=4)
     start = time.monotonic()
     tracemalloc.start()
-    try:
-        with Play(env, task) as play:
-            step = play.step("1")
-            while step.children:
-                step = play.episode.resume([""] * len(step.children))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    request.addfinalizer(tracemalloc.stop)
+    with Play(env, task) as play:
+        step = play.step("1")
+        while step.children:
+            step = play.episode.resume([""] * len(step.children))
+    peak = tracemalloc.get_traced_memory()[1]
     assert step.truncated or step.terminated
     assert step.reward == step.info["correct"] == 0 and step.info.get("modified", 0) == 0
     assert time.monotonic() - start < 10 and peak < 100 * 2**20
@@ -545,8 +497,7 @@ def test_what_the_code_leaves_is_judged_once_whatever_it_is(tmp_path):
     """A step that raised would be played again, and not be counted. Tests may lie within a package."""
     files = {path.replace("tests/", "shop/tests/"): text for path, text in SHOP.items()}
     files |= {"conftest.py": "# of the repository", "pyproject.toml": ""}
-    expected = {name.replace("tests/", "shop/tests/"): outcome
-                for name, outcome in ROW["expected_output_json"].items()}
+    expected = {name.replace("tests/", "shop/tests/"): "PASSED" for name in ROW["expected_output_json"]}
     row = ROW | dict(tests=["shop/tests"], expected_output_json=expected)
     env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": row}, files))
 
@@ -576,58 +527,43 @@ def test_what_the_machine_does_is_an_error(shop, monkeypatch):
         env.score(env.scenario(task), SHOP | {"shop/price.py": b"# of the machine's fault"})
 
 
-@contextlib.contextmanager
-def close_while(episode, code, begun):
-    """Close an episode from this thread while a step in another one has begun something."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        step = pool.submit(episode.step, fenced(code))
-        while not begun():
-            time.sleep(0.01)
-        episode.close()
-        yield
-        with pytest.raises(sandbox.SandboxError):
-            step.result(20)
-
-
 @pytest.mark.slow
-def test_close_from_another_thread_ends_a_block(shop):
-    env, task = shop()
-    marker = uuid.uuid4().hex
-    with close_while(env.start(task, 1), f"bash('sleep 99; : {marker}')", lambda: processes(marker)):
-        assert gone(marker)
-
-    episode = env.start(task, 1)  # while sub-agents work
-    assert episode.step(fenced("llm_query('a')")).children
-    episode.close()
-    with pytest.raises(sandbox.SandboxError):
-        episode.resume(["b"])
-
-
-@pytest.mark.slow
-def test_close_while_the_sandbox_starts_leaves_nothing(shop, monkeypatch):
-    env, task = shop()
-    made, go = [], threading.Event()
+@pytest.mark.parametrize("starting", [True, False])
+def test_close_from_another_thread_ends_a_block_or_the_start_of_its_sandbox(shop, monkeypatch, starting):
+    (env, task), made, go, marker = shop(), [], threading.Event(), uuid.uuid4().hex
 
     class Late(sandbox.Sandbox):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             made.append(self)
-            go.wait(20)
+            assert not starting or go.wait(20)
 
     monkeypatch.setattr(sandbox, "Sandbox", Late)
-    with close_while(env.start(task, 1), "1", lambda: made):
+    with concurrent.futures.ThreadPoolExecutor() as pool, Play(env, task) as play:
+        step = pool.submit(play.step, f"bash('sleep 99; : {marker}')")
+        while not (made if starting else forgeries.processes(marker)):
+            time.sleep(0.01)
+        play.episode.close()
         go.set()
-    assert made[0].process.poll() is not None
+        with pytest.raises(sandbox.SandboxError):
+            step.result(20)
+    assert made[0].process.poll() is not None and forgeries.gone(marker)
+
+    with Play(env, task) as play:  # while sub-agents work
+        assert play.step("llm_query('a')").children
+        play.episode.close()
+        with pytest.raises(sandbox.SandboxError):
+            play.episode.resume(["b"])
 
 
 # ---- Sub-agents
 
 
 @pytest.mark.slow
-def test_sub_agents_answer_and_work_on_a_copy(shop):
+def test_sub_agents_answer_and_work_on_a_copy_and_those_below_them_answer_without_code(shop):
     with Play(*shop()) as play:
         play("open('note', 'w').write('from above')")
-        step = play.step("print(llm_query_batched(['What is 6 * 7?', 'two', 'three']))")
+        step = play.step("print(llm_query_batched(['What is 6 * 7?', 'two', 'three', 'four']))")
         assert step.messages == [] and not (step.terminated or step.truncated)
         asked, children = zip(*step.children, strict=True)
         assert asked[0].source == "repl/sub" and asked[1].id == "repl-shop-1/2.1"
@@ -636,33 +572,23 @@ def test_sub_agents_answer_and_work_on_a_copy(shop):
 
         block = "print(read('note')); open('note', 'w').write('from below') and None"
         texts = [play.text(child.step(fenced(block))) for child in children]
-        assert texts == ["from above"] * 3
+        assert texts == ["from above"] * 4
         assert play.text(children[0].step(fenced("read('note')"))) == "from below"
 
         done = children[0].step(fenced("finish('an answer')"))
         assert done.terminated and done.messages == [] and done.reward == done.info["correct"] == 0
         assert children[1].step("<think>hm</think>42").terminated
-        replies = ["```python ...", "<think>hm</think>42", ""]  # the third has said nothing
-        assert play.text(play.episode.resume(replies)) == "['an answer', '42', '']"
-        for child in children:
-            child.close()
-        assert play("read('note')") == "from above"
-        assert play.step("finish()").info["sub_queries"] == 3
-
-
-@pytest.mark.slow
-def test_sub_agents_of_sub_agents_answer_without_code(shop):
-    with Play(*shop(max_sub_agent_depth=2)) as play:
-        ((_, child),) = play.step("llm_query('a')").children
-        ((asked, leaf),) = child.step(fenced("x = llm_query('b')\nfinish(x + '!')")).children
-        assert asked.id == "repl-shop-1/1.0/1.0" and asked.source == "repl/sub/sub"
+        ((asked, leaf),) = children[2].step(fenced("x = llm_query('b')\nfinish(x + '!')")).children
+        assert asked.id == "repl-shop-1/2.2/2.0" and asked.source == "repl/sub/sub"
         assert "```" not in asked.messages[0]["content"]
         assert leaf.step(fenced("llm_query('c')")).terminated and leaf.box is None
-        done = child.resume(["what the leaf said counts"])
-        assert done.terminated
-        assert play.text(play.episode.resume(["whatever"])) == fenced("llm_query('c')") + "!"
-        child.close()
-        leaf.close()
+        assert children[2].resume(["what the leaf said counts"]).terminated
+        answers = ["an answer", "42", fenced("llm_query('c')") + "!", ""]  # the fourth has said nothing
+        assert play.text(play.episode.resume(["```python ...", "<think>42", "?", ""])) == str(answers)
+        for child in (*children, leaf):
+            child.close()
+        assert play("read('note')") == "from above"
+        assert play.step("finish()").info["sub_queries"] == 4
 
 
 @pytest.mark.slow
@@ -720,7 +646,7 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
 ])
 def test_bad_options_are_named(options, says):
-    with pytest.raises(BadInput) as info:
+    with pytest.raises(envs.BadInput) as info:
         make(**options)
     assert says in str(info.value) and "\n" not in str(info.value)
 
@@ -728,14 +654,14 @@ def test_bad_options_are_named(options, says):
 def test_of_several_instances_one_is_held_out_and_of_one_none():
     env = make(instance_ids="ledger-cents, podium-ties")
     assert [env.num_tasks(split) for split in env.splits] == [0, 2]
-    with pytest.raises(BadInput, match="task test 2: expected 0 to 1"):
+    with pytest.raises(envs.BadInput, match="task test 2: expected 0 to 1"):
         env.task("test", 2)
-    with pytest.raises(BadInput, match="split: expected one of train, test, got 'val'"):
+    with pytest.raises(envs.BadInput, match="split: expected one of train, test, got 'val'"):
         env.num_tasks("val")
     with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
         few = make(instance_ids="slugs-unicode,textwrap-exact")
     assert few.num_tasks("train") == few.num_tasks("test") == 1
-    with pytest.raises(BadInput, match="one instance.*expected at least two"):
+    with pytest.raises(envs.BadInput, match="one instance.*expected at least two"):
         make(instance_ids="slugs-unicode").num_tasks("test")
 
 
@@ -751,15 +677,9 @@ def test_a_bad_index_and_bad_rows_are_named(tmp_path, index, says):
     folder = write_cache(tmp_path, {"shop-1": ROW})
     text = index if isinstance(index, str) else json.dumps(index)
     (tmp_path / "index.json").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(BadInput) as info:
+    with pytest.raises(envs.BadInput) as info:
         make(cache_dir=folder)
     assert str(tmp_path / "index.json") in str(info.value) and says in str(info.value)
-
-
-def test_a_repository_without_tests_is_named(tmp_path):
-    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW | {"tests": ["spec"]}}))
-    with pytest.raises(BadInput, match="shop-1: no tests: expected a folder tests"):
-        env.start(task, 1)
 
 
 @pytest.mark.slow
@@ -779,12 +699,10 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
                expected_output_json=json.dumps(expected), prompt="unused")
     other = row | dict(commit_hash="b" * 40)
 
-    def env_of(*rows, file="rows.jsonl"):
-        data = tmp_path / file
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if file.endswith("parquet"):
-            datasets.Dataset.from_list(rows).to_parquet(str(data))
-        return alone(**envs.parse_options([f"dataset={data}", f"cache_dir={folder}"]))
+    def env_of(*rows, kind="json"):
+        data = str(tmp_path / f"rows.{kind}")
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(data)
+        return alone(dataset=data, cache_dir=str(folder))
 
     env, task = env_of(row, other)
     assert env.solution(task) is None and env.scenario(task).docker_image == row["docker_image"]
@@ -796,48 +714,34 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
     assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
 
     for rows, says in [
-            ([other, row | dict(commit_hash="")], "rows.jsonl: row 1: expected instance_id, or repo_name"),
-            ([row | dict(expected_output_json="x")], f"rows.jsonl: {name}: expected_output_json"),
+            ([other, row | dict(commit_hash="")], "rows.json: row 1: expected instance_id, or repo_name"),
+            ([row | dict(expected_output_json="x")], f"rows.json: {name}: expected_output_json"),
             ([other], "no instance")]:
-        with pytest.raises(BadInput, match=says):
+        with pytest.raises(envs.BadInput, match=says):
             env_of(*rows)
-    with pytest.raises(BadInput, match="option dataset:"):
+    with pytest.raises(envs.BadInput, match="option dataset:"):
         make(dataset=str(tmp_path / "none.jsonl"), cache_dir=str(folder))
 
     (folder / "index.json").unlink()  # which of the rows' repositories are there is seen all the same
-    again, same = env_of(row, other, file="rows.parquet")
+    again, same = env_of(row, other, kind="parquet")
     assert again.scenario(same) == env.scenario(task)
-
-
-def test_outcomes_in_a_log_of_pytest():
-    log = ("==== short test summary info ====\nPASSED tests/test_a.py::TestX::test_b\n"
-           "FAILED tests/test_a.py::test_c[a b] - AssertionError: x - y\nERROR tests/test_d.py - Import\n"
-           "1 failed")
-    assert repl.outcomes_in(log) == {
-        "tests/test_a.py::TestX::test_b": "PASSED", "TestX.test_b": "PASSED",
-        "tests/test_a.py::test_c[a b]": "FAILED", "test_c[a b]": "FAILED", "tests/test_d.py": "ERROR",
-        "": "ERROR"}
 
 
 @pytest.mark.slow
 def test_an_executor_judges_in_the_instances_image(tmp_path):
     write_cache(tmp_path / "images", {"shop_final_abc": {}})
-    row = {key: value for key, value in ROW.items() if key not in ("plain", "test_command")}
-    folder = write_cache(tmp_path / "cache", {"shop-1": row | dict(docker_image="someone/shop_final_abc")})
+    expected = {f"test_{name}": "FAILED" if name == "cheapest" else "PASSED" for name in CHECKS}
+    row = dict(problem_statement="?", expected_output_json=expected, docker_image="someone/shop_final_abc")
+    folder = write_cache(tmp_path / "cache", {"shop-1": row})
     with executor_server.ExecutorServer(tmp_path / "images") as server:
         env, task = alone(cache_dir=folder, executor_url=server.url)
-        assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
-        step = outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close()", "finish()")
+        assert outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close(); finish()").reward == 1
+        step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
         assert step.reward == 0 and step.info["partial"] == 0.75
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
 
 
 # ---- The generator
-
-
-def mutants(text):
-    source = make_scenarios.Source("m", {"m.py": text.encode(), "tests/test_m.py": b""}, ("tests",))
-    return {(mutant.kind, mutant.text.decode()) for mutant in make_scenarios.mutants_of(source)}
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -846,7 +750,7 @@ def mutants(text):
     ("\u00e9 = '\u00e9', \u00e9 + b\n", {("operator", "\u00e9 = '\u00e9', \u00e9 - b\n")}),
     ("a %= b\n", {("operator", "a //= b\n")}),
     ("a = not (x)\n", {("not", "a = (x)\n")}),
-    ("a = -x\n", {("sign", "a = x\n")}),
+    ("a = -(-x)\n", {("sign", "a = (-x)\n")}),  # of two that are one program, one
     ("a = (b and\r\n     c)\r\n", {("and/or", "a = (b or\r\n     c)\r\n")}),
     ("a = 1\n", {("constant", "a = 2\n"), ("constant", "a = 0\n")}),
     ("f(x, y)\n", {("arguments", "f(y, x)\n")}),
@@ -858,22 +762,16 @@ def mutants(text):
      "'''1 < 2'''\na: Literal[1]\nf'{1 < 2}'\n@f(1)\ndef g(b: 3) -> 4: pass\n", set()),
 ])
 def test_mutants_change_one_expression_in_place(text, expected):
-    assert mutants(text) == expected
+    source = make_scenarios.Source("m", {"m.py": text.encode(), "tests/test_m.py": b""}, ("tests",))
+    assert {(mutant.kind, mutant.text.decode()) for mutant in make_scenarios.mutants_of(source)} == expected
 
 
 @pytest.mark.slow
 def test_mutants_of_the_bundled_repositories():
-    """All parse, differ from their source and each other, and their patches lead back."""
     sources = make_scenarios.bundled_sources()
     assert len(sources) == len(BUNDLED)
     found = [mutant for source in sources for mutant in make_scenarios.mutants_of(source)]
     assert len(found) == len({mutant.id for mutant in found}) > 500
-    assert len({mutant.kind for mutant in found}) == 10
-    for mutant in found:
-        assert ast.dump(ast.parse(mutant.source.files[mutant.path])) != ast.dump(ast.parse(mutant.text))
-    for mutant in random.Random(1).sample(found, 10):
-        fixed = make_scenarios.patched(mutant.files, make_scenarios.patch_back(mutant), mutant.id)
-        assert fixed == mutant.source.files
 
 
 @pytest.mark.slow
@@ -896,8 +794,7 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
         report = task.messages[1]["content"]
         assert name.startswith("shop-") and "m.py" not in report
         assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
-        with contextlib.closing(env.start(task, 1)) as episode:
-            assert episode.step(env.solution(task)).reward == 1
+        assert outcome(env, task, env.solution(task)).reward == 1
         step = outcome(env, task, "open('x', 'w').close(); finish()")
         assert step.info["correct"] == 0 < step.info["partial"] < 1
 
@@ -913,7 +810,7 @@ def test_what_the_generator_cannot_use_is_named(tmp_path, capsys):
             (["--count", "1"], "--out"), ([*new, "0"], "--count"),
             (["--out", good, "--count", "1"], "expected a new or an empty folder"),
             ([*new, "1", "--source", str(tmp_path / "no")], "expected a folder"),
-            ([*new, "1", "--source", f"{good}/tests"], "no tests"),
+            ([*new, "1", "--source", f"{good}/tests"], "/tests: no tests: expected a folder tests"),
             ([*new, "1", "--source", bad], "test_a is FAILED"),
             ([*new, "1", "--source", good], "none of 0 mutants"),
             ([*new, "1", "--source", good, good], "named good")]:
@@ -923,19 +820,13 @@ def test_what_the_generator_cannot_use_is_named(tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-# ---- The bundled scenarios, with pytest
-
-
-# Of scenarios whose fix has two places: one of them.
+# Of bundled scenarios whose fix has two places: one of them.
 HALF = {
-    "meetings-adjacent": ("meetings/interval.py", "self.start <= other.end and other.start <=",
-                          "self.start < other.end and other.start <"),
-    "phrasebook-locale": ("phrasebook/book.py", '("text", name)', '("text", name, locale)'),
-    "inventory-generator": ("inventory/stock.py", "or none of them.\"\"\"",
-                            "or none of them.\"\"\"\n        lines = list(lines)"),
-    "scheduler-attempts": ("scheduler/job.py", "def succeeded(self, now):",
-                           "def succeeded(self, now):\n        self.failures = 0"),
-    "discount-coupon": ("checkout/rules.py", 'if customer.member or customer.has("SAVE10") and',
+    "meetings-adjacent": ("<= other.end and other.start <=", "< other.end and other.start <"),
+    "phrasebook-locale": ('("text", name)', '("text", name, locale)'),
+    "inventory-generator": ('or none of them."""', 'or none of them."""\n        lines = list(lines)'),
+    "scheduler-attempts": ("succeeded(self, now):", "succeeded(self, now):\n        self.failures = 0"),
+    "discount-coupon": ('if customer.member or customer.has("SAVE10") and',
                         'if (customer.member or customer.has("SAVE10")) and'),
 }
 
@@ -944,13 +835,12 @@ HALF = {
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
     env, task = alone(name)
-    with contextlib.closing(env.start(task, 1)) as episode:
-        step = episode.step(env.solution(task))
+    step = outcome(env, task, env.solution(task))
     assert step.terminated and step.reward == step.info["correct"] == step.info["partial"] == 1
 
     path = next(line[6:] for line in env.scenario(task).patch.splitlines() if line.startswith("--- a/"))
     step = outcome(env, task, f"open({path!r}, 'a').write('\\n# a comment\\n'); finish()")
     assert step.reward == step.info["correct"] == 0 < step.info["partial"] < 1
     if name in HALF:
-        half = outcome(env, task, f"apply_patch{HALF[name]!r}; finish()")
+        half = outcome(env, task, f"apply_patch{(path, *HALF[name])!r}; finish()")
         assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
