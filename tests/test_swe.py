@@ -20,9 +20,7 @@ import pytest
 import requests
 
 import envs
-from envs import BadInput
 from envs.code import doubles, sandbox, swe, testing
-from envs.code.swe import BadPatch, changed_paths, check_patch, find_patch
 from tests import forgeries
 from tools import executor_server, export_predictions
 
@@ -43,12 +41,9 @@ def env():
     return envs.make("swe")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def unjudged():
-    """An environment in which no test runs: no diff applies."""
-    env = envs.make("swe")
-    env.judge = lambda name, patch: None
-    return env
+    return envs.make("swe", export_only=True)
 
 
 def score(env, name, reply):
@@ -109,17 +104,6 @@ def test_what_tests_are_worth(monkeypatch, fixed, kept, worth):
         dict.fromkeys(fixed + kept, "PASSED")))
     step = score(env, FIRST, fenced(next(halves(FIRST))))
     assert step.info == worth and step.reward == worth["partial"]
-
-
-def test_a_failure_of_the_sandbox_is_no_verdict(monkeypatch):
-    def fail(self, name, patch):
-        raise sandbox.SandboxError("no room")
-
-    env = envs.make("swe")
-    monkeypatch.setattr(swe.Swe, "judge", fail)
-    step = score(env, FIRST, env.solution(env.task_of(FIRST)))
-    assert step.truncated and not step.terminated
-    assert step.info == dict(NONE, format=1, allowed=1, error=1)
 
 
 @pytest.mark.parametrize("reply", [
@@ -186,16 +170,16 @@ REFUSED = {path: addition(path) for path in PLACES} | {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_diffs_that_reach_for_more_are_refused(unjudged, name):
-    with pytest.raises(BadPatch):
-        check_patch(REFUSED[name], ROWS[FIRST]["test_patch"])
+    with pytest.raises(swe.BadPatch):
+        swe.check_patch(REFUSED[name], ROWS[FIRST]["test_patch"])
     step = score(unjudged, FIRST, fenced(REFUSED[name]))
     assert step.info == dict(NONE, format=1) and step.reward == 0
 
 
 def test_a_file_of_the_test_patch_is_refused_whatever_its_name():
     for mine, theirs in (("Data/cases.json", "data/cases.json"), ("data/cases.json", "data/CASES.json")):
-        with pytest.raises(BadPatch, match=f"{mine}: belongs to the tests"):
-            check_patch(addition(mine), addition(theirs))
+        with pytest.raises(swe.BadPatch, match=f"{mine}: belongs to the tests"):
+            swe.check_patch(addition(mine), addition(theirs))
 
 
 # ---- Forged results
@@ -207,10 +191,9 @@ FORGERIES = {
     "prints results": "print('tests/test_retry.py::test_attempts_counts_all_calls PASSED')\n"
                       "import os\nos.write(1, b'4 passed in 0.01s')",
     "writes to every file": """
-import os, json
-said = ["", "tests/test_retry.py::test_delays_have_a_cap", "call", "passed"]
+import os
 for number in range(200):
-    try: os.write(number, json.dumps(said).encode())
+    try: os.write(number, b'["", "tests/test_retry.py::test_delays_have_a_cap", "call", "passed"]')
     except OSError: pass""",
     "kills the reporter": "import os\nos.kill(os.getppid(), 9)",
     "reaches into the reporter": "import os\nfor name in ('fd/1', 'mem'):\n"
@@ -224,14 +207,8 @@ PYTEST_FORGERIES = {
     "raises SystemExit": "raise SystemExit(0)",
     "changes the tests on disk": "import glob\nfor path in glob.glob('tests/*.py'):\n"
                                  "    open(path, 'w').write('def test_nothing(): pass')",
-    "every report passes": """
-import _pytest.reports as r
-make = r.TestReport.from_item_and_call
-def fake(item, call):
-    report = make(item, call)
-    report.outcome = 'passed'
-    return report
-r.TestReport.from_item_and_call = fake""",
+    "every report passes": "from _pytest.reports import TestReport\n"
+                           "TestReport.outcome = property(lambda self: 'passed', lambda *given: None)",
     "no test runs": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None",
     "no test is called": "import _pytest.runner\n_pytest.runner.pytest_runtest_call = lambda item: 0",
     "raises is nothing": "import contextlib as c, pytest\npytest.raises = lambda *a, **k: c.nullcontext()",
@@ -310,20 +287,6 @@ def test_results_that_only_look_right_do_not_count(tests, plain, code):
     found = testing.run_tests(files, tests, list(fair), plain)
     assert found == {} and found.forged
     assert testing.run_tests(files, tests, list(fair), plain, partial=False) != fair
-
-
-@pytest.mark.slow
-def test_an_end_before_the_end_is_none():
-    code = """
-import os, sys
-def watch(frame, event, given):
-    if event == "return" and frame.f_code.co_name == "run_plain":
-        os._exit(0)
-sys.setprofile(watch)
-total = sum
-"""
-    found = testing.run_tests({"shop.py": code.encode()}, {"tests/test_shop.py": TESTS.encode()}, plain=True)
-    assert found == {} and not found.forged
 
 
 @pytest.mark.slow
@@ -516,11 +479,8 @@ def test_tests_that_must_fail_stand_anywhere_among_the_others():
 
 
 @pytest.mark.parametrize("phases, expected", [
-    ("call passed", "PASSED"), ("call failed", "FAILED"), ("collect failed", "ERROR"), ("setup passed", None),
-    ("setup passed, call passed, teardown passed", "PASSED"), ("setup passed, teardown passed", "FAILED"),
-    ("setup skipped, teardown passed", "FAILED"), ("setup failed, teardown passed", "ERROR"),
-    ("setup passed, call passed, teardown failed", "ERROR"), ("setup passed, call passed", None),
-    ("setup passed, part failed, call passed, teardown passed", "FAILED")])
+    ("setup passed", None), ("setup passed, call passed", None), ("setup passed, teardown passed", "FAILED"),
+    ("setup passed, call passed, teardown passed", "PASSED"), ("setup skipped, teardown passed", "FAILED")])
 def test_what_phases_of_a_test_come_to(phases, expected):
     said = [("t", *phase.split()) for phase in phases.split(", ")]
     assert testing.outcomes(said) == [("t", expected)] * (expected is not None)
@@ -553,7 +513,7 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
     "Here:\n{0}", "```\n{0}```", "a\n``` Diff\n{0}\n```\nb", "```patch\r\n{0}```", "```diff\n{0}",
     "```diff\nold\n```\nno:\n```diff\n{0}```", "```diff\n{0}```\n```python\nx = 1\n```"])
 def test_the_diff_of_a_reply(reply):
-    assert find_patch(reply.format(DIFF)) == DIFF
+    assert swe.find_patch(reply.format(DIFF)) == DIFF
 
 
 @pytest.mark.parametrize("patch, expected", [
@@ -565,14 +525,14 @@ def test_the_diff_of_a_reply(reply):
     ("diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n", ["x", "y"]),
 ])
 def test_the_files_of_a_diff(patch, expected):
-    assert changed_paths(patch) == expected
+    assert swe.changed_paths(patch) == expected
 
 
 def test_a_diff_is_written_anew_as_git_writes_one():
     expected = (f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n"
                 "--- a/x\n+++ b/x\n@@ -1,1 +1,1 @@\n-a\n+b\n")
     for patch in (DIFF, DIFF.replace("\n", "\r\n"), f"Index: y\n{DIFF}-- \n2.39\n"):
-        assert check_patch(patch, DIFF.replace("x", "t")) == expected
+        assert swe.check_patch(patch, DIFF.replace("x", "t")) == expected
 
 
 PIECES = [*REFUSED.values(), *(row["patch"] for row in ROWS.values()), "```", "```diff\n", "\n", "--- a/x\n",
@@ -594,15 +554,11 @@ def test_any_reply_gets_a_verdict_at_once(unjudged):
         begin = time.process_time()
         step = score(unjudged, rng.choice(list(ROWS)), text)
         assert step.reward == 0 and step.info.keys() == NONE.keys() and step.terminated
-        find_patch(text)
+        swe.find_patch(text)
         assert time.process_time() - begin < 2
 
 
 # ---- Prompts
-
-
-def added(patch):
-    return {line[1:].strip() for line in patch.splitlines() if line[:1] == "+" and len(line.strip()) > 12}
 
 
 @pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "oracle", "hints": True}])
@@ -611,8 +567,9 @@ def test_neither_the_reference_nor_the_tests_reach_a_prompt(options):
     for name, row in ROWS.items():
         text = "\n".join(message["content"] for message in env.task_of(name).messages)
         own = b"\n".join(env.snapshot(name).values()).decode() + row["problem_statement"]
-        for line in added(row["patch"]) | added(row["test_patch"]):
-            assert line not in text or line in own
+        for line in (row["patch"] + row["test_patch"]).splitlines():
+            if line[:1] == "+" and len(line) > 12:
+                assert line[1:].strip() not in text or line[1:].strip() in own
         for test in env.rows[name]["FAIL_TO_PASS"] + env.rows[name]["PASS_TO_PASS"]:
             assert test.rpartition("::")[2].partition("[")[0] not in text
         assert "tests/test_" not in text and row["base_commit"] not in text
@@ -640,15 +597,14 @@ def test_splits_are_disjoint(unjudged):
     assert names["train"] | names["test"] == ROWS.keys()
     with pytest.raises(IndexError):
         unjudged.task("train", 99)
-    with pytest.raises(BadInput, match="split"):
-        unjudged.task("val", 0)
 
     nothing, everything = envs.make("swe", test_share=0), envs.make("swe", test_share=1)
     assert nothing.num_tasks("train") == everything.num_tasks("test") == len(ROWS)
-    with pytest.raises(BadInput, match="test_share=0"):
-        everything.num_tasks("train")
-    with pytest.raises(BadInput, match="name more, or choose with test_share"):
-        envs.make("swe", task_ids=FIRST).num_tasks("test")
+    for env, split, says in [
+            (unjudged, "val", "split"), (everything, "train", "test_share=0"),
+            (envs.make("swe", task_ids=FIRST), "test", "name more, or choose with test_share")]:
+        with pytest.raises(envs.BadInput, match=says):
+            env.num_tasks(split)
     with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
         few = envs.make("swe", task_ids=",".join(sorted(names["train"])[:2]))
     assert few.num_tasks("train") == few.num_tasks("test") == 1
@@ -675,12 +631,12 @@ def test_which_rows_are_taken(tmp_path):
     assert ids(dataset=file) == [f"a__b-{number}" for number in range(100)]
     assert ids(dataset=file, task_id_range="98-101") == [f"a__b-{number}" for number in range(98, 102)]
     assert ids(dataset=file, task_id_range="98-101", task_ids="a__b-119, a__b-3") == ["a__b-119", "a__b-3"]
-    with pytest.raises(BadInput, match="no instances in .* at 130-140"):
+    with pytest.raises(envs.BadInput, match="no instances in .* at 130-140"):
         ids(dataset=file, task_id_range="130-140")
 
     for content in (b"{", b"[]\n", b"", b"\xff"):
         (tmp_path / "bad.jsonl").write_bytes(content)
-        with pytest.raises(BadInput, match=r"bad\.jsonl"):
+        with pytest.raises(envs.BadInput, match=r"bad\.jsonl"):
             ids(dataset=str(tmp_path / "bad.jsonl"))
 
     # A list; a row may hold lists, and need not have texts that nothing depends on
@@ -699,7 +655,7 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     dataset, cache = dict(dataset="princeton-nlp/SWE-bench_Lite", split="dev"), dict(cache_dir=str(tmp_path))
     assert ids(**dataset, **cache, task_id_range="1-3") == ["a__b-1", "a__b-2", "a__b-3"]
-    with pytest.raises(BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
+    with pytest.raises(envs.BadInput, match="dataset=a/broken: cannot be read .ConnectionError: no network"):
         ids(dataset="a/broken")
 
     cache["use_cache_only"] = True
@@ -707,7 +663,7 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     (tmp_path / "task_a__b-1.json").rename(tmp_path / "task_7.json")
     for asked in ("7,a__b-3", "a__b-1, a__b-3"):
         assert ids(**cache, task_ids=asked) == ["a__b-1", "a__b-3"]
-    with pytest.raises(BadInput, match="task_ids: no instance 9$"):
+    with pytest.raises(envs.BadInput, match="task_ids: no instance 9$"):
         ids(**cache, task_ids="7,9")
 
 
@@ -717,27 +673,34 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
 def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     for value in values:
         file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], many(1)[0] | {field: value}])
-        with pytest.raises(BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
+        with pytest.raises(envs.BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
             ids(dataset=file)
         assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("options, says", [
-    (dict(dataset="x" * 300), "expected a .jsonl"), (dict(use_cache_only=True), "cache_dir"),
-    (dict(use_cache_only=True, cache_dir="nowhere"), "no instances in nowhere"),
+    (dict(dataset="x" * 300, export_only=True), "expected a .jsonl"),
+    (dict(use_cache_only=True, cache_dir="nowhere", export_only=True), "no instances in nowhere"),
     (dict(task_id_range="5"), "first-last"), (dict(timeout=0), "above 0"), (dict(test_share=2), "0 to 1"),
-    (dict(snapshots="x"), "a dataset beside it"), (dict(executor_url="http://a:1"), "no executor_url beside"),
-])
-def test_options_are_checked(options, says):
-    with pytest.raises(BadInput, match=says):
-        envs.make("swe", export_only=True, **options)
+    (dict(snapshots="x"), "a dataset beside it"), (dict(use_cache_only=True), "cache_dir beside it"),
+    (dict(executor_url="http://a:1", export_only=True), "no executor_url beside"),
+    (dict(dataset="x.jsonl"), "snapshots=FOLDER .*executor_url=URL .*export_only=true"),
+    (dict(executor_url="localhost:1"), "executor_url=localhost:1: expected the form http://host:port"),
+    (dict(executor_url="http://127.0.0.1:1"), "url=http://127.0.0.1:1: no answer from /health .*running"),
+    (dict(executor_url="http://a:1"), "executor_url=http://a:1: /health answered 503: 'no room, today'")])
+def test_options_are_checked(monkeypatch, options, says):
+    def get(url, timeout):
+        if url != "http://a:1/health":
+            raise requests.ConnectionError
+        return types.SimpleNamespace(ok=False, status_code=503, text="no room,\ntoday")
+
+    monkeypatch.setattr(requests, "get", get)
+    with pytest.raises(envs.BadInput, match=says):
+        envs.make("swe", **options)
 
 
-def test_instances_that_nothing_can_judge_are_refused(tmp_path):
-    file = write(tmp_path / "rows.jsonl", many(1))
-    with pytest.raises(BadInput, match="snapshots=FOLDER .*executor_url=URL .*export_only=true"):
-        envs.make("swe", dataset=file)
-    env = envs.make("swe", dataset=file, export_only=True)
+def test_instances_may_be_exported_unjudged(tmp_path):
+    env = envs.make("swe", dataset=write(tmp_path / "rows.jsonl", many(1)), export_only=True)
     task = env.task_of("a__b-0")
     assert score(env, task.id, env.solution(task)).info == dict(NONE, format=1, allowed=1)
     assert "Files" not in task.messages[-1]["content"]
@@ -748,7 +711,7 @@ def test_snapshots_of_ones_own(tmp_path):
     shutil.copytree(swe.BUNDLED / FIRST, tmp_path / "a__b-0")
     env = envs.make("swe", dataset=write(tmp_path / "rows.jsonl", many(2)), snapshots=str(tmp_path))
     assert score(env, "a__b-0", env.solution(env.task_of("a__b-0"))).info == GOOD
-    with pytest.raises(BadInput, match="a__b-1: no such folder"):
+    with pytest.raises(envs.BadInput, match="a__b-1: no such folder"):
         env.task_of("a__b-1")
 
 
@@ -770,17 +733,6 @@ def test_an_executor_gives_the_same_verdicts():
         assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
 
 
-def test_an_executor_that_is_not_well_is_told_before_a_run_begins(monkeypatch):
-    with pytest.raises(BadInput, match="executor_url=localhost:1: expected the form http://host:port"):
-        envs.make("swe", executor_url="localhost:1")
-    with pytest.raises(BadInput, match="executor_url=http://127.0.0.1:1: no answer from /health .*running"):
-        envs.make("swe", executor_url="http://127.0.0.1:1")
-    answer = types.SimpleNamespace(ok=False, status_code=503, text="no room,\ntoday")
-    monkeypatch.setattr(requests, "get", lambda url, timeout: answer)
-    with pytest.raises(BadInput, match="executor_url=http://a:1: /health answered 503: 'no room, today'"):
-        envs.make("swe", executor_url="http://a:1")
-
-
 @pytest.fixture
 def elsewhere(monkeypatch):
     """An environment whose executor is asked for nothing, and keeps what it is sent."""
@@ -795,17 +747,17 @@ def elsewhere(monkeypatch):
     return env
 
 
-@pytest.mark.parametrize("answer, error", [
-    ("python: not found", 1), ("\n{0}\n<xml\n{0}\n", 0), ("\n{0}\n", 0), ("{0} refused\n", 0)])
-def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error):
+@pytest.mark.parametrize("answer, error, applied", [
+    ("python: not found", 1, 0), ("\n{0}\n<xml\n{0}\n", 0, 1), ("\n{0}\n", 0, 1), ("{0} refused\n", 0, 0)])
+def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error, applied):
     elsewhere.answer = answer
-    info = score(elsewhere, FIRST, elsewhere.solution(elsewhere.task_of(FIRST))).info
-    assert info["error"] == error and info["correct"] == info["fail_to_pass"] == 0
+    step = score(elsewhere, FIRST, elsewhere.solution(elsewhere.task_of(FIRST)))
+    assert step.truncated == (not step.terminated) == error
+    assert step.info == dict(NONE, format=1, allowed=1, error=error, applied=applied)
     assert elsewhere.sent[0] == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
 
 
 HIDDEN = {  # what some programs read, in forms that others do not
-    "nothing": "",
     "a date after a name": (
         "--- a/conftest.py 2010-07-05\n+++ b/conftest.py 2010-07-05\n@@ -1 +1 @@\n-c\n+d\n"),
     "a context diff": "Index: conftest.py\n*** a/conftest.py\n--- b/conftest.py\n***************\n"
@@ -836,8 +788,8 @@ def test_an_executor_is_sent_what_was_read_of_a_diff_and_nothing_else(elsewhere,
                 subprocess.run([*program, "../diff"], cwd=tree, capture_output=True, timeout=20)
             assert (tree / "conftest.py").read_text() == "c\n"
             assert "forged" not in (tree / "x.py").read_text()
-            assert [path.name for path in tree.rglob("*") if path.is_symlink()] == ["link.py"]
-            assert os.readlink(tree / "link.py") == "x.py"
+            links = {path.name: os.readlink(path) for path in tree.rglob("*") if path.is_symlink()}
+            assert links == {"link.py": "x.py"}
 
 
 # ---- Predictions
@@ -889,13 +841,10 @@ def test_predictions_of_replies(tmp_path, capsys):
     (["--run", "{}", "--step", "7"], "has val episodes of 5, 10"), (["--replies", "{}/none"], "none"),
     (["--replies", "{}/bad.jsonl"], "line 2: expected JSON"),
     (["--replies", "{}/odd.jsonl"], "line 1: expected instance"),
-    (["--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
+    (["--run", "{}", "--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
 ])
 def test_what_cannot_be_exported_is_named(run_folder, capsys, flags, says):
     (run_folder / "bad.jsonl").write_text('\n{"instance_id"\n')
     (run_folder / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
-    flags = [flag.format(run_folder) for flag in flags]
-    if "--out" in flags:
-        flags += ["--run", str(run_folder)]
-    told = export(capsys, run_folder / "p.jsonl", *flags)
+    told = export(capsys, run_folder / "p.jsonl", *(flag.format(run_folder) for flag in flags))
     assert says in told["error"] and not (run_folder / "p.jsonl").exists()
