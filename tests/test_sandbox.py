@@ -25,10 +25,7 @@ import pytest
 import requests
 
 import envs
-from envs import BadInput
-from envs.code import executor as executors
-from envs.code import sandbox, syscalls, trees
-from envs.code.executor import HttpExecutor
+from envs.code import executor, sandbox, syscalls, trees
 from envs.code.sandbox import Sandbox, SandboxError
 from tests.forgeries import PIPES, gone, processes
 from tools import executor_server
@@ -43,10 +40,6 @@ def run(*argv, **options):
 
 def shell(script, **options):
     return run("sh", "-c", script, **options)
-
-
-def python(code, **options):
-    return run(sys.executable, "-I", "-S", "-c", code, **options)
 
 
 def groups_of(pid):
@@ -108,8 +101,6 @@ ATTEMPTS = {
     "home": 'leak = [path for path in given["home"] if os.path.exists(path)]',
     "checkout": 'leak = os.listdir(given["checkout"])',
     "roots": 'leak = tries(read, (p + given["file"] for p in glob.glob("/proc/[0-9]*/root")))',
-    "work folders": '''leak = tries(lambda path: os.readlink(path) == given["checkout"],
-                                 glob.glob("/proc/[0-9]*/cwd"))''',
     "open files": 'leak = tries(read, (path for path in glob.glob("/proc/*/fd/*") if os.path.isfile(path)))',
     "open files of its own": '''leak = [
         number for number in map(int, os.listdir("/proc/self/fd"))
@@ -134,10 +125,8 @@ ATTEMPTS = {
         "su -c true", "mount -t tmpfs x /tmp", "umount /tmp", "passwd -d root", "chsh -s /bin/sh")
         if shutil.which(command.split()[0]) and subprocess.run(
             command.split(), stdin=-3, stdout=-3, stderr=-3, timeout=5).returncode == 0]''',
-    "capabilities": '''
-rows = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs")))
-leak = [rows] if any(int(rows[name], 16) for name in rows if name != "NoNewPrivs") or (
-    int(rows["NoNewPrivs"]) != 1) else None''',
+    "capabilities": '''leak = [line for line in open("/proc/self/status") if (
+        line.startswith("Cap") and int(line.split()[1], 16) or line == "NoNewPrivs:\\t0\\n")]''',
     "device": 'os.mknod("disk", 0o666 | stat.S_IFBLK, os.makedev(8, 0)); leak = "made"',
     "kernel settings": 'leak = tries(write, ["/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", '
                        '"/proc/sys/vm/overcommit_memory", "/proc/sysrq-trigger", "/proc/sys/fs/file-max"])',
@@ -152,12 +141,8 @@ leak = [rows] if any(int(rows[name], 16) for name in rows if name != "NoNewPrivs
             '(250, 219, 0, -3, 0)])',
     "pipes of the parent": '''parent = call(434, 434, os.getppid(), 0)
 leak = tries(lambda number: call(438, 438, parent, number, 0), range(9))''',
-    "memory of the parent": '''
-class Part(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-here = ctypes.create_string_buffer(8)
-mine, theirs = Part(ctypes.addressof(here), 8), Part(ctypes.addressof(here), 8)
-leak = call("process_vm_readv", os.getppid(), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)''',
+    "memory of the parent": '''part = (ctypes.c_uint64 * 2)(ctypes.addressof(ctypes.c_uint64()), 8)
+leak = call("process_vm_readv", os.getppid(), part, 1, part, 1, 0)''',
     "other kinds of sockets": 'leak = tries(lambda n: socket.socket(n, socket.SOCK_RAW) and n, '
                               '[n for n in range(1, 46) if n not in (1, 2, 10, 16)])',
     "a namespace by clone": 'leak = tries(lambda f: call(56, 220, f | 17, 0, 0, 0, 0) or os._exit(0) or 1, '
@@ -191,34 +176,34 @@ print(json.dumps(results))
 
 
 @pytest.fixture
-def outside(monkeypatch):
+def folder():
+    """One that every user can read."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
+@pytest.fixture
+def outside(monkeypatch, folder):
     """What there is to get on this machine."""
-    secret = uuid.uuid4().hex
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    folder.chmod(0o755)
-    (folder / "file").write_text(secret)
+    secret, file, path = uuid.uuid4().hex, folder / "file", str(folder / "socket")
+    file.write_text(secret)
     monkeypatch.setenv("SANDBOX_TEST", secret)
-    held = subprocess.Popen(["sleep", "1000"], cwd=folder)
-    home = [str(path) for path in Path.home().iterdir() if path.is_file()] or [str(folder / "file")]
+    home = [str(path) for path in Path.home().iterdir() if path.is_file()] or [str(file)]
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder)
-        stack.callback(held.wait)
+        held = stack.enter_context(subprocess.Popen(["sleep", "1000"], cwd=folder))
         stack.callback(held.kill)
-        tcp, udp, unix, path = (stack.enter_context(socket.socket(family, kind)) for family, kind in (
-            (socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM),
-            (socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_UNIX, socket.SOCK_STREAM)))
-        for server in (tcp, udp):
-            server.bind(("127.0.0.1", 0))
-        unix.bind("\0" + secret)
-        path.bind(str(folder / "socket"))
-        for server in (tcp, unix, path):
-            server.listen(8)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for name in ("\0" + secret, path):
+            stack.enter_context(socket.create_server(name, family=socket.AF_UNIX))
+        udp = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
         udp.setblocking(False)
         # In the sandbox, the first few numbers are its own.
         pids = [pid for pid in (os.getpid(), os.getppid(), held.pid) if pid > 99]
-        yield dict(secret=secret, file=str(folder / "file"), tcp=tcp.getsockname()[1],
-                   udp=udp.getsockname()[1], unix=secret, socket=str(folder / "socket"), home=home,
-                   checkout=str(ROOT), pids=pids, attempts=ATTEMPTS), udp
+        yield dict(secret=secret, file=str(file), tcp=tcp.getsockname()[1], udp=udp.getsockname()[1],
+                   unix=secret, socket=path, home=home, checkout=str(ROOT), pids=pids,
+                   attempts=ATTEMPTS), udp
         assert held.poll() is None
 
 
@@ -252,19 +237,11 @@ def test_the_attempts_succeed_where_nothing_confines_them(outside):
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "..", ".", "", "a\0b", "\ud800"])
 def test_names_that_lead_out_are_refused(path):
-    with pytest.raises(BadInput, match="expected a relative path"):
+    with pytest.raises(envs.BadInput, match="expected a relative path"):
         trees.tar({path: "x"})
 
 
 # ---- Limits and endings
-
-
-@pytest.mark.slow
-def test_exit_codes():
-    for script, code in [("exit 3", 3), ("kill -SEGV $$", 139), ("no-such-program", 127),
-                         ("exec >&- 2>&-; sleep 2; exit 6", 6)]:  # silent is not over
-        done = shell(script)
-        assert (done.exit_code, done.timed_out) == (code, False)
 
 
 @pytest.mark.slow
@@ -305,7 +282,7 @@ def test_a_fork_bomb_is_stopped():
 def test_memory_is_bounded():
     code = ("try: bytearray(600 << 20)\nexcept MemoryError: print('refused')\n"
             "bytearray(100 << 20); print('fine')")
-    assert python(code, memory=400).output == "refused\nfine\n"
+    assert run("python3", "-c", code, memory=400).output == "refused\nfine\n"
 
 
 @pytest.mark.slow
@@ -320,23 +297,19 @@ def test_disks_are_bounded():
 
 
 @pytest.mark.slow
-def test_floods_are_cut_in_the_middle_and_take_no_memory_here():
+def test_floods_are_cut_in_the_middle_and_take_no_memory_here(request):
     tracemalloc.start()
-    try:
-        done = shell("echo first; exec yes 0123456789", output=1000)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    request.addfinalizer(tracemalloc.stop)
+    done = shell("echo first; exec yes 0123456789", output=1000)
+    peak = tracemalloc.get_traced_memory()[1]
     assert done.exit_code in (137, 141) and not done.timed_out
     assert done.output.startswith("first\n0123456789\n") and done.output.rstrip("0123456789").endswith("\n")
     assert " left out] ..." in done.output and len(done.output) < 1100 and peak < 2**22
 
 
 @pytest.mark.parametrize("text, limit, expected", [
-    ("abcdef", 6, "abcdef"), ("abcdefg", 6, "abc\n... [1 left out] ...\nefg"), ("", 0, ""),
-    ("abc", 1, "a\n... [2 left out] ...\n"), ("é" * 9, 4, "éé\n... [5 left out] ...\néé"),
-    ("ab" * 500, 4, "ab\n... [996 left out] ...\nab"),
-])
+    ("abcdef", 6, "abcdef"), ("abc", 1, "a\n... [2 left out] ...\n"), ("", 0, ""),
+    ("é" * 9, 4, "éé\n... [5 left out] ...\néé"), ("ab" * 500, 4, "ab\n... [996 left out] ...\nab")])
 def test_clipping_keeps_head_and_tail(text, limit, expected):
     assert sandbox.clip(text, limit) == expected
     output = sandbox.Output(limit)
@@ -346,18 +319,20 @@ def test_clipping_keeps_head_and_tail(text, limit, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, options, output", [
+@pytest.mark.parametrize("script, options, output, code", [
     ('pwd; cat "b c.txt" ü ../-x; echo > new; env | grep -c secret; ls /testbed/a', dict(
         files={"a/b c.txt": "one", "a/ü": b"two", "-x": "three"}, cwd="a"),
-     "/testbed/a\nonetwothree0\nb c.txt\nnew\nü\n"),
+     "/testbed/a\nonetwothree0\nb c.txt\nnew\nü\n", 0),
     (r"printf '\377\000a\303'; echo b >&2; cat name*", dict(files={"name é": b"\xff", "n/m": "\ud800"}),
-     "\ufffd\0a\ufffdb\n\ufffd"),
-    ("wc -c", dict(stdin=bytes(1_000_000)), "1000000\n"),  # more than a pipe holds
-    ("exec <&-; echo not read", dict(stdin=bytes(1_000_000)), "not read\n"),
+     "\ufffd\0a\ufffdb\n\ufffd", 0),
+    ("wc -c", dict(stdin=bytes(1_000_000)), "1000000\n", 0),  # more than a pipe holds
+    ("exec <&-; echo not read; kill -SEGV $$", dict(stdin=bytes(1_000_000)), "not read\n", 139),
+    ("exec >&- 2>&-; sleep 2; exit 6", {}, "", 6),  # silent is not over
 ])
-def test_files_input_and_output(monkeypatch, script, options, output):
+def test_files_input_output_and_exit_codes(monkeypatch, script, options, output, code):
     monkeypatch.setenv("LD_PRELOAD_X", "secret")
-    assert shell(script, **options).output == output
+    done = shell(script, **options)
+    assert (done.output, done.exit_code, done.timed_out) == (output, code, False)
 
 
 @pytest.mark.slow
@@ -369,9 +344,9 @@ def test_what_cannot_be_started_is_an_error_that_says_so():
             (SandboxError, "No space left", ["true"], dict(  # as an archive they would fit
                 files={f"{number}": bytes(100) for number in range(900)}, disk=2)),
             (SandboxError, "nowhere", ["true"], dict(cwd="nowhere")),
-            (BadInput, "cwd", ["true"], dict(cwd="../x")),
-            (BadInput, "cannot be started", ["a\0b"], {}),
-            (BadInput, "cannot be started", ["echo", "\ud800"], {})]:
+            (envs.BadInput, "cwd", ["true"], dict(cwd="../x")),
+            (envs.BadInput, "cannot be started", ["a\0b"], {}),
+            (envs.BadInput, "cannot be started", ["echo", "\ud800"], {})]:
         with pytest.raises(error, match=says):
             run(*argv, **options)
     assert left_behind() == before
@@ -379,16 +354,9 @@ def test_what_cannot_be_started_is_an_error_that_says_so():
 
 @pytest.mark.slow
 def test_orphans_are_reaped():
-    script = """
-import subprocess, time
-left = 60
-while left:
-    try:
-        left -= subprocess.run(["sh", "-c", "true &"], stderr=subprocess.DEVNULL).returncode == 0
-    except BlockingIOError:
-        time.sleep(0.01)  # the machine is busy, and orphans wait to be reaped
-print("done")"""
-    assert sandbox.run(["python3", "-I", "-c", script], processes=20).output == "done\n"
+    script = "import os; print(sum(os.system('true &') == 0 for _ in range(600)))"
+    done = run("python3", "-c", script, processes=20)
+    assert int(done.output.splitlines()[-1]) > 60  # fewer than 600 where orphans wait for a busy machine
 
 
 # ---- What is left
@@ -412,14 +380,11 @@ def test_a_short_lived_thread_and_high_numbers_of_files():
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(open(os.devnull))
-        boxes = []
-        thread = threading.Thread(target=lambda: boxes.append(Sandbox(["cat"])))
-        thread.start()
-        thread.join()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            box = stack.enter_context(pool.submit(Sandbox, ["cat"]).result())
         time.sleep(0.1)
-        with boxes[0] as box:
-            box.process.stdin.write(b"alive\n")
-            assert box.process.stdout.read(6) == b"alive\n"
+        box.process.stdin.write(b"alive\n")
+        assert box.process.stdout.read(6) == b"alive\n"
 
 
 HOSTILE = [
@@ -473,16 +438,12 @@ def test_hundreds_of_episodes_leave_nothing():
 
 
 TRAINER = """
-import concurrent.futures, sys, time
+import sys, time
 sys.path.insert(0, sys.argv[1])
 from envs.code.sandbox import Sandbox
-def start(number):
-    script = f"echo up; setsid sleep 1000 & sleep 1000; : {sys.argv[3]}"
-    box = Sandbox(["sh", "-c", script])
-    return box, box.process.stdout.read(3)
-with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    boxes = list(pool.map(start, range(int(sys.argv[2]))))
-print("up", flush=True)
+script = f"echo up; setsid sleep 1000 & sleep 1000; : {sys.argv[3]}"
+boxes = [Sandbox(["sh", "-c", script]) for _ in range(int(sys.argv[2]))]
+print({box.process.stdout.read(3) for box in boxes}, flush=True)
 time.sleep(1000)
 """
 
@@ -491,7 +452,7 @@ def kill_a_trainer(start, number, root=ROOT):
     marker = uuid.uuid4().hex
     trainer = subprocess.Popen([*start, "-c", TRAINER, str(root), str(number), marker],
                                stdout=subprocess.PIPE)
-    assert trainer.stdout.read(3) == b"up\n"
+    assert trainer.stdout.readline() == b"{b'up\\n'}\n"
     assert len(processes(marker)) > number
     trainer.kill()
     trainer.wait()
@@ -524,7 +485,7 @@ with contextlib.closing(env.start(task, 1)) as episode:
 
 
 @pytest.mark.slow
-def test_as_an_ordinary_user(outside):
+def test_as_an_ordinary_user(outside, folder):
     """The same attempts, a fork bomb, the REPL's pipes and a killed trainer, without the rights of root."""
     if os.getuid():
         pytest.skip("all of this file runs as an ordinary user already")
@@ -537,24 +498,19 @@ def test_as_an_ordinary_user(outside):
         pytest.skip("no Python 3.11 that an ordinary user can read")
     given, _ = outside
     given["attempts"] = {name: code for name, code in ATTEMPTS.items() if name != "checkout"}
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    try:
-        folder.chmod(0o755)
-        shutil.copytree(ROOT / "envs", folder / "envs")
-        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
-        probe = [interpreter, "-I", "-S", "-c"]
-        runs = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
-                dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40)]
-        done = subprocess.run([*user, interpreter, "-c", AS_USER, folder], text=True, capture_output=True,
-                              cwd="/", input=json.dumps(dict(runs=runs, pipes=PIPES)))
-        assert done.returncode == 0, done.stderr
-        attempts, bomb, said, reward = json.loads(done.stdout)
-        leaks = json.loads(attempts["output"].splitlines()[-1])
-        assert {name: found for name, found in leaks.items() if found} == {}
-        assert bomb["elapsed"] < 20 and said == "[]\n[]" and reward == 1
-        kill_a_trainer([*user, interpreter], 4, folder)
-    finally:
-        shutil.rmtree(folder)
+    shutil.copytree(ROOT / "envs", folder / "envs")
+    subprocess.run(["chmod", "-R", "a+rX", folder / "envs"], check=True)
+    probe = [interpreter, "-I", "-S", "-c"]
+    runs = [dict(argv=[*probe, TRIES, json.dumps(given)], timeout=60),
+            dict(argv=[*probe, "import os\nwhile True: os.fork()"], timeout=3, processes=40)]
+    done = subprocess.run([*user, interpreter, "-c", AS_USER, folder], text=True, capture_output=True,
+                          cwd="/", input=json.dumps(dict(runs=runs, pipes=PIPES)))
+    assert done.returncode == 0, done.stderr
+    attempts, bomb, said, reward = json.loads(done.stdout)
+    leaks = json.loads(attempts["output"].splitlines()[-1])
+    assert {name: found for name, found in leaks.items() if found} == {}
+    assert bomb["elapsed"] < 20 and said == "[]\n[]" and reward == 1
+    kill_a_trainer([*user, interpreter], 4, folder)
 
 
 # ---- What confines it
@@ -565,7 +521,7 @@ def test_without_bubblewrap_nothing_runs_and_the_error_says_what_to_do(tmp_path,
         (tmp_path / tool).symlink_to(shutil.which(tool))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sandbox, "check", check.__wrapped__)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(envs.BadInput) as error:
         envs.make("repl")
     assert str(error.value).startswith("no sandbox for code that a model wrote: bwrap not installed")
     assert "apt-get install bubblewrap" in str(error.value) and "executor_url" in str(error.value)
@@ -592,7 +548,6 @@ def test_only_listed_system_calls_are_allowed(machine, monkeypatch):
     monkeypatch.setattr(syscalls.platform, "machine", lambda: machine)
     program = list(struct.iter_unpack("=HBBI", syscalls.program.__wrapped__()))
     rows = [line.split() for line in syscalls.TABLE.read_text().splitlines() if line[0] != "#"]
-    names = {row[0] for row in rows}
     listed = {int(row[1 if machine == "x86_64" else 2]): row[0] for row in rows
               if row[1 if machine == "x86_64" else 2] != "-"}
     for number in (*range(1000), 2**30 + 1, 2**32 - 1):
@@ -606,7 +561,7 @@ def test_only_listed_system_calls_are_allowed(machine, monkeypatch):
     assert all(verdict(program, machine, number["clone"], 1 << bit) == "EPERM"
                for bit in (17, 25, 26, 27, 28, 29, 30))
     assert verdict(program, machine, 435) == "ENOSYS"  # clone3
-    assert not names & {  # what nothing above has tried in a sandbox
+    assert not {row[0] for row in rows} & {  # what nothing above has tried in a sandbox
         "process_vm_writev", "kcmp", "mq_open", "memfd_secret", "open_by_handle_at", "init_module",
         "kexec_load", "syslog", "reboot", "clock_settime", "swapon"}
 
@@ -616,10 +571,7 @@ CROWD = """
 import os, time
 for megabytes in [90] * 6 + [200]:
     if not os.fork():
-        try:
-            held = bytearray(megabytes << 20)
-        except MemoryError:
-            os._exit(1)
+        held = bytearray(megabytes << 20)
         time.sleep(1)
         os._exit(0)
 print(sorted(os.wait()[1] for _ in range(7)))
@@ -645,7 +597,7 @@ def controllers():
 def test_control_groups_bound_what_limits_of_a_process_do_not():
     """And where none can be made, those limits hold."""
     limits, can = dict(memory=120, disk=10, processes=20), controllers()
-    statuses = json.loads(python(CROWD, **limits).output)
+    statuses = json.loads(run("python3", "-c", CROWD, **limits).output.splitlines()[-1])
     assert statuses.count(256) == 1 and (9 in statuses) == ("memory" in can)
     assert statuses.count(0) == 6 or "memory" in can
 
@@ -692,7 +644,7 @@ def url(images):
 
 @pytest.mark.slow
 def test_an_executor_runs_commands_over_a_snapshot(url):
-    client = HttpExecutor(url + "/", retries=0)
+    client = executor.HttpExecutor(url + "/", retries=0)
     client.check()
     done = client.test("registry.example/x/shop:1", {"b/c": b"new\n"}, "cat a.txt b/c; exit 3", 20)
     assert (done.output, done.exit_code, done.timed_out) == ("old\nnew\n", 3, False)
@@ -727,10 +679,6 @@ def test_archives_are_unpacked_in_the_sandbox_alone(url, images):
     def answer(packed, command="ls"):
         return requests.post(f"{url}/test", json=GOOD | dict(patch_tar_b64=packed, test_cmd=command))
 
-    for packed in (archive(name="../x"), archive(size=2**40), archive(size=20_000), "abcd" * 500):
-        refused = answer(packed)
-        assert refused.status_code == 400 and "patch_tar_b64" in refused.json()["error"]
-
     secret = images.parent / "secret"
     link = archive(type=tarfile.SYMTYPE, linkname=str(secret))
     assert "a.txt" in answer(link, "echo 1 > x/y || ls").json()["test_output"] and not list(secret.iterdir())
@@ -754,7 +702,8 @@ def test_requests_that_are_refused(url):
         return found.status_code, found.json()["error"]
 
     for field, values in dict(
-            timeout=[0, True, "5", float("nan")], test_cmd=[None, "a\0"], patch_tar_b64=[[], "no base64"],
+            timeout=[0, True, "5", float("nan")], test_cmd=[None, "a\0"],
+            patch_tar_b64=[[], "no base64", "abcd" * 500, archive(name="../x"), archive(size=20_000)],
             docker_image=[1, "other", "..", "", "link", "x/../..", "\0", "a" * 300]).items():
         for value in values:
             status, error = answer(json.dumps(GOOD | {field: value}))
@@ -789,7 +738,7 @@ def test_slow_clients_hold_up_nobody_and_have_a_deadline(images, monkeypatch):
             address = "127.0.0.1", int(server.url.rpartition(":")[2])
             dripping.append(stack.enter_context(socket.create_connection(address)))
             dripping[-1].sendall(head + (b"Content-Length: 1000\r\n\r\n{" if number < 4 else b""))
-        assert HttpExecutor(server.url).test("shop_1", {}, "echo fine", 20).output == "fine\n"
+        assert executor.HttpExecutor(server.url).test("shop_1", {}, "echo fine", 20).output == "fine\n"
         assert threading.active_count() <= threads + 2  # those that run commands
 
         while dripping and time.monotonic() < begin + 20:
@@ -826,11 +775,11 @@ def test_when_a_client_tries_again_and_when_it_gives_up(monkeypatch, script, ask
         return answer
 
     monkeypatch.setattr(requests, "post", post)
-    monkeypatch.setattr(executors.time, "sleep", lambda seconds: None)
-    client = HttpExecutor("http://here:1", retries=3)
+    monkeypatch.setattr(executor.time, "sleep", lambda seconds: None)
+    client = executor.HttpExecutor("http://here:1", retries=3)
     if says is None:
         assert client.test("image", {}, "true", timeout=7) == sandbox.Result("ok", 0, 1.5)
     else:
         with pytest.raises(SandboxError, match=f"http://here:1/test {says}"):
             client.test("image", {}, "true", timeout=7)
-    assert times == [(10, 7 + executors.PATIENCE)] * asked
+    assert times == [(10, 7 + executor.PATIENCE)] * asked
