@@ -290,6 +290,20 @@ def test_results_that_only_look_right_do_not_count(tests, plain, code):
 
 
 @pytest.mark.slow
+def test_an_end_before_the_end_is_none():
+    code = """
+import os, sys
+def watch(frame, event, given):
+    if event == "return" and frame.f_code.co_name == "run_plain":
+        os._exit(0)
+sys.setprofile(watch)
+total = sum
+"""
+    found = testing.run_tests({"shop.py": code.encode()}, {"tests/test_shop.py": TESTS.encode()}, plain=True)
+    assert found == {} and not found.forged
+
+
+@pytest.mark.slow
 def test_no_module_of_tests_reaches_another():
     """What the code does as soon as the first of two imports it would let the second pass."""
     attack = b"import prices; prices.total = sum; open('prices.py', 'w').write('total = sum')"
