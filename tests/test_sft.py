@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -20,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import envs
 import sft
-from tests.run_folders import TINY, command_line, killed_after, log_lines, records, same_end, slow_but, train
+from tests.run_folders import TINY, command_line, killed_after, records, same_end, told, train, write_jsonl
 from tools import merge_adapter
 from tools.validate_train_log import validate
 
@@ -34,10 +35,7 @@ ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("1 1 -> 2", "1 + 1 = 2"
 
 
 def write_rows(tmp_path, rows=ROWS):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(dict(prompt=prompt, response=response)) + "\n"
-                            for prompt, response in rows))
-    return str(path)
+    return write_jsonl(tmp_path / "rows.jsonl", [dict(prompt=p, response=r) for p, r in rows])
 
 
 KINDS = {
@@ -70,9 +68,8 @@ def write_chats(tmp_path):
     """Conversations of one to three answers, so that what is learned has gaps."""
     chats = [[dict(role=role, content=text) for row in ROWS[n:n + 1 + n % 3]
               for role, text in zip(("user", "assistant"), row, strict=True)] for n in range(len(ROWS))]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(dict(messages=messages)) + "\n" for messages in chats))
-    return dict(train_files=(str(path),), messages_key="messages", val_ratio=0.0, batch_size=len(chats))
+    name = write_jsonl(tmp_path / "chats.jsonl", [dict(messages=messages) for messages in chats])
+    return dict(train_files=(name,), messages_key="messages", val_ratio=0.0, batch_size=len(chats))
 
 
 def one_step(folder, **flags):
@@ -114,7 +111,7 @@ CUTS = {"alone": dict(microbatch_tokens=1), "padded": dict(microbatch_tokens=90)
         "packed": dict(packing=True, microbatch_tokens=130), "one-row": dict(packing=True)}
 
 
-@pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "gpt2"]))
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind, tmp_path, monkeypatch):
     flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", kind))
     for cut, sizes in CUTS.items():
@@ -191,7 +188,7 @@ def test_a_step_of_sft_is_the_update_that_is_written(case, tmp_path):
     assert found == pytest.approx([loss, norm.item(), rate], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", slow_but(["mamba"], ["mamba", "lfm2"]))
+@pytest.mark.parametrize("kind", ["mamba", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_a_model_whose_rows_would_leak_is_refused(kind, tmp_path):
     model = write_model(tmp_path / "model", kind)
     flags = dict(model=model, dtype="bfloat16", steps=1, train_files=(write_rows(tmp_path),))
@@ -231,25 +228,22 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, tolerance, chunk_element
 
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(tmp_path, monkeypatch):
     """... with dropout in the configuration, which stays off: a step's loss is val/loss before it."""
-    folder, runs, computed = write_model(tmp_path / "model", "llama", attention_dropout=0.5), [], []
-    forward = LlamaMLP.forward
+    rows = (write_rows(tmp_path, ROWS[:3]),)
+    flags = dict(model=write_model(tmp_path / "model", "llama", attention_dropout=0.5), lora_rank=2,
+                 train_files=rows, val_files=rows, packing=True, batch_size=3, steps=2)
+    computed, forward = Counter(), LlamaMLP.forward
 
     def counted(*given):
-        computed.append(torch.is_grad_enabled())
+        computed[recomputes, torch.is_grad_enabled()] += 1
         return forward(*given)
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)
-    rows = (write_rows(tmp_path, ROWS[:3]),)
-    for checkpointing in (False, True):
-        run = train(sft, tmp_path / str(checkpointing), model=folder, lora_rank=2, packing=True, batch_size=3,
-                    train_files=rows, val_files=rows, gradient_checkpointing=checkpointing, steps=2)
-        runs.append((run, sum(computed), len(computed) - sum(computed)))
-        computed.clear()
-
-    (one, grad, others), (other, twice, the_same) = runs
-    assert twice == 2 * grad > 0 and the_same == others  # validation is not computed again
-    same_end(one, other, "step_000002")
-    before, after, _ = records(one)
+    for recomputes in (False, True):
+        train(sft, tmp_path / str(recomputes), gradient_checkpointing=recomputes, **flags)
+    assert computed[True, True] == 2 * computed[False, True] > 0
+    assert computed[True, False] == computed[False, False]  # validation is not computed again
+    same_end(tmp_path / "False", tmp_path / "True", "step_000002")
+    before, after, _ = records(tmp_path / "True")
     assert after["train/loss"] == pytest.approx(before["val/loss"], rel=1e-6)
 
 
@@ -297,9 +291,8 @@ def test_lora_trains_the_adapter_and_nothing_else_and_peft_merges_it(adapting, t
     assert records(folder)[-1]["train/loss"] < records(folder)[1]["train/loss"]
     assert flags["model"] in Path(out, "README.md").read_text()
 
-    capsys.readouterr()
-    assert merge_adapter.main(["--adapter", out, "--output-dir", str(tmp_path / "merged")]) == 0
-    assert json.loads(capsys.readouterr().out)["adapter_effect"] > 0.1
+    merged = told(capsys, merge_adapter.main, "--adapter", out, "--output-dir", tmp_path / "merged")
+    assert merged["adapter_effect"] > 0.1
 
 
 def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_path):
@@ -361,12 +354,11 @@ def test_the_best_checkpoint_is_named_and_kept(tmp_path):
     (dict(eval_every=99, batch_size=25), [*range(10)])])
 def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_path):
     """Ten rows in batches of four: the epochs end in the steps 3, 5 and 8."""
-    path = write_rows(tmp_path, (ROWS + BACKWARDS)[:11])
-    folder = train(sft, tmp_path / "run", model=TINY, train_files=(str(path),), steps=9, log_every=2,
+    rows = (write_rows(tmp_path, (ROWS + BACKWARDS)[:11]),)
+    folder = train(sft, tmp_path / "run", model=TINY, train_files=rows, steps=9, log_every=2,
                    checkpoint_every=4, **dict(batch_size=4) | flags)
     assert [record["iteration"] for record in records(folder) if "val/loss" in record] == evaluated
-    logged = {0, 2, 4, 6, 8, *evaluated}
-    assert [record["iteration"] for record in records(folder)] == sorted(logged)
+    assert [record["iteration"] for record in records(folder)] == sorted({0, 2, 4, 6, 8, *evaluated})
     assert (records(folder)[0]["data/rows"], records(folder)[0]["data/held_out"]) == (10, 1)
     assert not any("data/rows" in record for record in records(folder)[1:])
 
@@ -391,13 +383,14 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     words = ["--train-files", write_rows(tmp_path), "--batch-size", 2, "--warmup-steps", 1,
              "--steps", 1, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model"]
     assert command_line("sft.py", *words, *form) == 0, capsys.readouterr().err
-    args = log_lines(tmp_path / "run")[0]["meta"]["args"]
+    args = json.loads((tmp_path / "run" / "train_log.jsonl").read_text().splitlines()[0])["meta"]["args"]
     given = dict(train_files=[str(tmp_path / "rows.jsonl")], batch_size=2, warmup_steps=1, steps=1,
                  run_dir=str(tmp_path / "run"), output_dir=str(tmp_path / "model"),
                  model=TINY if form else "")
     expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
     assert args == json.loads(json.dumps(expected))
     assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
+    assert sft.Args().env_options == ("skill=mixed",) and sft.Args(env="logic").env_options == ()
 
 
 def test_padding_and_tokens_are_counted(tmp_path):
@@ -422,7 +415,6 @@ def test_the_exported_model_stands_alone(tmp_path):
     exported = (out / weights).read_bytes()
     assert exported == (folder / "checkpoints" / "step_000004" / weights).read_bytes()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert model.config.tie_word_embeddings
     assert model.num_parameters() == sum(tensor.numel() for tensor in load_file(out / weights).values())
 
     words = "6 18 14 -> 38 :".split()
@@ -440,11 +432,6 @@ def test_the_exported_model_stands_alone(tmp_path):
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_options_that_are_countdowns_by_default_are_for_countdown_alone():
-    assert sft.Args().env_options == ("skill=mixed",) and sft.Args(env="logic").env_options == ()
-    assert sft.Args(env="logic", env_kwargs=("types=sudoku",)).env_options == ("types=sudoku",)
-
-
 def test_a_run_goes_on_between_two_records(tmp_path):
     """The record after the checkpoint of step 3 speaks of that step, too."""
     flags = dict(model=TINY, train_files=(write_rows(tmp_path),), steps=4, batch_size=2, eval_every=0,
@@ -457,16 +444,17 @@ def test_a_run_goes_on_between_two_records(tmp_path):
     assert records(whole)[-1]["train/loss"] == pytest.approx(mean, rel=1e-6)
 
 
-@pytest.mark.parametrize("what", ["template", "rows"])
-def test_a_run_does_not_go_on_with_another_template_or_file(what, tmp_path):
-    template, rows = tmp_path / "template.jinja", write_rows(tmp_path)
-    template.write_text(AutoTokenizer.from_pretrained(TINY).chat_template)
-    flags = dict(model=TINY, train_files=(rows,), chat_template=str(template), steps=1, eval_every=0)
+def test_a_run_does_not_go_on_with_another_template_or_file(tmp_path):
+    template, rows = shutil.copy(f"{TINY}/chat_template.jinja", tmp_path), write_rows(tmp_path)
+    flags = dict(model=TINY, train_files=(rows,), chat_template=template, steps=1, eval_every=0)
     folder = train(sft, tmp_path / "run", **flags)
-    with open(template if what == "template" else rows, "a") as file:
-        file.write("\n")
-    with pytest.raises(envs.BadInput, match="the source changed"):
-        train(sft, folder, **flags)
+    for path in (Path(template), Path(rows)):
+        before = path.read_text()
+        path.write_text(before + "\n")
+        with pytest.raises(envs.BadInput, match="the source changed"):
+            train(sft, folder, **flags)
+        path.write_text(before)
+    train(sft, folder, **flags)
 
 
 def test_accuracy_is_that_of_replies_that_end_and_greedy_ones_are_transformers(tmp_path):
