@@ -134,14 +134,12 @@ GOOD = [  # a line of JSONL, the texts of its messages, its response
 BLANK = [pair("a", response) for response in ("", " \n\t\u3000", None, [], blocks(" ", "\n"))]
 BAD = {  # a line of JSONL, what the message says
     "half a character": (b'{"\\ud800": 1}', r"column prompt: missing; it has \?"),  # no terminal shows it
-    "number": (pair(3, "a"), "column prompt: .*3"),
     "empty list": (pair([], "a"), "column prompt: "),
     "role": (pair([{"role": 1, "content": "a"}], "a"), "column prompt, message 1: .*role"),
     "image": (pair([user([*blocks("see"), {"type": "image", "url": "x"}])], "a"),
               "column prompt, message 1: .*image"),
     "missing": ({"prompt": "a"}, "column response: missing"),
     "a list": ([1, 2], r"column prompt: missing; it has \[1, 2\]"),
-    "torn": (b'{"prompt": "a", "resp', "JSON"),
     "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', "JSON"),
     "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', "JSON"),
     "long": (pair("a" * 400, "a"), r"--max-length 300: .* 40\d tokens"),
@@ -169,7 +167,8 @@ def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tm
     files = [write_jsonl(tmp_path / name, [row for row, _ in part])
              for name, part in (("one.jsonl", lines[:half]), ("two.jsonl", lines[half:]))]
 
-    counts, rows = train(tmp_path / "run", train_files=tuple(files), on_bad_row="skip", val_ratio=0.3)
+    flags = dict(train_files=tuple(files), on_bad_row="skip", val_ratio=0.3)
+    counts, rows = train(tmp_path / "run", **flags)
     assert rows == [expected for _, expected in lines if isinstance(expected, tuple)]
     assert counts == (len(GOOD) - 3, 3, 0, len(BLANK), len(BAD))
 
@@ -177,24 +176,22 @@ def test_rows_of_every_form_are_learned_dropped_or_left_out_as_they_should_be(tm
     where = [(files[n >= half], str(n % half + 1)) for n, (_, what) in enumerate(lines) if what == "bad"]
     assert len(named) >= 5 and named == where[:len(named)]
 
-
-@pytest.mark.parametrize("case", [*BAD][::2])  # the others are among those left out above
-def test_a_bad_row_ends_the_run_with_its_file_and_line(case, tmp_path):
-    row, message = BAD[case]
-    name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(3), b"", row, *pairs(2)])
-    line = complaint(tmp_path / "run", train_files=(name,))
-    assert re.match(rf"--train-files {re.escape(name)}, row 5, .*{message}", line), line
-    assert len(line) < 500 + len(name)
+    # A run that goes on learns from the rows it began with.
+    data = tmp_path / "run" / "data" / "train.arrow"
+    written_at = data.stat().st_mtime_ns
+    assert train(tmp_path / "run", **flags) == (counts, rows) and data.stat().st_mtime_ns == written_at
+    assert any("resume" in line for line in log_lines(tmp_path / "run"))
 
 
 BROKEN = {  # a file, its rows, what the message says behind its name
     "no.jsonl": (None, ": expected an existing"),
     "rows.JSONL": (pairs(3), ": expected an existing .parquet or .jsonl"),
-    "words.jsonl": ([*pairs(3), b"a response"], ", row 4, expected a line of JSON"),
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "type.parquet": ([pair("a", 0.5)] * 4, ", row 1, column response: .*0.5"),
     "half.parquet": (pairs(60), ": cannot be read after row 0 .*footer"),
     "empty.jsonl": ([], ": expected at least 2 rows.* got 0 "),
+    **{f"{case}.jsonl": ([*pairs(3), b"", BAD[case][0], *pairs(2)], f", row 5, .*{BAD[case][1]}")
+       for case in [*BAD][::2]},  # the others are among those left out above
 }
 
 
@@ -208,7 +205,8 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_p
     if name == "half.parquet":
         os.truncate(path, path.stat().st_size // 2)
     line = complaint(tmp_path / "run", train_files=(str(path),))
-    assert re.match(f"(--train-files )?{re.escape(str(path))}{message}", line), line
+    where = re.escape(f"{'' if name == 'empty.jsonl' else '--train-files '}{path}")
+    assert re.match(f"{where}{message}", line) and len(line) < 500 + len(str(path)), line
 
 
 def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
@@ -223,10 +221,8 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
 def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path):
     sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 2), (11, 0), (60, 0))
     name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
-    tokenizer, whole = sft.new_tokenizer(None), []
-    for p, r in sizes:
-        ids = ids_of("<bos> " + "p" * p + " : " + "r" * r + "<eos>", tokenizer)
-        whole.append((ids, [0] * (p + 5) + [int(r > 0)] * (r + 1)))
+    whole = [simple_row(" " + "p" * p, "r" * r) for p, r in sizes]
+    whole = [(ids, mask if r else [0] * len(mask)) for (ids, mask), (_, r) in zip(whole, sizes, strict=True)]
     assert len(whole[0][0]) == 18 and sum(len(ids) > 18 for ids, _ in whole) == 7
 
     flags = dict(train_files=(name,), max_length=18, val_ratio=0.0)
@@ -252,10 +248,6 @@ CHATML = (  # in the manner of Qwen2.5
 TAGGED = CHATML.replace(TURN, (
     "{% if m.role == 'assistant' %}{%- generation -%}" + TURN + "{%- endgeneration -%}"
     "{% else %}" + TURN + "{% endif %}"))
-def learned(message):
-    """Whether it is an assistant's and says something."""
-    return message["role"] == "assistant" and bool(
-        (message["content"] or "").strip() or message.get("tool_calls"))
 
 
 def pieces(messages):
@@ -264,9 +256,9 @@ def pieces(messages):
         yield "<|im_start|>system\nYou are kind.<|im_end|>\n", 0
     for message in messages:
         calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+        said = (message["content"] or "") + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
         yield f"<|im_start|>{message['role']}\n", 0
-        yield "".join([message["content"] or "", *(f"<tool_call>{call}</tool_call>" for call in calls),
-                       "<|im_end|>"]), learned(message)
+        yield f"{said}<|im_end|>", message["role"] == "assistant" and bool(said.strip())
         yield "\n", 0
 
 
@@ -318,10 +310,7 @@ def expected_row(pieces, tokenizer):
 @pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
 def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template, merges):
-    """Against the pieces that the text was put together of, whatever they hold.
-
-    A token that begins before the answer is the prompt's, even if the answer begins within it.
-    """
+    """A token that begins before the answer is the prompt's, even if the answer begins within it."""
     rng, count, straddling = random.Random(1), 0, 0
     conversations = [conversation(rng) for _ in range(60)]
     texts = ["".join(text for text, _ in pieces(messages)) for messages in conversations]
@@ -369,9 +358,7 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
     ("{{ m.more | tojson }}", "recursion"), ("\ud800", "refuses it")])  # half a character
 def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said):
     """Fields beyond role and content are as the data has them, and a template takes them for granted."""
-    deep = []
-    for _ in range(5_000):
-        deep = [deep]
+    deep = functools.reduce(lambda inner, _: [inner], range(5_000), [])
     template = "{% for m in messages %}{{ m.content }}" + words + "<|im_end|>{% endfor %}"
     tokenizer, messages = byte_tokenizer(template, "<|im_end|>"), [user("a") | {"more": deep}]
     chat = {"m": [*messages, assistant("b")]}
@@ -422,24 +409,19 @@ def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
     assert written(*chat_row(messages, tokenizer, ["<eos>"]), tokenizer) == learned
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
-def test_a_template_that_writes_no_eos_is_refused(template, tmp_path):
-    """No reply would ever end. Another token than the tokenizer's eos is none either."""
-    (tmp_path / "chat.jinja").write_text(template)
+@pytest.mark.parametrize(("template", "message"), [
+    # Another token than the tokenizer's eos is none either.
+    (CHATML.encode(), r"chat\.jsonl, row 1.* eos "), (TAGGED.encode(), r"chat\.jsonl, row 1.* eos "),
+    (b"", "--chat-template"), (b"\xff\xfe", "--chat-template"), (None, "--chat-template"),
+    (b"{% for m in messages %}{{ m.content ", "--chat-template")])
+def test_a_template_that_ends_no_reply_is_refused_and_one_that_is_none(template, message, tmp_path):
     name = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("<eos>"), assistant("b")]}] * 3)
+    path = tmp_path / "chat.jinja"
+    if template is not None:
+        path.write_bytes(template)
     line = complaint(tmp_path / "run", train_files=(name,), messages_key="chat", on_bad_row="skip",
-                     chat_template=str(tmp_path / "chat.jinja"))
-    assert re.search(rf"{re.escape(name)}, row 1.* eos ", line), line
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{% for m in messages %}{{ m.content ", None],
-                         ids=["empty", "bytes", "torn", "nothing"])
-def test_no_template_for_a_conversation_and_one_that_is_none_are_one_line(content, tmp_path):
-    name, template = write_jsonl(tmp_path / "chat.jsonl", [{"chat": [user("a")]}] * 3), tmp_path / "template"
-    if content is not None:
-        template.write_bytes(content)
-    assert "--chat-template" in complaint(tmp_path / "run", train_files=(name,), messages_key="chat",
-                                          chat_template=str(template))
+                     chat_template=str(path))
+    assert re.search(message, line), line
 
 
 def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp_path):
@@ -453,16 +435,6 @@ def test_a_run_that_never_began_leaves_no_rows_to_the_next_one_in_its_folder(tmp
     counts, rows = train(tmp_path / "run", train_files=(two,), val_files=(one,))
     assert counts[:2] == (4, 4) and rows == plain_rows(range(4), "two")
     assert taken(tmp_path / "run", "val") == plain_rows(range(4), "one")
-
-
-def test_a_run_that_goes_on_learns_from_the_rows_it_began_with(tmp_path):
-    name = write_jsonl(tmp_path / "rows.jsonl", [*pairs(6), BLANK[0], {"prompt": 1}])
-    flags, data = dict(train_files=(name,), on_bad_row="skip"), tmp_path / "run" / "data" / "train.arrow"
-    train(tmp_path / "run", **flags)
-    written_at = data.stat().st_mtime_ns
-    assert train(tmp_path / "run", **flags) == ((5, 1, 0, 1, 1), plain_rows(range(6)))
-    assert data.stat().st_mtime_ns == written_at
-    assert any("resume" in line for line in log_lines(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -490,9 +462,8 @@ def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
     assert found == ((3, 5, 0, 0, 0), plain_rows(range(3), "t"))
     assert taken(owner / "both", "val") == plain_rows(range(5))
 
-    _, rows = train(owner / "chat", dataset="owner/name:second", val_ratio=0.0, messages_key="chat")
-    assert [ids for ids, _ in rows] == [
-        ids_of(f"<bos> tp{i} : tr{i}<eos>", sft.new_tokenizer(None)) for i in range(3)]
+    found = train(owner / "chat", dataset="owner/name:second", val_ratio=0.0, messages_key="chat")
+    assert found == ((3, 0, 0, 0, 0), plain_rows(range(3), "t"))
 
     # Streamed, not prepared first.
     assert not [path for path in (owner / "cache").rglob("*") if path.suffix in (".arrow", ".parquet")]
@@ -507,19 +478,16 @@ def test_what_is_wrong_with_a_data_set_of_the_hub_is_one_line(flags, message, ow
     assert re.match(f"--dataset {message}", line) and len(line) < 700, line
 
 
-def numbered(number, response=lambda i: f"answer {i}"):
-    return pyarrow.Table.from_pylist([pair(f"p{i}", response(i)) for i in range(number)])
-
-
 @pytest.mark.parametrize("damage", ["text", "page"])
 def test_flipped_bits_of_a_parquet_file_are_found(damage, tmp_path):
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(numbered(40), path, compression="none", use_dictionary=False,
-                                write_page_checksum=True, data_page_size=64, write_batch_size=4)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs(40)), path, compression="none",
+                                use_dictionary=False, write_page_checksum=True, data_page_size=64,
+                                write_batch_size=4)
     data = bytearray(path.read_bytes())
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
-    # A letter of an answer; or what a page says of itself, after which it is no page of rows any more.
-    where, bit = (data.index(b"answer 13"), 1) if damage == "text" else (column.data_page_offset + 1, 2)
+    # A letter of a response; or what a page says of itself, after which it is no page of rows any more.
+    where, bit = (data.index(b"r13"), 1) if damage == "text" else (column.data_page_offset + 1, 2)
     data[where] ^= bit
     path.write_bytes(data)
     assert "rows.parquet" in complaint(tmp_path / "run", train_files=(str(path),))
@@ -538,8 +506,9 @@ def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(sft, "encode_row", encode_row)
     for number in (150, 600):
         path, before = tmp_path / f"{number}.parquet", pyarrow.total_allocated_bytes()
-        pyarrow.parquet.write_table(numbered(number, lambda i: letters[i:i + 20_000]), path,
-                                    compression="none", use_dictionary=False, write_batch_size=16)
+        rows = [pair(f"p{i}", letters[i:i + 20_000]) for i in range(number)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none",
+                                    use_dictionary=False, write_batch_size=16)
         peaks.append(0)
         tracemalloc.start()
         said = complaint(tmp_path / "run", train_files=(str(path),), max_length=5_000)
