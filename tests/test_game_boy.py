@@ -140,8 +140,24 @@ def test_steps_are_those_of_an_emulator_stepped_by_hand(folder):
                 begin(boys[row], folder)
                 stacks[row], counts[row], streaks[row], before[row] = first, 0, 0, first_dist
             assert (obs[row].numpy() == stacks[row]).all()  # after it
+            assert (env.frames(row) == 255 - 85 * stacks[row][-1]).all()
         assert next(finals, None) is None
     assert seen == {(True, False), (False, True), (True, True), (False, False)}
+    assert (env.goal_picture(0) == 255 - 85 * goal[-1]).all() and env.frames(0).dtype == np.uint8
+
+    meta = env.log_meta
+    assert (meta["num_actions"], meta["action_codec_id"], meta["frames_per_step"]) == (8, ACTION_CODEC, 24)
+    assert meta["release_after_frames"] == 8 and meta["stack_k"] == 2
+    assert {len(meta[key]) for key in ("goal_sha256", "rom_sha256", "state_sha256")} == {64}
+    assert meta["rom_path"].endswith("game.gb") and meta["state_path"].endswith("start.state")
+    assert env.action_names == NAMES and env.has_goal and env.obs_high == 3
+
+    with pytest.raises(ValueError):
+        env.step(torch.tensor([8, 0, 0]))
+    state = env.state_dict()
+    state["hashes"]["rom"] = "0" * 64
+    with pytest.raises(BadInput, match="cartridge or start"):
+        env.load_state_dict(state)
     env.close()
 
 
@@ -183,31 +199,6 @@ def test_workers_leave_with_their_parent(folder):
     while any(map(alive, pids)):
         assert time.time() < deadline
         time.sleep(0.05)
-
-
-def test_log_meta_pictures_and_a_saved_state_of_another_cartridge(folder):
-    env = make_vec("pyboy", 1, **options(folder), state=str(folder / "start.state"))
-    meta = env.log_meta
-    assert (meta["num_actions"], meta["action_codec_id"], meta["frames_per_step"]) == (8, ACTION_CODEC, 24)
-    assert meta["release_after_frames"] == 8 and meta["stack_k"] == 1
-    assert {len(meta[key]) for key in ("goal_sha256", "rom_sha256", "state_sha256")} == {64}
-    assert meta["rom_path"].endswith("game.gb") and meta["state_path"].endswith("start.state")
-    assert env.action_names == NAMES and env.has_goal and env.obs_high == 3
-
-    picture = env.frames(0)
-    assert picture.dtype == np.uint8 and picture.shape == (72, 80) and (picture == 0).sum() == 16
-    assert set(np.unique(picture)) == {0, 170, 255}
-    goal = np.load(folder / "goal1" / "goal_template.npy")
-    assert (env.goal_picture(0) == 255 - 85 * goal).all()
-
-    with pytest.raises(ValueError):
-        env.step(torch.tensor([8]))
-
-    state = env.state_dict()
-    state["hashes"]["rom"] = "0" * 64
-    with pytest.raises(BadInput, match="cartridge or start"):
-        env.load_state_dict(state)
-    env.close()
 
 
 @pytest.mark.parametrize(("change", "message"), [

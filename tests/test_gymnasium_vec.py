@@ -1,7 +1,6 @@
 """Gymnasium ids as vectorised environments, against single environments stepped by hand."""
 
 import functools
-import multiprocessing
 import sys
 
 import gymnasium
@@ -16,7 +15,7 @@ from envs.pixels import make_vec
 class Counter(gymnasium.Env):
     """Counts its steps and rewards with the action. Ends after `end` steps; `kind` says what is seen."""
 
-    def __init__(self, end=5, kind="vector", start=0, held=None):
+    def __init__(self, end=5, kind="vector", start=0):
         box = gymnasium.spaces.Box
         self.observation_space = {
             "vector": box(-1e6, 1e6, (2,), np.float64), "grey": box(0, 255, (5, 6), np.uint8),
@@ -26,7 +25,6 @@ class Counter(gymnasium.Env):
         }[kind]
         self.action_space = gymnasium.spaces.Discrete(3, start=start)
         self.end, self.kind, self.memory = end, kind, np.zeros(2)
-        self.engine = held and object()  # what cannot be written as plain data
 
     def show(self):
         if self.kind == "discrete":
@@ -57,16 +55,13 @@ def registered():
 
 def by_hand(env_id, seed, actions, **options):
     """One environment with autoreset.  -> first obs, [(obs, reward, terminated, truncated, final or None)]"""
-    env = gymnasium.make(env_id, **options)
-    first, _ = env.reset(seed=seed)
-    steps = []
+    env = gymnasium.make(env_id, disable_env_checker=True, **options)
+    first, steps = np.array(env.reset(seed=seed)[0]), []
     for action in actions:
         obs, reward, terminated, truncated, _ = env.step(int(action))
-        final = None
-        if terminated or truncated:
-            final = obs
-            obs, _ = env.reset()
-        steps.append((obs, reward, terminated, truncated, final))
+        final = np.array(obs) if terminated or truncated else None
+        shown = np.array(obs if final is None else env.reset()[0])
+        steps.append((shown, reward, terminated, truncated, final))
     env.close()
     return first, steps
 
@@ -74,10 +69,13 @@ def by_hand(env_id, seed, actions, **options):
 @pytest.mark.parametrize(("env_id", "options"), [
     ("CartPole-v1", dict(max_episode_steps=15)), ("Acrobot-v1", dict(max_episode_steps=7)),
     ("CartPole-v1", dict(max_episode_steps=15, render_mode="rgb_array")),
+    ("Counter-v0", dict(max_episode_steps=6, end=6)),  # ends and is cut in one step
 ])
 def test_rows_are_single_environments(env_id, options):
-    env, generator = make_vec(env_id, 3, **options), torch.Generator().manual_seed(3)
-    first = env.reset(seed=11).clone()
+    env = make_vec(env_id, 3, **{key: str(value) for key, value in options.items()})  # as flags are
+    assert env.log_meta == {"num_actions": env.num_actions, "action_codec_id": f"gymnasium:{env_id}",
+                            "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
+    generator, first = torch.Generator().manual_seed(3), env.reset(seed=11).clone()
     assert first.dtype == torch.float32 and first.shape == (3, *env.obs_shape)
     actions, results = torch.randint(0, env.num_actions, (120, 3), generator=generator), []
     for chosen in actions:
@@ -87,31 +85,20 @@ def test_rows_are_single_environments(env_id, options):
 
     begun, singles = zip(*(by_hand(env_id, 11 + row, actions[:, row], **options) for row in range(3)),
                          strict=True)
-    close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-5)  # the last bit may be rounded
-    close(first, torch.tensor(np.stack(begun)).float())
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)  # the last bit may be rounded
+    close(first, np.stack(begun))
     ends = cuts = 0
     for (obs, reward, terminated, truncated, mask, final), *expected in zip(results, *singles, strict=True):
         shown, rewards, terminations, truncations, finals = zip(*expected, strict=True)
         assert terminated.tolist() == list(terminations) and truncated.tolist() == list(truncations)
         assert reward.dtype == torch.float32 and reward.tolist() == list(rewards)
         assert torch.equal(mask, terminated | truncated)
-        close(obs, torch.from_numpy(np.stack(shown)))
-        finals = [torch.from_numpy(one) for one in finals if one is not None]
-        close(final, torch.stack(finals) if finals else torch.empty(0, *env.obs_shape))
+        close(obs, np.stack(shown))
+        finals = [one for one in finals if one is not None]
+        close(final, finals if finals else np.empty((0, *env.obs_shape)))
+        assert obs.dtype == final.dtype == torch.float32
         ends, cuts = ends + int(terminated.sum()), cuts + int(truncated.sum())
     assert ends + cuts >= 5 and cuts > 0  # the test has seen what it is about
-
-
-def test_an_episode_may_end_and_be_cut_in_one_step():
-    env = make_vec("Counter-v0", 2, max_episode_steps="3", end="3")
-    first = env.reset(seed=5).clone()
-    for step in range(3):
-        obs, _, terminated, truncated, info = env.step(torch.tensor([0, 2]))
-        assert (terminated & truncated).all() if step == 2 else not (terminated | truncated).any()
-        assert len(info["final_obs"]) == (2 if step == 2 else 0)
-    assert info["final_obs"][:, 0].tolist() == [3, 3] and obs[:, 0].tolist() == [0, 0]
-    assert torch.equal(info["final_obs"][:, 1], first[:, 1]) and not torch.equal(obs[:, 1], first[:, 1])
-    assert first[0, 1] != first[1, 1]  # each row has a seed of its own
 
 
 @pytest.mark.parametrize(("kind", "shape", "dtype", "high"), [
@@ -149,11 +136,8 @@ def test_actions_start_where_the_space_starts_and_are_checked():
     env = make_vec("Counter-v0", 3, start=2)
     env.reset(seed=1)
     assert env.step(torch.tensor([0, 1, 2], dtype=torch.int32))[1].tolist() == [2, 3, 4]
-    for wrong in (torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1])):
-        with pytest.raises(ValueError):
-            env.step(wrong)
-    with pytest.raises(TypeError):
-        env.step(torch.tensor([0.0, 1, 1]))
+    with pytest.raises(ValueError):
+        env.step(torch.tensor([0, 1, 3]))
 
 
 @pytest.mark.parametrize(("env_id", "options", "message"), [
@@ -168,16 +152,6 @@ def test_bad_input_is_one_line(env_id, options, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_log_meta():
-    env = make_vec("CartPole-v1", 2)
-    assert env.log_meta == {"num_actions": 2, "action_codec_id": "gymnasium:CartPole-v1",
-                            "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
-
-
-SAVED = [("CartPole-v1", dict(render_mode="rgb_array")), ("CartPole-v1", {}), ("FrozenLake-v1", {}),
-         ("Taxi-v4", {})]
-
-
 def played(env, steps, seed):
     """What each step returned, by random actions of that seed."""
     generator, seen = torch.Generator().manual_seed(seed), []
@@ -188,40 +162,22 @@ def played(env, steps, seed):
     return seen
 
 
-def continued(folder):
-    """In a process of its own, whose environments have another past."""
-    states = torch.load(folder / "states.pt", weights_only=True)
-    found = []
-    for (env_id, options), state in zip(SAVED, states, strict=True):
-        env = make_vec(env_id, 3, max_episode_steps=13, **options)
-        env.reset(seed=99)
-        found.append([env.load_state_dict(state).clone(), *played(env, 60, 4)])
-    torch.save(found, folder / "found.pt")
-
-
-@pytest.mark.slow
-def test_a_saved_environment_continues_bit_for_bit_in_a_fresh_process(tmp_path):
-    states, expected = [], []
-    for env_id, options in SAVED:
-        env = make_vec(env_id, 3, max_episode_steps=13, **options)
-        env.reset(seed=1)
-        obs = played(env, 40, 2)[-5]
-        states.append(env.state_dict())
-        expected.append([obs, *played(env, 60, 4)])
-        assert sum(len(final) for final in expected[-1][5::5]) >= 5  # new starts were drawn
-    torch.save(states, tmp_path / "states.pt")
-
-    process = multiprocessing.get_context("spawn").Process(target=continued, args=(tmp_path,))
-    process.start()
-    process.join(120)
-    for seen, found in zip(expected, torch.load(tmp_path / "found.pt", weights_only=True), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(seen, found, strict=True))
-
-
-def test_what_cannot_be_saved_says_so():
-    env = make_vec("Counter-v0", 2, held=True)
+@pytest.mark.parametrize(("env_id", "options"), [
+    ("CartPole-v1", dict(render_mode="rgb_array")), ("CartPole-v1", {}), ("FrozenLake-v1", {}),
+    ("Taxi-v4", {})])
+def test_a_saved_environment_continues_bit_for_bit_in_one_of_another_past(env_id, options, tmp_path):
+    env, other = (make_vec(env_id, 3, max_episode_steps=13, **options) for _ in range(2))
     env.reset(seed=1)
-    assert env.state_dict() is None
+    other.reset(seed=99)
+    obs = played(env, 40, 2)[-5]
+    torch.save(env.state_dict(), tmp_path / "state.pt")
+    seen = [obs, *played(env, 60, 4)]
+    assert sum(len(final) for final in seen[5::5]) >= 5  # new starts were drawn
+    found = other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)).clone()
+    assert all(map(torch.equal, seen, [found, *played(other, 60, 4)]))
+
+
+def test_a_saved_environment_of_other_size_is_refused():
     env = make_vec("Counter-v0", 2)
     env.reset(seed=1)
     with pytest.raises(BadInput, match="shape"):

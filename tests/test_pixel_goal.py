@@ -23,6 +23,7 @@ from tests.run_folders import slow_but
 torch.set_num_threads(1)
 NOOP, A, B, START, UP, DOWN, LEFT, RIGHT = range(8)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
+FACINGS = [*MOVES]
 FLOOR, WALL, DOOR = range(3)
 
 
@@ -107,9 +108,6 @@ def mix(x):
     return x ^ (x >> 16)
 
 
-FACINGS = (UP, DOWN, LEFT, RIGHT)
-
-
 def code_of(state):
     """The environment's number of a state of the first map."""
     return int(np.ravel_multi_index((*state[:4], FACINGS.index(state[4])), pixel_goal.STATES))
@@ -160,10 +158,9 @@ class SlowEnv:
         self.streak = self.streak + 1 if after < config.tau else 0
         terminated, truncated = self.streak >= config.k_consecutive, self.steps >= config.max_steps
         reward = config.step_cost + config.alpha * float(before - after) + config.goal_bonus * terminated
-        final = self.obs()
-        if terminated or truncated:
-            return self.begin(), reward, terminated, truncated, after, final
-        return final, reward, terminated, truncated, after, None
+        obs, ended = self.obs(), terminated or truncated
+        final = obs if ended else None
+        return self.begin() if ended else obs, reward, terminated, truncated, after, final
 
 
 def guide(env, codes, generator):
@@ -238,12 +235,12 @@ def compare(env, rows, seed, steps):
         assert info["dist"].tolist() == [float(d) for d in distances]
         assert reward.numpy() == pytest.approx(np.array(rewards), abs=1e-5)
         assert info["reset_mask"].tolist() == [final is not None for final in finals]
-        final = env.decode(info["final_obs"]).numpy()
-        assert len(final) == sum(final is not None for final in finals)
-        for got, wanted in zip(final, [f for f in finals if f is not None], strict=True):
-            assert (got == wanted).all()
+        for found, final in zip(env.decode(info["final_obs"]).numpy(),
+                                [final for final in finals if final is not None], strict=True):
+            assert (found == final).all()
         ends += terminated.sum().item(), truncated.sum().item()
     assert min(ends) > 0, "no episode of one of the two kinds: nothing was tested"
+    assert env.frames(2).dtype == np.uint8 and (env.frames(2) == 255 - 85 * expected[2][-1]).all()
     assert (reward.dtype, obs.dtype) == (torch.float32, torch.uint8)
     assert terminated.dtype == truncated.dtype == info["reset_mask"].dtype == torch.bool
 
@@ -265,9 +262,6 @@ def test_recorded_goals_step_like_the_slow_world(plain, tmp_path):
     compare(env, [SlowEnv(env, goal) for _ in range(3)], 5, 200)
 
 
-# Starts, pictures
-
-
 def test_starts_are_drawn_evenly():
     env = PixelGoal(16384, "cpu", PixelGoalConfig())
     env.reset(123)
@@ -278,16 +272,6 @@ def test_starts_are_drawn_evenly():
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
     assert float(menu.float().mean()) == pytest.approx(0.25, abs=0.02)
-
-
-def test_frames_are_grey_pictures_for_people():
-    env = PixelGoal(3, "cpu", PixelGoalConfig(pack="2bpp", goal_in_obs=True, menu_prob=0))
-    obs = env.decode(env.reset(0)).numpy()
-    for row in range(3):
-        assert env.frames(row).dtype == np.uint8 and (env.frames(row) == 255 - 85 * obs[row, -1]).all()
-
-
-# What step must not do: wait for the device, or treat rows one by one
 
 
 class Calls(TorchDispatchMode):
@@ -310,9 +294,6 @@ def test_on_another_device_nothing_is_read_and_any_number_of_rows_takes_as_many_
         assert obs.shape[:2] == (num_envs, env.obs_shape[0])
         assert {x.device.type for x in (obs, *rest, info["dist"], info["reset_mask"])} == {"meta"}
     assert counts[0] == counts[1]
-
-
-# Bad input
 
 
 @pytest.mark.parametrize("actions, error, says", [
@@ -369,9 +350,6 @@ def test_recorded_goals_that_do_not_fit_are_named(plain, tmp_path):
         folder = save(tmp_path / str(number), frames, plain.world_sha256, config, **meta)
         with pytest.raises(envs.BadInput, match=re.escape(says)):
             PixelGoal(1, "cpu", dataclasses.replace(config, goal_dir=folder))
-
-
-# Packed frames
 
 
 def test_packed_bytes_and_pixels_are_inverse():
