@@ -35,11 +35,12 @@ def tasks(count, number, split="train", **options):
 
 # ---- Solvers and judges written apart
 
-def is_balanced(text):
+def left_open(text):
+    """What stays of brackets without those that close each other."""
     pairs = "|".join(re.escape(opener + closer) for opener, closer in PARTNER.items())
     while text != (text := re.sub(pairs, "", text)):
         pass
-    return not text
+    return text
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def is_right(task):
         kinds = set(PARTNER) if number in (4, 5) else set(PARTNER.values())
         whole = missing + given if number in (4, 5) else given + missing
         pairs = set("".join(data["pairs"]))
-        return answer == whole and is_balanced(whole) and set(missing) <= kinds and set(whole) <= pairs
+        return answer == whole and not left_open(whole) and set(missing) <= kinds and set(whole) <= pairs
     if number == 1:
         if answer == "None":
             return data["target"] not in all_values(tuple(map(Fraction, data["numbers"])), data["operators"])
@@ -148,18 +149,10 @@ def is_right(task):
     if number == 7:
         kept = all(given in (".", digit) for given, digit in zip(data["puzzle"], answer, strict=True))
         return kept and sudoku_count(data["puzzle"]) == 1 and sudoku_count(answer) == 1
-    stack, wrong = [], []
-    for k, (letter, line) in enumerate(zip(data["sequence"], data["trace"], strict=True), 1):
-        if letter in PARTNER:
-            stack.append(letter)
-        else:
-            assert PARTNER[stack.pop()] == letter
-        if "".join(stack) != line:
-            wrong.append(str(k))
+    stacks = [left_open(data["sequence"][:k]) for k in range(1, len(data["sequence"]) + 1)]
+    assert set("".join(stacks)) <= set(PARTNER)
+    wrong = [str(k) for k, pair in enumerate(zip(stacks, data["trace"], strict=True), 1) if len({*pair}) == 2]
     return (", ".join(wrong) or "none") == answer
-
-
-# ---- Tasks and solutions
 
 
 def check_tasks(number, count, **options):
@@ -169,14 +162,14 @@ def check_tasks(number, count, **options):
             reply = env.solution(task)
             assert score(env, task, f"<think>\n{reply} or not\n</think>\n{reply}") == 1
             assert score(env, task, reply.replace("\n", "\r\n") + "\r\n") == 1
-            assert score(env, task, f"<think>{reply}") == 0
+            assert score(env, task, f"<think>{reply}") == score(env, task, f"</think>{reply}</think>") == 0
             assert task.source == f"logic/{NAMES[number]}"
             yield task
 
 
 @pytest.mark.parametrize("number, count, options", [
     *((number, 20, {}) for number in (0, 2, 4, 5, 6, 8)), (1, 25, dict(game_max_numbers=4)),
-    (3, 4, dict(cryptarithm_max_letters=4)), (7, 3, {}),
+    (3, 2, dict(cryptarithm_max_letters=4)), (7, 3, {}),
     pytest.param(1, 10, dict(game_max_numbers=5), marks=pytest.mark.slow),
     pytest.param(3, 12, {}, marks=pytest.mark.slow), pytest.param(7, 25, {}, marks=pytest.mark.slow),
 ])
@@ -285,24 +278,13 @@ def test_the_examples_on_the_page_are_current(options):
     ({"dyck_min_length": 5, "dyck_max_length": 5}, "even"),
     ({"dyck_pairs": 9}, "dyck_pairs: expected 1 to 8"), ({"sudoku_max_givens": 25}, "26 to 80"),
     ({"style": "words"}, "operation_max_value"), ({"errors_max_errors": 11}, "errors_min_length"),
+    pytest.param({"operation_min_operands": 6, "operation_max_number": 99, "operation_max_value": 9},
+                 "options of operation: .* too few", marks=pytest.mark.slow),
 ])
 def test_bad_options_are_named(options, expected):
     with pytest.raises(envs.BadInput, match=expected) as error:
         envs.make("logic", **options)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_options_that_leave_hardly_any_problem_are_an_error_at_once():
-    options = dict(operation_min_operands=6, operation_max_number=99, operation_max_value=9)
-    with pytest.raises(envs.BadInput, match="options of operation: .* too few"):
-        envs.make("logic", types="2", **options)
-
-
-def test_trap_thinking():
-    assert envs.final_part("<think>a</think>b</think> c") == " c"
-    assert envs.final_part("a </think> b <think> c") == "" == envs.final_part("<think> a")
-    assert envs.final_part("no tags") == "no tags"
 
 
 def game(numbers, target, operators="+-*/", answer="None"):
@@ -334,22 +316,18 @@ BLOCK, BOX = "```\nANSWER\n```", r"\boxed{ANSWER}"
 
 @pytest.mark.parametrize("data, form, right, wrong", [
     (BRACKETS | {"type": 0, "given": "([", "missing": "])"}, "ANSWER",
-     ("([])", "( [ ] )", "Answer: `([])`.", "([ is given\n\n**([])**\n", "(] no\n([])"),
-     ("])", "([", "([])()", "([)]", "([]]", "([]))", "([])([])", "(x[])", "([〉])", "([])\nor ([")),
-    (BRACKETS | {"type": 4, "given": "])", "missing": "(["}, "ANSWER",
-     ("([])",), ("([", "])", "()([])", "[(])", "([])()", "(([]))")),
+     ("([])", "( [ ] )", "Answer: `([])`.", "([ is given\n\n**([])**\n"),
+     ("])", "([", "([])()", "([]]", "(x[])", "([〉])", "([])\nor ([")),
     (SEND, r"$\boxed{ANSWER}$", ("9567 + 1085 = 10652", "9567+1085=10652"),
      ("9567 + 1085 = 10653", "9567 - 1085 = 10652", "1085 + 9567 = 10652", "SEND + MORE = MONEY",
-      "0000 + 0000 = 00000", "9567 + 1085 == 10652", "10652 = 9567 + 1085", "9567 + 1085",
-      "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652", "3712 + 0467 = 04179")),
+      "0000 + 0000 = 00000", "9567 + 1085", "2817 + 0368 = 03185", "9567 + 1085 = 10652 = 10652")),
     (SEND | {"style": "words"}, "S 9 E 5 N 6 D 7 M 1 O 0 ANSWER", ("R 8 Y 2",),
      ("R 8 Y 3", "R 8", "", "R 8 Y 2 Y 2", "R 8 Y 22")),
     ({"type": 6, "statements": [], "answer": "A, C"}, BOX,
-     ("A, C", "C,A", "A C", "AC", "A, C, A", r"\text{A, C}", "{A}, {C}", r"\{A, C\}", r"A,\ C",
-      r"\left\{\text{A},\; \text{C}\right\}"),
+     ("C,A", "AC", "A, C, A", "{A}, {C}", r"\{A, C\}", r"\left\{\text{A},\; \text{C}\right\}"),
      ("", "A", "A, B, C", "A, C, H", "a, c", "ABLE", "all", "none")),
     (STEPS | {"answer": "3, 7"}, BOX,
-     ("3, 7", "7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"\text{3, 7}", r"3,\ 7", r"\left\{3, 7\right\}"),
+     ("7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"3,\ 7"),
      ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7")),
     (STEPS | {"answer": "none"}, BOX, ("none", "None", r"\text{none}", r"\mathrm{none}"),
      ("", r"\{\}", "3")),
