@@ -1,5 +1,6 @@
 """tools/convert_sft.py: what becomes of each shape of row, the promises of the split, and what it refuses."""
 
+import functools
 import json
 import os
 import random
@@ -33,7 +34,6 @@ def simple(number, instance=None):
 
 def write_parquet(path, rows):
     pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 def convert(tmp_path, capsys, *flags, data=("rows.jsonl",), name="x"):
@@ -143,15 +143,6 @@ def test_a_malformed_row_stops_it_or_is_counted(tmp_path, capsys):
         "row 3, expected a line of JSON", "row 4, column instance_id: mis", "row 5, column messages: expect"]
 
 
-def test_nesting_too_deep_is_a_malformed_row(tmp_path, capsys, monkeypatch):
-    content = "x"
-    for _ in range(5000):
-        content = [{"type": "tool_result", "content": content}]
-    write_jsonl(tmp_path / "rows.jsonl", [])
-    monkeypatch.setattr(convert_sft, "jsonl_rows", lambda path: iter([chat(say("user", content))]))
-    refused(tmp_path, capsys, "rows.jsonl, row 1, column messages: nested too deeply")
-
-
 def test_all_sources_give_the_same_rows(tmp_path, capsys):
     rows = [simple(number) for number in range(5)] + [chat(*SHAPES["tools"][0]["messages"], instance="t")]
     texts = [row | {"messages": json.dumps(row["messages"])} for row in rows]
@@ -174,17 +165,6 @@ def test_all_sources_give_the_same_rows(tmp_path, capsys):
     assert "--split test" in error and "train, other" in error
 
 
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3:len(data) // 3 + 40] = b"\xff" * 40
-    path.write_bytes(data)
-
-
-def not_utf8(path):
-    bad = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
-    pq.write_table(pa.table({"instance_id": bad, "messages": ["[]"]}), path)
-
-
 def corrupt_folder(path):
     datasets.Dataset.from_list([simple(1)]).save_to_disk(path)
     for file in path.glob("*.arrow"):
@@ -193,24 +173,33 @@ def corrupt_folder(path):
 
 BROKEN = {  # name, what is done to it, what is said
     "suffix": ("rows.csv", lambda path: path.write_text("a,b"), "rows.csv: expected an existing .parquet"),
-    "damaged-parquet": ("rows.parquet", damage, "rows.parquet: cannot be read"),
+    "damaged": ("rows.parquet", lambda path: path.write_bytes(b"PAR1\xff" + path.read_bytes()[5:]),
+                "rows.parquet: cannot be read"),
     "columns": ("rows.parquet", lambda path: write_parquet(path, [{"text": "x"}]),
                 "rows.parquet, row 1, column instance_id: missing"),
-    "not-utf8": ("rows.parquet", not_utf8, "rows.parquet, row 1, expected UTF-8 text"),
+    "latin": ("rows.parquet", lambda path: path.write_bytes(path.read_bytes().replace(b"user", b"\xffser")),
+              "rows.parquet, row 1, expected UTF-8 text"),
     "folder": ("rows", Path.mkdir, "rows: expected a folder made by save_to_disk"),
     "torn-folder": ("rows", corrupt_folder, "/rows: "),
     "silent": ("rows.jsonl", lambda path: write_jsonl(path, [chat(USER), chat(ANSWER)]),
                'no row is left to train on, {"rows": 2, "dropped": {"empty_prompt": 1, "empty_response": 1}'),
+    "ratio": ("rows.parquet", Path.exists, "--val-ratio 1.0: expected 0 or more, and less than 1",
+              "--val-ratio", "1"),
+    "samples": ("rows.parquet", Path.exists, "--max-samples -1: expected 0 or more", "--max-samples", "-1"),
+    "name": ("rows.parquet", Path.exists, "--name a/b: expected the start of a file name", "--name", "a/b"),
+    "long-name": ("rows.parquet", Path.exists, "File name too long", "--name", "x" * 300),
+    "no-folder": ("rows.parquet", Path.exists, "rows.parquet is no folder that can be written to",
+                  "--output-dir", "{d}/rows.parquet/out"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_input_is_one_clear_line(case, tmp_path, capsys):
-    name, spoil, says = BROKEN[case]
+def test_broken_input_and_flags_that_cannot_be_are_one_clear_line(case, tmp_path, capsys):
+    name, spoil, says, *flags = BROKEN[case]
     if name.endswith(".parquet"):
         write_parquet(tmp_path / name, [simple(number) for number in range(50)])
     spoil(tmp_path / name)
-    refused(tmp_path, capsys, says, data=[name])
+    refused(tmp_path, capsys, says, [flag.replace("{d}", str(tmp_path)) for flag in flags], data=[name])
 
 
 def test_a_hub_id_is_loaded_when_it_is_named(tmp_path, capsys, monkeypatch):
@@ -274,18 +263,6 @@ def test_what_is_dropped_or_cut_is_counted(tmp_path, capsys):
     assert report["dropped"] == dropped | {"max_samples": 3}
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--val-ratio", "1"], "--val-ratio 1.0: expected 0 or more, and less than 1"),
-    (["--max-samples", "-1"], "--max-samples -1: expected 0 or more"),
-    (["--name", "a/b"], "--name a/b: expected the start of a file name"),
-    (["--output-dir", "{d}/rows.jsonl/out"], "rows.jsonl is no folder that can be written to"),
-    (["--name", "x" * 300], "File name too long"),
-])
-def test_flags_that_cannot_be(flags, says, tmp_path, capsys):
-    write_jsonl(tmp_path / "rows.jsonl", [simple(1)])
-    refused(tmp_path, capsys, says, flags=[flag.replace("{d}", str(tmp_path)) for flag in flags])
-
-
 def test_files_are_replaced_only_when_asked(tmp_path, capsys):
     write_jsonl(tmp_path / "rows.jsonl", [simple(1), simple(2)])
     convert(tmp_path, capsys)
@@ -311,12 +288,14 @@ def test_a_full_disk_is_one_clear_line_and_what_was_there_stays(tmp_path, capsys
     assert files(tmp_path) == old
 
 
-@pytest.mark.parametrize("after", [[simple(1)], [simple(1), chat(USER)]])
-def test_data_that_change_between_the_two_passes_are_noticed(after, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("after", [[simple(1)], [simple(1), chat(USER)], None])
+def test_data_that_nest_too_deeply_or_change_between_the_two_passes(after, tmp_path, capsys, monkeypatch):
     write_jsonl(tmp_path / "rows.jsonl", [])
-    passes = iter([[simple(1), simple(2)], after])
+    deep = functools.reduce(lambda inner, _: [{"type": "tool_result", "content": inner}], range(5000), "x")
+    passes = iter([[simple(1), simple(2)], after] if after else [[chat(say("user", deep))]])
     monkeypatch.setattr(convert_sft, "jsonl_rows", lambda path: iter(next(passes)))
-    refused(tmp_path, capsys, "rows.jsonl: changed while it was read")
+    says = ": changed while it was read" if after else ", row 1, column messages: nested too deeply"
+    refused(tmp_path, capsys, f"rows.jsonl{says}")
 
 
 def test_an_interruption_between_the_two_files_leaves_no_mixture(tmp_path, capsys, monkeypatch):
