@@ -426,6 +426,13 @@ def test_addresses_and_keys_come_from_the_environment(serve, tmp_path, capsys, m
     assert "ARC_ROOT_URL=127.0.0.1:8001: expected the form http" in evaluate(capsys, "--live")["reason"]
 
 
+def test_what_a_server_remembers_of_requests_is_bounded(serve, monkeypatch):
+    monkeypatch.setattr(arc_server, "LATEST", 3)
+    server = serve(rate_limit=4)
+    codes = [requests.get(f"{server.url}/{number}").status_code for number in range(6)]
+    assert codes == [404] * 4 + [429] * 2 and [path for _, path in server.requests] == ["/3", "/4", "/5"]
+
+
 def test_429_waits_as_long_as_the_server_asks_within_the_limits(serve):
     server, waits = serve(rate_limit=1), []
 
