@@ -6,6 +6,7 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
 """
 
 import ast
+import dataclasses
 import functools
 import gc
 import json
@@ -23,13 +24,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import a2c_vecenv as a2c
 import envs
 import grpo_llm
 import ppo_llm
 import sft
+from envs.countdown import Countdown
 from tests.run_folders import (
     LAST,
     ROOT,
@@ -41,7 +42,6 @@ from tests.run_folders import (
     finish,
     fork,
     full_disk,
-    full_forward,
     kill_at,
     killed_after,
     log_lines,
@@ -109,10 +109,6 @@ def write(folder, text):
 
 def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
-
-
-def weights_in(folder):
-    return load_file(next(folder.glob("*model.safetensors")))
 
 
 LINES = {"grpo_llm.py": 1899, "ppo_llm.py": 2069, "sft.py": 1508, "a2c_vecenv.py": 797}  # at most
@@ -214,7 +210,6 @@ RESUMED = {
     "a2c": (a2c, {}),
     "a2c-td0": (a2c, dict(num_steps=1, update_every=2, log_every=2, checkpoint_every=2)),
     "a2c-cartpole": (a2c, dict(env_id="CartPole-v1", num_steps=9)),
-    "a2c-nature": (a2c, dict(network="nature", dtype="bfloat16")),
     "a2c-patch": (a2c, dict(network="patch", recompute=True, chunk=5, dtype="bfloat16")),
     "a2c-goals": (a2c, dict(env_kwargs=("max_steps=9", "pack=2bpp", "stack_k=2", "goal_in_obs=true",
                                         "num_goals=4"))),
@@ -240,7 +235,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     first, last = (weights_of(whole / "checkpoints" / step) for step in ("step_000002", LAST))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
     if script is sft:
-        same_tree(weights_in(Path(f"{whole}-model")), last)
+        same_tree(load_file(next(Path(f"{whole}-model").glob("*model.safetensors"))), last)
     if script in RL:  # made again where they were not yet
         for path in whole.glob("episodes/*"):
             assert (folder / "episodes" / path.name).read_bytes() == path.read_bytes()
@@ -343,16 +338,24 @@ def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(scri
         train(script, other, **flags | decays | {length: 2})
 
 
-def test_another_reward_function_or_model_is_refused(tmp_path):
+def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
+    """A template of a file takes the place of the model's: the same text does the same, another does not."""
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
+    template = Path(shutil.copy(Path(TINY, "chat_template.jinja"), tmp_path))
     shutil.copytree(TINY, model)
-    flags = dict(reward_fn=f"{reward}:score", model=str(model), iterations=0, eval_tasks=1)
+    own = dict(reward_fn=f"{reward}:score", model=str(model), iterations=0, eval_tasks=2)
+    flags = own | dict(chat_template=str(template))
     folder = train(grpo_llm, tmp_path / "run", **flags)
+    assert timeless(folder) == timeless(train(grpo_llm, tmp_path / "models", **own))
     train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return 2 * r.correct\n")
-    with pytest.raises(envs.BadInput, match="the (source|reward).* changed"):
+    with pytest.raises(envs.BadInput, match="the source changed"):
         train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return r.correct\n")
+    template.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
+    with pytest.raises(envs.BadInput, match="the source changed"):
+        train(grpo_llm, folder, **flags)
+    assert timeless(train(grpo_llm, tmp_path / "twice", **flags)) != timeless(folder)
     weights = start_weights()
     weights["model.norm.weight"] += 0.5
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -380,24 +383,18 @@ def flip_a_byte(path):
     path.write_bytes(data)
 
 
-DAMAGE = {
-    "weights": lambda folder: flip_a_byte(folder / "model.safetensors"),
-    "cut": lambda folder: os.truncate(folder / "trainer_state.pt", 1000),
-    "missing": lambda folder: (folder / "model.safetensors").unlink(),
-    "manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest-text": lambda folder: (folder / "manifest.json").write_text("[]"),
-}
-
-
 @pytest.mark.parametrize(("script", "damage"), [
-    (sft, "missing"), (a2c, "cut"), (grpo_llm, "weights"), (grpo_llm, "manifest"),
-    (grpo_llm, "manifest-text")])
+    (sft, lambda folder: (folder / "model.safetensors").unlink()),
+    (a2c, lambda folder: os.truncate(folder / "trainer_state.pt", 1000)),
+    (grpo_llm, lambda folder: flip_a_byte(folder / "model.safetensors")),
+    (grpo_llm, lambda folder: (folder / "manifest.json").unlink()),
+    (grpo_llm, lambda folder: (folder / "manifest.json").write_text("[]"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         script, damage, tmp_path, finished, capsys):
     """New checkpoints are then older by name than the damaged one, which must not push them out."""
     whole = finished(script)
     folder = copy_run(whole, tmp_path / "run")
-    DAMAGE[damage](folder / "checkpoints" / LAST)
+    damage(folder / "checkpoints" / LAST)
     capsys.readouterr()
     go_on(script, folder, whole, keep_checkpoints=1)
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
@@ -455,56 +452,45 @@ def bad_folder(tmp_path_factory):
     return folder
 
 
-COMMON_BAD = {
-    "environment": (["--env", "coutdown"], r"coutdown.*did you mean 'countdown'"),
-    "option": (["--env-kwargs", "max_operand=3"], r"max_operand'.*did you mean 'max_operands'"),
-    "option-form": (["--env-kwargs", "max_operands"], r"max_operands.*key=value"),
-    "flag-range": (["--eval-tasks", "0"], r"eval.tasks.*greater than or equal to 1"),
-    "no-model": (["--model", "{d}/nowhere"], r"--model \S*nowhere.*config\.json"),
-    "torn-weights": (["--model", "{d}/torn"], r"--model \S*torn.*"),
-    "run-folder": (["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
-    "run-meta": (["--run-dir", "{d}/meta"], r"meta/train_log\.jsonl: expected a meta line"),
-    "run-as-model": (["--model", "{d}/meta"], r"--model \S*meta: .*expected one of .*checkpoints/step_"),
-    "adapter-as-model": (["--model", "{d}/adapter"], r"--model \S*adapter: .*as --lora-adapter-path"),
-    "hub": (["--model", "gpt2"], r"--model gpt2: .*connect to 'https://huggingface.co'"),
-    "template-file": (["--chat-template", "{d}/no.jinja"], r"--chat-template \S*no\.jinja: expected model"),
-}
-RL_BAD = {
-    "context": (["--max-context-tokens", "9"], r"--max-context-tokens 9.*more than"),
-    "template": (["--model", "{d}/mute"], r"--model \S*mute.*--chat-template plain"),
-    "endless": (["--model", "{d}/endless"], r"--model \S*endless.*no eos token"),
-    "unread": (["--env", "logic", "--env-kwargs", "types=dyck_language"],
-               r"does not know .*% of the prompts.*sft\.py --env logic"),
-    "reward": (["--reward-fn", "{d}/nothing.py:f"], r"--reward-fn.*nothing\.py"),
-    "lora": (["--lora-rank", "2", "--lora-target-modules", "no"], r"--lora-target-modules no"),
-}
-ALL_SAY = {"option", "flag-range", "torn-weights", "run-folder", "lora"}  # the others are told by one's code
-BAD = {f"{script.__name__.removesuffix('_llm')}-{name}": (script, *case) for script in LLM
-       for name, case in (COMMON_BAD if script is sft else COMMON_BAD | RL_BAD).items()
-       if script is grpo_llm or name in ALL_SAY} | {
-    "grpo-url": (grpo_llm, ["--vllm-url", "http://127.0.0.1:8000"], r"--vllm-url.*need --engine vllm"),
-    "grpo-url-form": (grpo_llm, ["--engine", "vllm", "--vllm-url", "ftp://a:1"], r"vllm.url.*pattern"),
-    "grpo-adapter": (grpo_llm, ["--lora-rank", "2", "--lora-adapter-path", "a"], r"--lora-rank 2: .*adapter"),
-    "ppo-kl-target": (ppo_llm, ["--kl-target", "0.1"], r"--kl-target 0\.1: needs a --kl-coef"),
-    "sft-steps": (sft, ["--model", TINY, "--steps", "0"], r"--steps 0: expected.*--train-files"),
-    "sft-length": (sft, ["--train-files", "{d}/good.jsonl", "--max-length", "9"], r"--max-length 9.*tokens"),
-    "sft-output": (sft, ["--output-dir", "{d}/file/model"], r"--output-dir \S*file/model: cannot be written"),
-    "a2c-environment": (a2c, ["--env-id", "NoSuch-v0"], "NoSuch"),
-    "a2c-continuous": (a2c, ["--env-id", "Pendulum-v1"], "discrete actions"),
-    "a2c-option": (a2c, ["--env-kwargs", "max_step=3"], "max_step'.*did you mean 'max_steps'"),
-    "a2c-goal": (a2c, ["--env-kwargs", "goal_dir={d}/nothing"], "nothing.*is missing"),
-    "a2c-rom": (a2c, ["--env-id", "pyboy"], "rom"),
-    "a2c-multiple": (a2c, ["--iterations", "3", "--update-every", "2"], "--iterations 3: .* multiple"),
-    "a2c-one-step": (a2c, ["--num-envs", "1", "--num-steps", "1"], "--normalize-advantages"),
-    "a2c-many": (a2c, ["--num-envs", "20000"], "20000.*16384"),
-    "a2c-run-folder": (a2c, ["--run-dir", "{d}/file/run"], r"--run-dir \S*file/run"),
-}
+BAD = [
+    ([grpo_llm], "--env coutdown", r"coutdown.*did you mean 'countdown'"),
+    (LLM, "--env-kwargs max_operand=3", r"max_operand'.*did you mean 'max_operands'"),
+    ([grpo_llm], "--env-kwargs max_operands", r"max_operands.*key=value"),
+    (LLM, "--eval-tasks 0", r"eval.tasks.*greater than or equal to 1"),
+    ([grpo_llm], "--model {d}/nowhere", r"--model \S*nowhere.*config\.json"),
+    (LLM, "--model {d}/torn", r"--model \S*torn.*"),
+    (ALL, "--run-dir {d}/file/run", r"--run-dir \S*file/run"),
+    ([grpo_llm], "--run-dir {d}/meta", r"meta/train_log\.jsonl: expected a meta line"),
+    ([grpo_llm], "--model {d}/meta", r"--model \S*meta: .*expected one of .*checkpoints/step_"),
+    ([grpo_llm], "--model {d}/adapter", r"--model \S*adapter: .*as --lora-adapter-path"),
+    ([grpo_llm], "--model gpt2", r"--model gpt2: .*connect to 'https://huggingface.co'"),
+    ([grpo_llm], "--chat-template {d}/no.jinja", r"--chat-template \S*no\.jinja: expected model"),
+    ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9.*more than"),
+    ([grpo_llm], "--model {d}/mute", r"--model \S*mute.*--chat-template plain"),
+    ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),
+    ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
+     r"does not know .*% of the prompts.*sft\.py --env logic"),
+    ([grpo_llm], "--reward-fn {d}/nothing.py:f", r"--reward-fn.*nothing\.py"),
+    (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
+    ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
+    ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),
+    ([grpo_llm], "--lora-rank 2 --lora-adapter-path a", r"--lora-rank 2: .*adapter"),
+    ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
+    ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
+    ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
+    ([sft], "--output-dir {d}/file/model", r"--output-dir \S*file/model: cannot be written"),
+    ([a2c], "--env-id NoSuch-v0", "NoSuch"),
+    ([a2c], "--iterations 3 --update-every 2", "--iterations 3: .* multiple"),
+    ([a2c], "--num-envs 1 --num-steps 1", "--normalize-advantages"),
+    ([a2c], "--num-envs 20000", "20000.*16384"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_message_that_names_it(case, bad_folder, tmp_path, capsys):
-    script, flags, expected = BAD[case]
-    flags = [flag.replace("{d}", str(bad_folder)) for flag in flags]
+@pytest.mark.parametrize(("script", "flags", "expected"), [
+    pytest.param(script, flags, expected, id=f"{script.__name__} {flags}")
+    for scripts, flags, expected in BAD for script in scripts])
+def test_bad_input_is_one_clear_message_that_names_it(script, flags, expected, bad_folder, tmp_path, capsys):
+    flags = flags.replace("{d}", str(bad_folder)).split()
     flags += [] if "--run-dir" in flags else ["--run-dir", tmp_path / "run"]
     if script is sft:
         flags = ["--steps", 4, "--output-dir", tmp_path / "model", *flags]
@@ -518,18 +504,13 @@ def test_bad_input_is_one_clear_message_that_names_it(case, bad_folder, tmp_path
     assert not (tmp_path / "model").exists() and not list(tmp_path.glob("run/events*"))  # nothing began
 
 
-REWARDS = {  # what a function returns in training, how the run ends
-    "nan": (grpo_llm, "float('nan')", SystemExit,
-            r"error: FloatingPointError: the reward of task countdown-train-\d+ is nan"),
-    "error": (grpo_llm, "1 / 0", ZeroDivisionError, "division by zero"),  # the user's own, with its traceback
-    "too-many": (ppo_llm, "[step.reward for step in r.steps] + [1.0]", SystemExit,
-                 r"error: .*(1 rewards for 0|2 rewards for 1) turns"),
-}
-
-
-@pytest.mark.parametrize("case", REWARDS)
-def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(case, tmp_path):
-    script, returned, error, says = REWARDS[case]
+@pytest.mark.parametrize(("script", "returned", "error", "says"), [
+    (grpo_llm, "float('nan')", SystemExit,
+     r"error: FloatingPointError: the reward of task countdown-train-\d+ is nan"),
+    (grpo_llm, "1 / 0", ZeroDivisionError, "division by zero"),  # the user's own, with its traceback
+    (ppo_llm, "[step.reward for step in r.steps] + [1.0]", SystemExit,
+     r"error: .*(1 rewards for 0|2 rewards for 1) turns")])
+def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(script, returned, error, says, tmp_path):
     path = write(tmp_path, f"def score(r):\n    return {returned} if 'train' in r.task.id else 0.0\n")
     with pytest.raises(error, match=says):
         train(script, tmp_path / "run", reward_fn=f"{path}:score", eval_tasks=1, eval_samples=1)
@@ -542,47 +523,27 @@ def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(case, tmp_path):
     told = json.loads((receipt / "receipt.json").read_text())
     assert told["seed"] == 1 and told["args"]["reward_fn"] == f"{path}:score"
     assert {"versions", "git_sha", "iteration", "opt_steps"} <= set(told)
-    assert ("custom.py" in "".join(told["traceback"])) is (case == "error")
+    assert ("custom.py" in "".join(told["traceback"])) is (error is ZeroDivisionError)
     text = (receipt / "evidence.json").read_text()
-    if case == "nan":
+    if "nan" in returned:
         assert told["type"] == "FloatingPointError"
         assert json.loads(text)[0]["messages"][0]["role"] == "user" and "NaN" not in text
 
 
-TOO_FAST = {
-    "grpo": (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
-    "ppo-critic": (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1,
-                                 critic_epochs=1, critic_minibatches=1)),
-    "sft": (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1, eval_tasks=1)),
-    "a2c": (a2c, dict(learning_rate=1e38, checkpoint_every=1)),
-}
-
-
-@pytest.mark.parametrize("case", TOO_FAST)
-def test_weights_that_are_not_finite_end_the_run(case, tmp_path):
+@pytest.mark.parametrize(("script", "flags"), [
+    (grpo_llm, dict(learning_rate=1e38, warmup_iterations=0)),
+    (ppo_llm, dict(critic_learning_rate=1e38, warmup_iterations=0, checkpoint_every=1, critic_epochs=1,
+                   critic_minibatches=1)),
+    (sft, dict(learning_rate=1e38, warmup_steps=0, checkpoint_every=1, eval_tasks=1)),
+    (a2c, dict(learning_rate=1e38, checkpoint_every=1))])
+def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path):
     """A learning rate that overflows float32: the run ends, and no broken checkpoint is written."""
-    script, flags = TOO_FAST[case]
     with pytest.raises(SystemExit, match="FloatingPointError"):
         train(script, tmp_path / "run", **flags)
     verdict = validate(tmp_path / "run")
     assert verdict["ok"] and verdict["errors"] == 1, verdict
     for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
         assert all(tensor.isfinite().all() for tensor in weights_of(path).values())
-
-
-def test_the_reference_of_the_kl_penalty_is_the_starting_model(tmp_path):
-    """In every iteration its log-probabilities of the episodes, whatever the adapter has become."""
-    folder = train(ppo_llm, tmp_path / "run", kl_coef=0.1, lora_rank=2, learning_rate=5e-3, epochs=2,
-                   warmup_iterations=0, iterations=2, eval_every=0, eval_tasks=1, log_episodes=1.0,
-                   critic_warmup=0)
-    first, second = (record["train/kl_loss"] for record in records(folder)[1:])
-    assert abs(first) < 1e-9 and second > 1e-3
-    base = AutoModelForCausalLM.from_pretrained(TINY).double()
-    for episode in episodes(folder, "train_step_000002")[0]:
-        for s in episode["segments"]:
-            expected, _ = full_forward(base, grpo_llm.Segment(s["prompt_ids"], s["response_ids"]), 1.0)
-            assert s["ref_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
-            assert s["old_logprobs"] != pytest.approx(s["ref_logprobs"], abs=1e-3)
 
 
 def test_replies_that_do_not_fit_the_context_are_counted(tmp_path, capsys):
@@ -630,16 +591,6 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
     same_tree(load_file(folder / "checkpoints" / "step_000002" / "model.safetensors"), start_weights())
 
 
-def test_what_the_context_cuts_is_left_out_of_the_loss_where_that_is_asked(tmp_path):
-    path = write(tmp_path, "def whole(r):\n    return float(r.termination != 'context')\n")
-    flags = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",), reward_fn=f"{path}:whole",
-                 max_context_tokens=26, iterations=1, eval_every=0, eval_tasks=1)
-    for masked in (False, True):
-        record = records(train(grpo_llm, tmp_path / str(masked), mask_truncated=masked, **flags))[-1]
-        assert 0 < record["rollout/termination/context"] < 1
-        assert (record["critic/advantages/min"] > 0) == masked  # of what is trained
-
-
 def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_explain_nothing(tmp_path, capsys):
     """And while the critic learns alone, the console shows its loss in place of a gradient that is none."""
     path = write(tmp_path, "def same(r):\n    return [0.1]\n")
@@ -654,62 +605,32 @@ def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_expl
     assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
 
 
-def test_a_finished_model_lies_in_its_run_and_replaces_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = Path(TINY, "model.safetensors").read_bytes()
-    folder = train(sft, tmp_path / "run", output_dir="", steps=1, eval_tasks=1)
-    assert (folder / "model" / "model.safetensors").exists() and not (tmp_path / "models").exists()
-    assert Path(TINY, "model.safetensors").read_bytes() == before
-
-
-def test_a_chat_template_of_a_file_takes_the_place_of_the_models(tmp_path):
-    """The same text trains the same, another one otherwise; and it may not change under a run."""
-    path = tmp_path / "chat.jinja"
-    path.write_text(Path(TINY, "chat_template.jinja").read_text())
-    flags = dict(iterations=0, eval_tasks=2)
-    mine = train(grpo_llm, tmp_path / "mine", chat_template=str(path), **flags)
-    assert timeless(mine) == timeless(train(grpo_llm, tmp_path / "models", **flags))
-    path.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
-    assert timeless(train(grpo_llm, tmp_path / "twice", chat_template=str(path), **flags)) != timeless(mine)
-    with pytest.raises(envs.BadInput, match="the source changed"):
-        train(grpo_llm, mine, chat_template=str(path), **flags)
-
-
-HOSTILE = """
-import dataclasses
-from envs.countdown import Countdown
-
 class Hostile(Countdown):
     def task(self, split, index):
-        names = ["../../evil", "a\\x00b|c\\n\\x1b[2J", "x" * 400, "\\u202e<b>", "\\ud800"]
+        names = ["../../evil", "a\x00b|c\n\x1b[2J", "x" * 400, "\u202e<b>", "\ud800"]
         return dataclasses.replace(super().task(split, index), id=names[index % 5] + f" {split} {index}")
 
     def start(self, task, seed):
         episode = super().start(task, seed)
         step = episode.step
         episode.step = lambda reply: dataclasses.replace(step(reply), messages=[
-            dict(role="user", content="\\ud800")])
+            dict(role="user", content="\ud800")])
         return episode
-"""
 
 
 def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(tmp_path, capsys):
-    path = write(tmp_path, HOSTILE)
-    folder = train(grpo_llm, tmp_path / "deep" / "run", env=f"{path}:Hostile", log_episodes=1.0,
+    folder = train(grpo_llm, tmp_path / "deep" / "run", env=f"{__file__}:Hostile", log_episodes=1.0,
                    eval_tasks=12, iterations=1, print_samples=2)
     for name, count in {"val_step_000000": 24, "train_step_000001": 16, "val_step_000001": 24}.items():
         found, summary = episodes(folder, name)
         assert summary["episodes"] == summary["logged"] == len(found) == count
-        assert summary["reward_sum"] == pytest.approx(sum(e["reward"] for e in found))
-        assert summary["correct_sum"] == sum(e["correct"] for e in found)
         assert len({(e["task_id"], e["number"]) for e in found}) == count
         for episode in found:
             (turn,), (segment,) = episode["turns"], episode["segments"]
             assert turn["reward"] == episode["reward"]
             assert turn["end"] - turn["start"] == sum(segment["response_mask"]) > 0
     said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert [sum(line.startswith(kind) for line in lines) for kind in ("val ", "train ")] == [4, 2]
+    assert [len(re.findall(f"^{kind} ", said, re.M)) for kind in ("val", "train")] == [4, 2]
     assert "\ufffd[2J" in said and "\033" not in said  # what moves a terminal's cursor does not reach it
     assert not list(tmp_path.rglob("evil*")) and validate(folder)["ok"]
 
@@ -752,40 +673,17 @@ def test_a_copy_without_git_runs_too(tmp_path, monkeypatch):
         assert validate(folder)["ok"] and not log_lines(folder)[0]["meta"]["git_sha"]
 
 
-LONG_GAME = """
-from tests.two_turn import TwoTurn
-
-class LongGame(TwoTurn):
-    replies = 4
-
 def of_turns(r):
     return [0.1 * n + step.reward for n, step in enumerate(r.steps)]
-"""
 
 
 @pytest.fixture(scope="module")
 def long_games(tmp_path_factory):
     """A run of episodes with up to four turns and several segments, each of which is kept."""
-    path = write(tmp_path_factory.mktemp("long_games"), LONG_GAME)
-    return train(ppo_llm, path.parent / "run", env=f"{path}:LongGame", reward_fn=f"{path}:of_turns",
-                 max_context_tokens=45, kl_coef=0.2, kl_target=0.01, gae_lambda=0.9, eval_tasks=1,
-                 critic_warmup=2, warmup_iterations=0, learning_rate=5e-3, log_episodes=1.0, eval_every=0,
-                 checkpoint_every=1, keep_checkpoints=0)
-
-
-def columns_of(episode):
-    """The columns of an episode's tokens, all segments joined: {name: array}."""
-    names = ("response_mask", "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs")
-    columns = {name: np.concatenate([segment[name] for segment in episode["segments"]]) for name in names}
-    # A turn's last token: one that the policy chose, before one that it did not or the segment's end.
-    ends = [np.diff([*segment["response_mask"], 0]) < 0 for segment in episode["segments"]]
-    return columns | {"ends": np.concatenate(ends)}
-
-
-def lambda_returns(rewards, values, lam):
-    """GAE as it is written (arXiv:1506.02438, eq. 16), in float64: a sum over the steps to come."""
-    deltas = rewards + np.append(values[1:], 0.0) - values
-    return np.array([sum(lam ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))])
+    return train(ppo_llm, tmp_path_factory.mktemp("long_games"), env="tests/two_turn.py:FourTurn",
+                 reward_fn=f"{__file__}:of_turns", max_context_tokens=45, kl_coef=0.2, kl_target=0.01,
+                 gae_lambda=0.9, eval_tasks=1, critic_warmup=2, warmup_iterations=0, learning_rate=5e-3,
+                 log_episodes=1.0, eval_every=0, checkpoint_every=1, keep_checkpoints=0)
 
 
 def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
@@ -793,8 +691,11 @@ def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
     for record in records(long_games)[1:]:
         scores, penalised, tokens = [], [], []
         for episode in episodes(long_games, f"train_step_{record['iteration']:06d}")[0]:
-            columns = columns_of(episode)
-            chosen, ends = columns.pop("response_mask") == 1, columns.pop("ends")
+            columns = {name: np.concatenate([segment[name] for segment in episode["segments"]]) for name in (
+                "rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs")}
+            chosen = np.concatenate([segment["response_mask"] for segment in episode["segments"]]) == 1
+            # A turn's last token: one that the policy chose, before one that it did not or the segment's end.
+            ends = np.concatenate([np.diff([*s["response_mask"], 0]) < 0 for s in episode["segments"]])
             for name in ("rewards", "returns", "advantages"):
                 assert not columns[name][~chosen].any()  # of the environment's tokens nothing is learned
             turns = sum(message["role"] == "assistant" for message in episode["messages"])
@@ -805,7 +706,9 @@ def test_the_numbers_of_ppo_are_those_of_its_episodes(long_games):
 
             own = {name: column[chosen] for name, column in columns.items()}
             rewards = own["rewards"] - coef * (own["old_logprobs"] - own["ref_logprobs"])
-            tokens.append(own | dict(estimates=lambda_returns(rewards, own["values"], 0.9)))
+            deltas = rewards + np.append(own["values"][1:], 0.0) - own["values"]
+            tokens.append(own | dict(estimates=[  # GAE as it is written (arXiv:1506.02438, eq. 16)
+                sum(0.9**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]))
             scores.append(sum(expected))
             penalised.append(rewards.sum())
             split, num_turns = split + (len(episode["segments"]) > 1), num_turns | {turns}
@@ -871,18 +774,6 @@ def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monke
     assert sum(copies.values()) == sum(weight.numel() for weight in start_weights().values())
 
 
-@pytest.mark.parametrize("critic", ["none", "shared"])
-def test_without_a_critic_of_its_own_the_policy_moves_at_once(critic, tmp_path):
-    folder = train(ppo_llm, tmp_path / "run", critic=critic, critic_warmup=9, iterations=2, eval_every=0,
-                   eval_tasks=1, warmup_iterations=0)
-    for record in records(folder)[1:]:
-        assert record["critic/grad_norm"] == record["critic/learning_rate"] == 0
-        assert record["train/policy_steps"] == 2 and record["opt_steps"] == 2 * record["iteration"]
-        assert record["train/grad_norm"] > 0 and record["train/learning_rate"] > 0
-    for name in ("train/value_loss", "critic/values/mean", "critic/vf_explained_var", "critic/vf_loss"):
-        assert (record[name] == 0) is (critic == "none")
-
-
 def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert command_line("grpo_llm.py", "--track", "--iterations", 0, "--run-dir", tmp_path / "run") == 1
@@ -912,17 +803,15 @@ def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
 
 
 KILL = {
-    "grpo_llm.py": ["--prompts-per-iteration", 4, "--group-size", 4, "--eval-tasks", 4, "--eval-samples", 2,
-                    "--eval-every", 5, "--checkpoint-every", 2, "--epochs", 2, "--log-episodes", 0.1],
-    "ppo_llm.py": ["--prompts-per-iteration", 4, "--minibatches", 1, "--critic-minibatches", 2,
-                   "--critic-epochs", 1, "--critic-warmup", 10, "--kl-coef", 0.05, "--kl-target", 0.01,
-                   "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 10, "--checkpoint-every", 3,
-                   "--log-episodes", 0.1],
-    "sft.py": ["--batch-size", 16, "--eval-tasks", 4, "--eval-samples", 2, "--eval-every", 6,
-               "--log-every", 2, "--checkpoint-every", 2, "--model", TINY, "--dtype", "float32", "--packing",
-               "--learning-rate", 1e-3, "--train-files", "{d}/rows.jsonl"],
-    "a2c_vecenv.py": ["--num-envs", 8, "--log-every", 10, "--eval-every", 100, "--checkpoint-every", 10,
-                      "--eval-episodes", 4, "--eval-envs", 2, "--hidden-size", 16],
+    "grpo_llm.py": "--prompts-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --eval-every 5 "
+                   "--checkpoint-every 2 --epochs 2 --log-episodes 0.1",
+    "ppo_llm.py": "--prompts-per-iteration 4 --minibatches 1 --critic-minibatches 2 --critic-epochs 1 "
+                  "--critic-warmup 10 --kl-coef 0.05 --kl-target 0.01 --eval-tasks 4 --eval-samples 2 "
+                  "--eval-every 10 --checkpoint-every 3 --log-episodes 0.1",
+    "sft.py": "--batch-size 16 --eval-tasks 4 --eval-samples 2 --eval-every 6 --log-every 2 --packing "
+              f"--checkpoint-every 2 --model {TINY} --dtype float32 --learning-rate 1e-3 --train-files",
+    "a2c_vecenv.py": "--num-envs 8 --log-every 10 --eval-every 100 --checkpoint-every 10 --eval-episodes 4 "
+                     "--eval-envs 2 --hidden-size 16",
 }
 
 
@@ -931,8 +820,8 @@ KILL = {
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
     kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
     length = (150 if script == "a2c_vecenv.py" else 30) * kills
-    flags = [str(flag).replace("{d}", str(tmp_path)) for flag in KILL[script]]
-    flags += ["--steps" if script == "sft.py" else "--iterations", length]
+    flags = KILL[script].split() + ([tmp_path / "rows.jsonl", "--steps", length] if script == "sft.py" else
+                                    ["--iterations", length])
     moments = [("writing", "log")[n % 2] for n in range(kills)]
     if script == "sft.py":  # which reads its rows, for some seconds, before all else
         env, moments[0] = envs.make("countdown", skill="mixed"), "encoding"

@@ -25,7 +25,12 @@ NOISE = 1.2e-3  # what the sampler's log-probabilities are off by [nats]: just u
 RUN = dict(iterations=2, checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, eval_every=0, eval_tasks=1,
            eval_samples=1, warmup_iterations=4, learning_rate=2e-3)
 VALUE_CLIP, VALUE_COEF = 0.5, 5.0  # docs/ppo_llm.md
-TURNS = dict(env="tests/two_turn.py:FourTurn", env_kwargs=("test_tasks=32",), max_context_tokens=45)
+TURNS = dict(env="tests/two_turn.py:FourTurn", env_kwargs=("test_tasks=32",), max_context_tokens=45,
+             reward_fn=f"{__file__}:patience")
+
+
+def patience(r):
+    return 0.5 - len(r.turns) - (r.termination == "context")
 
 
 def noisy_run(script, folder, monkeypatch, **flags):
@@ -38,9 +43,6 @@ def noisy_run(script, folder, monkeypatch, **flags):
 
     monkeypatch.setattr(script, "generate", noisy)
     return train(script, folder, **RUN | flags)
-
-
-# Models
 
 
 def base_model():
@@ -85,9 +87,6 @@ def response_of(s, states, logits, temperature):
     return states[before], p[torch.arange(len(targets)), targets], -(p.exp() * p).sum(-1)
 
 
-# Losses, of each token of a sequence
-
-
 def k3(log_ratio):
     """arXiv:2402.03300, eq. 4."""
     return torch.exp(log_ratio) - log_ratio - 1
@@ -105,7 +104,7 @@ def surrogate(kind, new, old, advantage, chosen, low, high):
 
 
 def of_grpo(s, response, flags, known):
-    """A segment's loss at each token, and what is logged of it."""
+    """The loss at each token of a segment, and what is logged of it."""
     _, new, entropy = response
     chosen = torch.tensor(s["response_mask"]) > 0
     loss, binds = surrogate(flags.get("loss", "clip"), new, known["old"], s["advantage"], chosen,
@@ -140,9 +139,6 @@ def of_critic(s, response, head):
                         "critic/vf_clipfrac": errors > (values - returns) ** 2}
 
 
-# What is learned from
-
-
 def group_advantages(rewards, flags):
     """GRPO, Dr. GRPO, RLOO, one group at a time."""
     found = []
@@ -170,11 +166,6 @@ def grpo_segments(played, flags):
                 assert s["advantage"] == pytest.approx(advantage, abs=1e-5)
                 groups[-1].append(s | dict(advantage=advantage))
     return groups
-
-
-def ppo_segments(played, flags):
-    sound = [episode["segments"] for episode in played if episode["termination"] != "error"]
-    return [learned for segments in sound if (learned := [s for s in segments if any(s["response_mask"])])]
 
 
 def weight_of(s, segments, flags):
@@ -211,7 +202,7 @@ class Adam:
     def check(self, weights, state, tolerance):
         kept = {clean(name): moments for name, moments in state["state"].items()}
         assert kept.keys() == self.moments.keys() <= weights.keys()
-        for of, number in (("exp_avg", 0), ("exp_avg_sq", 1)):
+        for number, of in enumerate(("exp_avg", "exp_avg_sq")):
             near({name: moments[of] for name, moments in kept.items()},
                  {name: moments[number] for name, moments in self.moments.items()}, tolerance)
 
@@ -270,9 +261,6 @@ def replay(adam, model, segments, known, of_segment, flags, epochs=1, stop=math.
     return {name: x / done for name, x in sums.items()}
 
 
-# The tests
-
-
 GRPO = {
     "cut": dict(microbatch_tokens=20),
     "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=8,
@@ -285,6 +273,7 @@ GRPO = {
                 tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
+    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
     "gspo-constant": dict(TURNS, loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2,
                           prompts_per_iteration=3, microbatch_tokens=60),
 }
@@ -314,6 +303,7 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     assert num_epochs == 1 or record["train/clipfrac"] > 0
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
     assert case != "turns" or record["rollout/segments"] > 1
+    assert case != "context" or 0 < record["rollout/termination/context"] < 1
     assert case != "failing" or any(len(group) < flags["group_size"] for group in groups)
     if case == "dynamic":  # rounds of other tasks, until enough groups teach, or three of them were played
         tasks = [episode["task_id"] for episode in episodes(folder, "train_step_000001")[0] + played]
@@ -323,11 +313,13 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
 
 PPO = {
     "cut": dict(microbatch_tokens=20, beta2=0.9, critic_beta2=0.8, clip=0.05),
-    "turns": dict(TURNS, prompts_per_iteration=5, critic_epochs=1, microbatch_tokens=60, temperature=0.7),
-    "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, critic_learning_rate=2e-2),
-    "shared": dict(critic="shared", entropy_coef=0.1),
+    "turns": dict(TURNS, prompts_per_iteration=5, critic_epochs=1, microbatch_tokens=60, temperature=0.7,
+                  kl_coef=0.1),
+    "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, critic_learning_rate=2e-2, kl_coef=0.1),
+    "shared": dict(critic="shared", entropy_coef=0.1, critic_warmup=9),  # which is for a critic of its own
     "shared-lora": dict(critic="shared", lora_rank=2, lora_alpha=8, learning_rate=2e-2),
-    "target": dict(critic="none", target_kl=0.05, microbatch_tokens=20),  # more than that of each pass
+    "target": dict(critic="none", critic_warmup=9, target_kl=0.05,  # more than that of each pass
+                   microbatch_tokens=20),
 }
 
 
@@ -338,8 +330,15 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     folder = noisy_run(ppo_llm, tmp_path / "run", monkeypatch, **flags)
     assert validate(folder, strict=True)["ok"]
     record, kind = records(folder)[-1], flags.get("critic", "own")
-    segments = [s for episode in ppo_segments(episodes(folder, "train_step_000002")[0], flags)
-                for s in episode]
+    played, _ = episodes(folder, "train_step_000002")
+    segments = [s for episode in played for s in episode["segments"] if any(s["response_mask"])]
+    for episode in played:  # a single reward is that of the last turn, even if it was cut
+        rewards = [reward for s in episode["segments"]
+                   for reward, chosen in zip(s["rewards"], s["response_mask"], strict=True) if chosen]
+        assert rewards == [0.0] * (len(rewards) - 1) + [episode["reward"]]
+    if case == "turns":
+        assert {episode["reward"] + len(episode["turns"]) for episode in played} == {0.5}
+        assert {"done", "length"} <= {episode["termination"] for episode in played}
 
     # What is known of the policy and the critic before the update.
     (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
@@ -349,6 +348,10 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
         before, after = before | critic, after | critic_after
     model, trained = base_model(), learnable(before)
     known = known_before(model, trained, segments, flags)
+    if "kl_coef" in flags:
+        for s, numbers in zip(segments, known, strict=True):
+            mask, given = torch.tensor(s["response_mask"]), torch.tensor(s["ref_logprobs"]).double()
+            torch.testing.assert_close(given * mask, numbers["ref"] * mask, rtol=0.0, atol=1e-4)
     of_critics = known_before(model, critic, segments, flags) if kind == "own" else known
     for s, seen in zip(segments, of_critics if critic else (), strict=bool(critic)):
         chosen = torch.tensor(s["response_mask"]) > 0
@@ -376,6 +379,10 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
             s, response, weights), flags, flags["critic_epochs"])
         check_step(fit, critic, critic_after, end["critic_optimizer"], 3e-3)
         expected |= {"critic/grad_norm": statistics.fmean(fit.norms), "critic/learning_rate": fit.rate}
+    else:
+        expected |= {"critic/grad_norm": 0, "critic/learning_rate": 0}
+    if kind == "none":
+        expected |= dict.fromkeys(("train/value_loss", "critic/values/mean", "critic/vf_loss"), 0)
 
     for name, number in expected.items():
         rounded = 0.05 if name == "critic/vf_clipfrac" else 2e-6  # where the two errors are all but equal
@@ -386,46 +393,24 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypatch):
-    """Two, of an odd number, at a rate of nothing: the first moment tells the gradient of each."""
-    flags = dict(minibatches=2, learning_rate=1e-30, entropy_coef=0.0, warmup_iterations=0)
-    flags |= (dict(critic="none", prompts_per_iteration=5, epochs=1) if script is ppo_llm else
-              dict(prompts_per_iteration=5))
+    """Two, of an odd number, in the order that was drawn."""
+    drawn, randperm = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
+    flags = dict(minibatches=2, prompts_per_iteration=5, entropy_coef=0.0)
+    flags |= dict(critic="none", epochs=1) if script is ppo_llm else {}
     folder = noisy_run(script, tmp_path / "run", monkeypatch, **flags)
     played, _ = episodes(folder, "train_step_000002")
-    units = (ppo_segments if script is ppo_llm else grpo_segments)(played, flags)
-    (_, first), (before, last) = (checkpoint(folder, n) for n in (1, 2))
-    trained, model, sums = learnable(before), base_model(), []
+    units = grpo_segments(played, flags) if script is grpo_llm else [e["segments"] for e in played]
+    assert len(units) % 2 and len(units) > 2
 
-    class Summed:
-        """In place of Adam: the gradient of all tokens of a unit, and their number."""
-
-        def __init__(self, count):
-            self.trained, self.count = trained, count
-
-        def step(self, loss):
-            gradients = torch.autograd.grad(loss * self.count, [*trained.values()])
-            sums.append((torch.cat([g.flatten() for g in gradients]), self.count))
-
-    for unit in units:
-        replay(Summed(sum(sum(s["response_mask"]) for s in unit)), model, unit,
-               known_before(model, trained, unit, flags), of_ppo if script is ppo_llm else of_grpo, flags)
-
-    def moment(state):
-        kept = {clean(name): moments["exp_avg"] for name, moments in state["optimizer"]["state"].items()}
-        return torch.cat([kept[name].double().flatten() for name in trained])
-
-    def mean_gradient(numbers):
-        total = sum(sums[n][0] for n in numbers) / sum(sums[n][1] for n in numbers)
-        return total * min(1.0, 1.0 / float(total.norm()))
-
-    found, everything = moment(last) - 0.81 * moment(first), range(len(units))
-    errors = []
-    for size in (len(units) // 2, len(units) - len(units) // 2):
-        for chosen in itertools.combinations(everything, size):
-            others = [n for n in everything if n not in chosen]
-            expected = 0.09 * mean_gradient(chosen) + 0.1 * mean_gradient(others)
-            errors.append(float((found - expected).norm() / expected.norm()))
-    assert len(units) % 2 and min(errors) < 1e-3 and sorted(errors)[1] > 1e-2
+    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
+    trained, model = learnable(before), base_model()
+    adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
+    known = [known_before(model, trained, unit, flags) for unit in units]
+    for chosen in drawn[-1].chunk(2):
+        segments, numbers = ([one for n in chosen for one in of[n]] for of in (units, known))
+        replay(adam, model, segments, numbers, of_ppo if script is ppo_llm else of_grpo, flags)
+    check_step(adam, before, after, end["optimizer"], 1e-3)
 
 
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
@@ -442,22 +427,3 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
         ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)
-
-
-def test_a_single_reward_to_ppo_is_that_of_the_last_turn_even_if_it_was_cut(tmp_path):
-    """In one or more segments. Rewards of each turn are in test_runs.py."""
-    def chosen(segments, name):
-        return [x for s in segments for x, m in zip(s[name], s["response_mask"], strict=True) if m]
-
-    (tmp_path / "custom.py").write_text("def number(r): return 0.5 - len(r.turns)")
-    folder = train(ppo_llm, tmp_path / "run", **TURNS, reward_fn=f"{tmp_path}/custom.py:number", eval_tasks=1,
-                   prompts_per_iteration=18, iterations=1, log_episodes=1.0, critic="none", gae_lambda=1.0)
-    played, summary = episodes(folder, "train_step_000001")
-    for episode in played:
-        turns, segments = episode["turns"], episode["segments"]
-        reward, count = 0.5 - len(turns), sum(turn["end"] - turn["start"] for turn in turns)
-        assert chosen(segments, "rewards") == [0.0] * (count - 1) + [reward]
-        assert chosen(segments, "returns") == [reward] * count and episode["reward"] == reward
-    assert any(len(episode["segments"]) > 1 for episode in played)
-    assert {"done", "length"} <= {episode["termination"] for episode in played}
-    assert summary["reward_sum"] == pytest.approx(sum(episode["reward"] for episode in played))
