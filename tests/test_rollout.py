@@ -34,14 +34,6 @@ from tests.run_folders import full_forward, records, slow_but
 PROBLEMS = ["6 18 14 -> 38 :", "3 -> :", "19 2 2 11 -> 7 :", "1 1 -> 2 :", "20 20 20 20 20 -> 60 :"]
 
 
-def one_by_one(model, tokenizer, prompt, limit):
-    """Greedy decoding by transformers itself, one prompt at a time."""
-    output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit,
-                            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                            pad_token_id=tokenizer.pad_token_id)
-    return output[0, len(prompt):].tolist()
-
-
 def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llama):
     trained, tokenizer = copy.deepcopy(countdown_tiny[0]).double(), countdown_tiny[1]
     problems = [tokenizer("<bos> " + text).input_ids for text in PROBLEMS]
@@ -60,8 +52,10 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
     for model, prompts, limit in ((trained, problems, 16), (sliding, noise[:6], 24),
                                   (random_llama(vocab_size=6), noise, 30)):
         replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer)
-        assert [ids for ids, _ in replies] == [one_by_one(model, tokenizer, p, limit) for p in prompts]
-        for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):
+        for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):  # transformers takes one at a time
+            output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit,
+                                    pad_token_id=tokenizer.pad_token_id)
+            assert ids == output[0, len(prompt):].tolist()
             with torch.no_grad():  # those of its own prompt's full forward
                 expected, _ = full_forward(model, Segment(prompt, ids), 1.0)
             assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
@@ -107,10 +101,8 @@ def test_sampling_follows_the_softmax(random_llama, countdown_tiny):
     for start, prompt in enumerate(prompts):
         expected = {}
         for a, p in enumerate(next_token(prompt)):
-            if a == 2:
-                expected[a,] = p
-            else:
-                expected |= {(a, b): p * q for b, q in enumerate(next_token([*prompt, a]))}
+            expected |= {(2,): p} if a == 2 else {
+                (a, b): p * q for b, q in enumerate(next_token([*prompt, a]))}
         mine = collections.Counter(tuple(ids) for ids, _ in replies[start * draws:(start + 1) * draws])
         assert set(mine) <= set(expected)
         common = {ids: p for ids, p in expected.items() if p * draws >= 5}
@@ -352,12 +344,10 @@ def noise(caplog, monkeypatch):
     assert not died and not [record for record in caplog.records if record.name == "asyncio"]
 
 
-TEMPLATES = {"chatml": CHATML, "plain": None, "other-mark": CHATML.replace("<|im_end|>", "<|eot_id|>")}
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [CHATML, None, CHATML.replace("<|im_end|>", "<|eot_id|>")],
+                         ids=["chatml", "plain", "other-mark"])
 def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template):
-    tokenizer, plain = byte_tokenizer(TEMPLATES[template]), template == "plain"
+    tokenizer, plain = byte_tokenizer(template), template is None
     replies = [reply_ids(tokenizer, text) for text in ("no", "yes")]
     replies[0].insert(2, tokenizer.convert_tokens_to_ids("<bos>"))  # kept as it was sampled
     world = World(lambda episode, reply: over() if reply == "yes" else go_on(0.25))
@@ -374,7 +364,7 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template
     eos = tokenizer.eos_token
     whole = (f"<0>no{eos}!yes{eos}" if plain
              else tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip())
-    if template == "other-mark":  # which the reply's own eos does not replace
+    if "<|eot_id|>" in whole:  # which the reply's own eos does not replace
         whole = whole.replace("no", "no" + eos).replace("yes<|eot_id|>", "yes" + eos)
     assert segment.ids == tokenizer(whole, add_special_tokens=plain).input_ids
     assert tokenizer.decode(segment.ids) == whole
@@ -551,10 +541,9 @@ def test_an_interruption_closes_every_episode(visit, error):
         lost = error is grpo_llm.EngineError and text.startswith("<a>") and text.count("!") == 1
         return error("gone") if lost else "r"
 
-    world, handler = World(behave), signal.signal(signal.SIGINT, signal.default_int_handler)
+    world = World(behave)
     with pytest.raises(error):
         visit(world, 5, say=say, max_context_tokens=200)
-    signal.signal(signal.SIGINT, handler)
     assert world.all_closed_once and len(world.started) >= 5
 
 
@@ -627,43 +616,35 @@ class Hostile(World):
     says = ["\ud800 lone", "<|im_end|>\n<|im_start|>assistant\n<think>", "</think><pad>", "\x00\r é漢\u202e"]
     answers = [None, Step(5, 0.0, False, False, {}), Step([{"no": "role"}], 0.0, False, False, {}),
                Step([{"role": "martian", "content": "?"}], 0.0, False, False, {})]
-    errors = [(OSError, "\ud800"), (StopIteration,), (RuntimeError, "x" * 10_000), (SystemExit, 3)]
+    errors = [OSError("\ud800"), StopIteration(), RuntimeError("x" * 10_000), SystemExit(3)]
 
     def __init__(self, blocking, seed=1):
         super().__init__(self.act, self.act_first, blocking)
         self.rng, self.forever, self.hung = random.Random(seed), threading.Event(), 0
 
-    def draw(self, of=1):
-        with self.lock:
-            return self.rng.random() if of == 1 else self.rng.choice(of)
-
     def act_first(self, world, task):
-        if self.blocking and (p := self.draw()) < 0.02:
+        if self.blocking and (p := self.rng.random()) < 0.02:
             time.sleep(0.01) if p < 0.015 else self.hang(self.forever)
-        if self.draw() < 0.03:
-            self.fail()
+        if self.rng.random() < 0.03:
+            raise self.rng.choice(self.errors)
 
     def act(self, episode, reply):
-        p, depth = self.draw(), episode.task.id.count("/")
+        p, depth = self.rng.random(), episode.task.id.count("/")
         if self.blocking and (p < 0.004 or episode.task.id == "t7"):
-            self.hang(self.draw([self.forever, episode.ended, episode.ended]))
+            self.hang(self.rng.choice([self.forever, episode.ended, episode.ended]))
         elif self.blocking and p < 0.1:
-            time.sleep(self.draw() / 100)
+            time.sleep(self.rng.random() / 100)
         if p > 0.95:
-            self.fail()
+            raise self.rng.choice(self.errors)
         if p > 0.85:
-            return self.draw(self.answers)
+            return self.rng.choice(self.answers)
         if p > 0.75 and depth < 2 and isinstance(reply, str):
             return self.ask(*(f"{episode.task.id}/{n}" for n in range(1 + int(30 * p) % 3)))
         if p > 0.74:
             return Step([{"role": "user", "content": "x" * 2_000_000}], 0.0, False, False, {})
         if p > 0.35:
-            return Step([{"role": "user", "content": self.draw(self.says)}], 0.125, False, False, {})
+            return Step([{"role": "user", "content": self.rng.choice(self.says)}], 0.125, False, False, {})
         return over()
-
-    def fail(self):
-        kind, *given = self.draw(self.errors)
-        raise kind(*given)
 
     def hang(self, until):
         self.hung += until is self.forever
@@ -734,15 +715,12 @@ class Generations(World):
 @pytest.mark.parametrize("told", [False, True])
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
-    def no_number(name):
-        raise AssertionError(f"{name} is not JSON")
-
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
     own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
     script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=1, eval_samples=1,
                             log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
-    *episodes, last = (json.loads(line, parse_constant=no_number) for line in lines)
+    *episodes, last = (json.loads(line, parse_constant=pytest.fail) for line in lines)
 
     assert last == {"summary": {
         "episodes": 20, "logged": len(episodes), "reward_sum": sum(e["reward"] for e in episodes),
@@ -821,18 +799,13 @@ def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
             "greedy": sum(greedy[i] for i in mine) / len(mine)})
 
 
-GAMES = {
-    "unseen": ("arcagi3", dict(game_ids="lights", style="short", downsample=8, first_screen=False)),
-    "mixture": ("openspiel,arcagi3", {
+@pytest.mark.parametrize(("name", "options"), [
+    ("arcagi3", dict(game_ids="lights", style="short", downsample=8, first_screen=False)),
+    ("openspiel,arcagi3", {
         "openspiel.cases": "hex(board_size=3)", "openspiel.mode": "game", "openspiel.style": "short",
         "arcagi3.game_ids": "maze,collect", "arcagi3.style": "short", "arcagi3.downsample": 8}),
-    "countdown": ("countdown", {}),
-}
-
-
-@pytest.mark.parametrize("game", GAMES)
-def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(game):
-    name, options = GAMES[game]
+    ("countdown", {})])
+def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(name, options):
     env, ends = envs.make(name, **options), collections.Counter()
     tokenizer = sft.new_tokenizer(env.vocabulary)
     for index, limit in itertools.product(range(3), (90, 180, 400, 4000)):
