@@ -23,6 +23,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
@@ -33,29 +34,27 @@ from tests.run_folders import (
     TINY,
     command_line,
     episodes,
+    finish,
     full_forward,
     killed_after,
     log_lines,
+    process,
     records,
     same_end,
+    slow_but,
     train,
 )
 from tools.validate_train_log import validate
 
-# Where what they do is the same to the letter, one will do in a hurry.
-RL_SLOW = pytest.mark.parametrize("script", [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)])
 torch.set_num_threads(1)
 PATIENCE = 20.0  # what hangs for so long will not go on [s]
 FAST = dict(learning_rate=2e-3, warmup_iterations=0)  # so that a sampler that missed an update would show
 TURNS = dict(env="tests/two_turn.py:TwoTurn", env_kwargs=("test_tasks=32",))
 
 
-# Servers: a stand-in that speaks vLLM's protocol
-
-
 class StandIn:
-    """A server with a model of its own: it replies with true log-probabilities, the same reply whenever it is
-    asked the same. What it is handed counts from the next reset of its prefix cache on.
+    """Speaks vLLM's protocol, with a model of its own: it replies with true log-probabilities, the same reply
+    whenever it is asked the same. What it is handed counts from the next reset of its prefix cache on.
 
     trouble(path, body) may answer in its place: with a status and a text, or None to hang up.
     """
@@ -76,7 +75,7 @@ class StandIn:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.http.serve_forever, kwargs=dict(poll_interval=0.01), daemon=True).start()
 
-    def stop(self):
+    def close(self):
         if self.up:
             self.up = False
             self.http.shutdown()
@@ -158,14 +157,8 @@ def choice(ids, logprobs, index):
 
 @pytest.fixture
 def stand_in():
-    servers = []
-
-    def build(**options):
-        servers.append(StandIn(**options))
-        return servers[-1]
-    yield build
-    for server in servers:
-        server.stop()
+    with contextlib.ExitStack() as servers:
+        yield lambda **options: servers.enter_context(contextlib.closing(StandIn(**options)))
 
 
 def asking(*servers, **flags):
@@ -182,8 +175,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
                    prompts_per_iteration=3, minibatches=1)
     flags |= (TURNS if lora_rank else {}) | (dict(critic_warmup=0) if script is ppo_llm else {})
     folder = train(script, tmp_path / "run", **flags)
-    verdict = validate(folder, strict=True)
-    assert verdict["ok"] and verdict["records"] == 3, verdict
+    check_run(folder, 2)
     for record in records(folder)[1:]:
         assert abs(record["mismatch/kl"]) < 1e-9 < abs(record["train/grad_norm"])
         assert not lora_rank or record["rollout/turns"] > 1
@@ -251,33 +243,25 @@ def test_a_server_lost_in_mid_run_is_one_line_and_the_same_command_continues(
     assert [record["iteration"] for record in records(folder)] == [0, 1, 2]
     named = json.loads((folder / "checkpoints" / "state.json").read_text())
     assert named["last"] == ("step_000003" if path == "/collective_rpc" else "step_000002")
-    server.stop()
+    server.close()
     server.start()
     server.trouble = lambda asked, body: ()
     assert command(script, folder, **flags) == 0
     same_end(tmp_path / "whole", folder)
-    verdict = validate(folder)
-    assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, 1), verdict
+    check_run(folder, 4, errors=1)
 
 
-STALE = {  # what befalls what was handed over, as the prefix cache is to be reset
-    "weights": lambda handed: handed.clear() or (),
-    "head": lambda handed: handed.pop("lm_head.weight") is None or (),
-    "prefix-cache": lambda handed: (200, "{}"),
-}
-
-
-@pytest.mark.parametrize(("script", "kind"), [
-    (grpo_llm, "prefix-cache"), *(pytest.param(script, kind, marks=pytest.mark.slow) for script, kind in (
-        (ppo_llm, "prefix-cache"), (grpo_llm, "weights"), (grpo_llm, "head")))])
-def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, kind, stand_in, tmp_path, capsys):
+@pytest.mark.parametrize(("script", "befalls"), [
+    (grpo_llm, lambda handed: (200, "{}")), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (ppo_llm, lambda handed: (200, "{}")), (grpo_llm, lambda handed: handed.clear() or ()),
+        (grpo_llm, lambda handed: handed.pop("lm_head.weight") is None or ())))])
+def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, befalls, stand_in, tmp_path, capsys):
+    """The prefix cache is not reset; or nothing of what is handed over arrives, or all but the head."""
     server, folder = stand_in(), tmp_path / "run"
-    server.trouble = lambda path, body: STALE[kind](server.handed) if (
+    server.trouble = lambda path, body: befalls(server.handed) if (
         path == "/reset_prefix_cache" and server.asked(path)) else ()  # not the first time
-    flags = asking(server, prompts_per_iteration=3)
-    ends_with_one_line(
-        capsys, r"^error: EngineError: mismatch/kl is \S+ nats per token; tolerated are 1e-06 in float32",
-        script, folder, **flags)
+    flags, says = asking(server, prompts_per_iteration=3), r"mismatch/kl is \S+ nats .* are 1e-06 in float32"
+    ends_with_one_line(capsys, f"^error: EngineError: {says}", script, folder, **flags)
     log = records(folder)
     assert [record["iteration"] for record in log] == [0, 1] and abs(log[1]["mismatch/kl"]) < 1e-9
     state = torch.load(folder / "checkpoints" / "step_000001" / "trainer_state.pt")
@@ -288,21 +272,17 @@ def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, kind, s
 
 
 TWO = [choice([5, 2], [-1.0, -1.0], index) for index in (0, 1)]
-WRONG = {
-    "torn": ("/v1/completions", (200, '{"choices": ['), "/v1/completions does not answer"),
-    "html": ("/v1/completions", (200, "<html>"), "/v1/completions is not vLLM's"),
-    "null": ("/v1/completions", (200, dict(choices=None)), "/v1/completions is not vLLM's"),
-    "few": ("/v1/completions", (200, dict(choices=TWO[:1])), "not 2 replies"),
-    "uneven": ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[5]) for one in TWO])), "not 2"),
-    "models-length": ("/v1/models", (200, dict(data=[dict(id="policy")])), "/v1/models is not vLLM's"),
-    "administration": ("/collective_rpc", (404, "no such endpoint"),
-                       "/collective_rpc answered 404.*docs/engines.md"),
-}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_answer_is_one_line_that_names_the_server(case, stand_in, tmp_path, capsys):
-    path, answer, expected = WRONG[case]
+@pytest.mark.parametrize(("path", "answer", "expected"), [
+    ("/v1/completions", (200, '{"choices": ['), "/v1/completions does not answer"),
+    ("/v1/completions", (200, "<html>"), "/v1/completions is not vLLM's"),
+    ("/v1/completions", (200, dict(choices=None)), "/v1/completions is not vLLM's"),
+    ("/v1/completions", (200, dict(choices=TWO[:1])), "not 2 replies"),
+    ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[5]) for one in TWO])), "not 2"),
+    ("/v1/models", (200, dict(data=[dict(id="policy")])), "/v1/models is not vLLM's"),
+    ("/collective_rpc", (404, "no such endpoint"), "/collective_rpc answered 404.*docs/engines.md")])
+def test_a_wrong_answer_is_one_line_that_names_the_server(path, answer, expected, stand_in, tmp_path, capsys):
     server = stand_in()
     server.trouble = lambda asked, body: answer if asked == path else ()
     ends_with_one_line(capsys, f"--vllm-url {server.url}.*{expected}", grpo_llm, tmp_path / "run",
@@ -313,7 +293,7 @@ def test_servers_that_are_away_or_too_short_are_one_line(stand_in, tmp_path, cap
     server, run = stand_in(max_model_len=199), (grpo_llm, tmp_path / "run")
     ends_with_one_line(capsys, f"--max-context-tokens 200: {server.url} .*--max-model-len 199", *run,
                        **asking(server, max_context_tokens=200))
-    server.stop()
+    server.close()
     ends_with_one_line(capsys, f"--vllm-url {server.url}.*refused", *run, **asking(server))
 
 
@@ -327,8 +307,9 @@ def test_a_missing_vllm_is_one_line_that_says_how_to_get_it(tmp_path, monkeypatc
 
 def check_run(folder, iterations, errors=0):
     """A valid log without a gap, of a sampler that had the policy's weights in every iteration."""
-    verdict = validate(folder)
-    assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (errors, errors), verdict
+    verdict = validate(folder, strict=True)
+    counts = verdict["resumes"], verdict["errors"]
+    assert verdict["ok"] and not verdict["warnings"] and counts == (errors, errors), verdict
     log = records(folder)
     assert [record["iteration"] for record in log] == list(range(iterations + 1))
     assert all(abs(record["mismatch/kl"]) < 1e-6 for record in log[1:])
@@ -339,11 +320,8 @@ def adapter(tmp_path_factory):
     """The folder of an adapter as a run saved it; its config says dropout, as those of others may."""
     folder = train(grpo_llm, tmp_path_factory.mktemp("adapter") / "run", lora_rank=4, iterations=2,
                    eval_every=0, eval_tasks=1, learning_rate=5e-3)
-    checkpoint = folder / "checkpoints" / "step_000002"
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
-    assert config["lora_alpha"] == 32
-    (checkpoint / "adapter_config.json").write_text(json.dumps(config | dict(lora_dropout=0.5)))
-    return checkpoint
+    change(folder / "checkpoints" / "step_000002" / "adapter_config.json", lora_dropout=0.5)
+    return folder / "checkpoints" / "step_000002"
 
 
 def adapted(folder):
@@ -351,7 +329,7 @@ def adapted(folder):
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), folder).eval()
 
 
-@RL_SLOW
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), [grpo_llm, ppo_llm]))
 def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdown_tiny, tmp_path):
     own = dict(critic_warmup=0, critic_learning_rate=1e-30) if script is ppo_llm else {}
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
@@ -393,33 +371,26 @@ def change(config, **options):
     config.write_text(json.dumps(json.loads(config.read_text()) | options))
 
 
-WRONG_ADAPTERS = {
-    "torn": lambda weights, config: os.truncate(weights, weights.stat().st_size // 2),
-    "no-weights": lambda weights, config: weights.unlink(),
-    "method": lambda weights, config: change(config, peft_type="NONE"),
-    "rank": lambda weights, config: change(config, r=8),
-    "modules": lambda weights, config: change(config, target_modules=["gate_proj", "no_such_proj"]),
-    "layers": lambda weights, config: save_file(
-        {key: tensor for key, tensor in load_file(weights).items() if "layers.2." not in key}, weights),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
-@pytest.mark.parametrize("kind", WRONG_ADAPTERS)
-def test_a_wrong_adapter_is_one_line_that_names_it(kind, adapter, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [
+    lambda weights, config: os.truncate(weights, weights.stat().st_size // 2),
+    lambda weights, config: weights.unlink(),
+    lambda weights, config: change(config, peft_type="NONE"),
+    lambda weights, config: change(config, r=8),
+    lambda weights, config: change(config, target_modules=["gate_proj", "no_such_proj"]),
+    lambda weights, config: save_file(
+        {key: tensor for key, tensor in load_file(weights).items() if "layers.2." not in key}, weights)])
+def test_a_wrong_adapter_is_one_line_that_names_it(damage, adapter, tmp_path, capsys):
     folder = shutil.copytree(adapter, tmp_path / "adapter")
-    WRONG_ADAPTERS[kind](folder / "adapter_model.safetensors", folder / "adapter_config.json")
+    damage(folder / "adapter_model.safetensors", folder / "adapter_config.json")
     ends_with_one_line(capsys, rf"--lora-adapter-path {folder}: (no adapter for|expected a folder with adap)",
                        grpo_llm, tmp_path / "run", lora_adapter_path=folder, iterations=0, eval_tasks=1)
     assert not list((tmp_path / "run").glob("events*"))
 
 
-# vLLM itself. Every engine of this process stays: one that goes takes along what they share.
-
-
 @pytest.fixture(scope="module")
 def vllm():
-    """The library, as the script imports it."""
+    """The library, as scripts import it. Every engine stays: one that goes takes along what they share."""
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
                        TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
     vllm = pytest.importorskip("vllm")
@@ -443,8 +414,6 @@ def test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_e
     flags = VLLM | own | dict(TURNS if lora_rank else {}, lora_rank=lora_rank, learning_rate=RATES[lora_rank])
     folder = train(script, tmp_path / "run", **flags)
     check_run(folder, 4)
-    verdict = validate(folder, strict=True)
-    assert verdict["ok"] and not verdict["warnings"], verdict
     assert not lora_rank or all(record["rollout/turns"] > 1 for record in records(folder)[1:])
     assert log_lines(folder)[0]["meta"]["versions"]["vllm"]
 
@@ -537,11 +506,6 @@ def servers(vllm, tmp_path_factory):
         one.kill()
 
 
-def server_run(script, folder, server, lora_rank=0, **flags):
-    return command(script, folder, **asking(server, max_context_tokens=256, lora_rank=lora_rank,
-                                            learning_rate=RATES[lora_rank], iterations=4) | flags)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [None, 8], ids=["in-process", "lora"])
 def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
@@ -550,17 +514,15 @@ def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
     """
     server, url = servers[1].ready() if lora_rank else None, {}
     if server:
-        assert server_run(ppo_llm, tmp_path / "before", server, lora_rank) == 0
+        assert command(ppo_llm, tmp_path / "before", **asking(
+            server, max_context_tokens=256, lora_rank=8, learning_rate=RATES[8], iterations=4)) == 0
         check_run(tmp_path / "before", 4)
         url = dict(vllm_url=server.url)
     words = words_of(grpo_llm, tmp_path / "run", **url, engine="vllm", max_context_tokens=256, iterations=4,
                      lora_rank=lora_rank or 0, learning_rate=RATES[lora_rank or 0], warmup_iterations=0,
                      prompts_per_iteration=7, eval_every=0, eval_tasks=3)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(ROOT / "grpo_llm.py"), *words], capture_output=True, text=True, cwd=ROOT,
-        env=os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=30 * PATIENCE)
-    assert done.returncode == 0, done.stderr[-5000:]
+    code, said = finish(process("grpo_llm.py", *words, torchrun=["--standalone", "--nproc_per_node=2"]))
+    assert code == 0, said[-5000:]
     check_run(tmp_path / "run", 4)
     if server:
         assert server.posts("/v1/load_lora_adapter") == 2 * 5  # the starts, and each iteration
@@ -587,23 +549,13 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
 
 @pytest.mark.slow
-def test_a_real_server_that_is_killed(servers, stand_in, tmp_path, capsys):
+def test_a_real_server_that_is_killed(servers, stand_in, tmp_path, monkeypatch, capsys):
     """Whatever it was handed before, it samples for the run, until it is lost; another takes its place."""
     server, folder = servers[0].ready(), tmp_path / "run"
-
-    def kill_in_the_third_iteration():
-        log, deadline = folder / "train_log.jsonl", time.monotonic() + 10 * PATIENCE
-        while time.monotonic() < deadline and not (log.exists() and '"iteration": 2,' in log.read_text()):
-            time.sleep(0.01)
-        server.kill()
-
-    killer = threading.Thread(target=kill_in_the_third_iteration)
-    killer.start()
-    assert server_run(grpo_llm, folder, server, iterations=20) == 1
-    killer.join()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert re.match(rf"error: EngineError: --vllm-url {server.url}: \S+ does not answer.*receipt: ", line)
-    finished = json.loads((folder / "checkpoints" / "state.json").read_text())["last"]
-    assert 2 <= int(finished[5:]) < 20
-    assert server_run(grpo_llm, folder, stand_in(), iterations=20) == 0
-    check_run(folder, 20, errors=1)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", lambda writer, name, x, at: at == 2 and server.kill())
+    flags = dict(max_context_tokens=256, iterations=4)
+    ends_with_one_line(capsys, rf"EngineError: --vllm-url {server.url}: \S+ does not answer.*receipt: ",
+                       grpo_llm, folder, **asking(server, **flags))
+    assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == "step_000002"
+    assert command(grpo_llm, folder, **asking(stand_in(), **flags)) == 0
+    check_run(folder, 4, errors=1)
