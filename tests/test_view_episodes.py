@@ -21,10 +21,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import grpo_llm
-from tests.run_folders import train
+from tests.run_folders import told, train
 from tools import view_episodes
 
-ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
            "{{data}}", "<!-- <script>", "\u2028 \u2029", "\ud800 and \udfff", "nul \x00 \x1b[31m",
            "\u202e right to left", "`${window.hacked = 1}`", "&lt;b&gt;", "__proto__", "e\u0301\U0001f600"]
@@ -107,20 +106,13 @@ def a_run(tmp_path):
     return run
 
 
-def view(capsys, *flags):
-    """-> the exit code; the line on standard output or, of 1, the last one on standard error; the others."""
-    capsys.readouterr()
-    code = view_episodes.main([*map(str, flags)])
-    said = capsys.readouterr()
-    *before, last = (said.err if code else said.out).splitlines()
-    assert code in (0, 1) and (code == 0 or not said.out)
-    return code, json.loads(last), said.err.splitlines() if code == 0 else before
-
-
 def page_of(capsys, *flags):
-    code, report, complaints = view(capsys, *flags)
-    assert code == 0, report
-    return Path(report["out"]).read_text(), report, complaints
+    """-> the page, the report, the lines on standard error"""
+    capsys.readouterr()
+    assert view_episodes.main([*map(str, flags)]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    return Path(report["out"]).read_text(), report, said.err.splitlines()
 
 
 def unpacked(page, name):
@@ -165,9 +157,6 @@ def test_tokens_are_kept_apart_with_those_of_sub_agents(tmp_path, capsys):
         sum(len(part[0]) for part in tokens[0]), 2]
 
 
-# What each token says
-
-
 def metaspace():
     """With a space before words, as Llama 2 and Gemma have it, and bytes for what is in no word."""
     words = ["<eos>", "a", "\u2581the", "\u2581", "b", "\u2581x", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -206,22 +195,18 @@ def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path
         assert all(word in told for word, told in zip(says, complaints, strict=True))
 
 
-DAMAGED = (
-    b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": [1]}', b'{"messages": [], "turns": [1]}',
-    b'{"messages": [], "sub_agents": [{}]}', b'{"messages": [], "reward": 1' + b"0" * 400 + b"}",
-    b'{"messages": [], "info": {"a": [1e999]}}',
-    b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}',
-)
-
-
 def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys):
-    for line in DAMAGED:
+    for line in (b"{", b"[]", b"\xff", b"[" * 100_000, b'{"messages": [1]}',
+                 b'{"messages": [], "turns": [1]}', b'{"messages": [], "sub_agents": [{}]}',
+                 b'{"messages": [], "reward": 1' + b"0" * 400 + b"}",
+                 b'{"messages": [], "info": {"a": [1e999]}}',
+                 b'{"messages": [], "turns": [{"segment": 0, "start": 0, "end": 1}]}'):
         file = write(a_run, "val_step_000010", line + b"\n")
     write(a_run, "val_step_000010", episode("after"))
     write(a_run, "val_step_000010", b'{"half a line')
 
     page, report, complaints = page_of(capsys, a_run)
-    numbers = [*range(8, 8 + len(DAMAGED)), 9 + len(DAMAGED)]  # after six episodes and their summary
+    numbers = [*range(8, 18), 19]  # after six episodes and their summary
     for number, said in zip(numbers, complaints, strict=True):
         assert f"{file}, line {number}:" in said and len(said) < 600
     assert (report["episodes"], report["damaged"]) == (15, len(numbers))
@@ -304,11 +289,9 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(a_run, tmp_path, cap
                         ((a_run, "--out", tmp_path / "page.txt"), "ends in .html"),
                         ((a_run, "--out", tmp_path / "folder.html"), "cannot be written"),
                         ((a_run, "--out", tmp_path / "missing" / "page.html"), "cannot be written")):
-        code, report, before = view(capsys, *flags)
-        assert (code, before, list(report)) == (1, [], ["error"]) and says in report["error"], (flags, report)
-
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in left if re.search("writing|html", path.name)]
+        report = told(capsys, view_episodes.main, *flags)
+        assert list(report) == ["error"] and says in report["error"], (flags, report)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and re.search("writ|html", path.name)]
 
 
 def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
@@ -319,9 +302,6 @@ def test_a_run_of_grpo_can_be_viewed(tmp_path, capsys):
         (texts, logprobs, _), reply = tokens[0], found["messages"][-1]["content"]
         assert len(texts) == len(logprobs) and found["reward"] == found["correct"]
         assert "".join(texts).removesuffix(" <eos>").split() == re.sub("[;=]", " ", reply).split()
-
-
-# In the browser
 
 
 @pytest.fixture(scope="module")
