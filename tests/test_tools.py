@@ -60,11 +60,9 @@ def rewritten(lines: list[dict], number: int, **changes) -> list[dict]:
     lines = copy.deepcopy(lines)
     line = lines[number - 1]
     target = line.get("meta", line.get("resume", line))
-    for key, value in changes.items():
-        if value is DROP:
-            del target[key]
-        else:
-            target[key] = value
+    target |= changes
+    for key in [key for key in target if target[key] is DROP]:
+        del target[key]
     return lines
 
 
@@ -78,8 +76,7 @@ def complaints(path: Path, **options) -> list[tuple]:
 
 
 DROP = object()
-META_LINE, STEP_0, RECORD, ERROR_LINE, RESUME_LINE = 1, 2, 5, 9, 10  # line numbers in an LLM's sample
-A2C_RECORD = 4
+META_LINE, RECORD, ERROR_LINE, RESUME_LINE = 1, 5, 9, 10  # line numbers in a sample
 
 
 @pytest.mark.parametrize("algo", ALGOS)
@@ -108,58 +105,49 @@ def test_what_a_sound_log_may_also_hold(tmp_path):
     assert complaints(write(path, lines[:2])) == []
     path.write_bytes(write(path, lines).read_bytes().rstrip(b"\n"))
     assert complaints(path, strict=True) == [] and validate(path)["warnings"] == []
-
-
-def test_a_game_boy_run_names_its_rom(tmp_path):
-    for more, missing in (({}, 0), (ROM, 0), ({"env": "pyboy"}, len(ROM))):
-        path = write(tmp_path / "log.jsonl", rewritten(sample_log("a2c"), 1, **more))
-        assert len(complaints(path)) == missing
+    assert complaints(write(path, rewritten(sample_log("a2c"), 1, **ROM))) == []
 
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_every_required_key_is_missed(algo, tmp_path):
     """Without a key the log fails and the key is named: each key of the meta line, a record and a resume."""
     lines = sample_log(algo)
-    number = A2C_RECORD if algo == "a2c" else RECORD
     resume = next(index for index, line in enumerate(lines, start=1) if "resume" in line)
-    del lines[number:resume - 1], lines[number + 3:]  # the others are alike, and take their time
-    resume = number + 1
+    del lines[RECORD:resume - 1], lines[RECORD + 3:]  # the others are alike, and take their time
+    resume = RECORD + 1
     of_meta = META | (META_A2C if algo == "a2c" else META_LLM)
     cases = [(1, key, f"meta.{key}") for key in of_meta]
-    cases += [(number, key, key) for key in COMMON | REQUIRED[algo]]
+    cases += [(RECORD, key, key) for key in COMMON | REQUIRED[algo]]
     cases += [(resume, key, f"resume.{key}") for key in RESUME]
     for line, key, field in cases:
         path = write(tmp_path / "log.jsonl", rewritten(lines, line, **{key: DROP}))
         assert (line, field) in complaints(path), key
     for family, pattern in FAMILIES[algo].items():
-        gone = {key: DROP for key in lines[number - 1] if re.fullmatch(pattern, key)}
-        path = write(tmp_path / "log.jsonl", rewritten(lines, number, **gone))
-        assert (number, family) in complaints(path)
+        gone = {key: DROP for key in lines[RECORD - 1] if re.fullmatch(pattern, key)}
+        path = write(tmp_path / "log.jsonl", rewritten(lines, RECORD, **gone))
+        assert (RECORD, family) in complaints(path)
 
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_every_required_key_has_a_type(algo, tmp_path):
     """true, text, a list, an object and null are no numbers; NaN and infinity are not finite."""
     lines = sample_log(algo)
-    number = A2C_RECORD if algo == "a2c" else RECORD
     keys = [key for key, kind in (COMMON | REQUIRED[algo]).items() if kind != "text"]
     for value in (True, "1", [1.5], {}, None, math.nan, math.inf, -math.inf):
-        path = write(tmp_path / "log.jsonl", rewritten(lines, number, **dict.fromkeys(keys, value)))
-        assert set(keys) <= {field for line, field in complaints(path) if line == number}, value
-    path = write(tmp_path / "log.jsonl", rewritten(lines, number, run_id=1, trace_id=None))
-    assert complaints(path) == [(number, "run_id"), (number, "trace_id")]
+        path = write(tmp_path / "log.jsonl", rewritten(lines, RECORD, **dict.fromkeys(keys, value)))
+        assert set(keys) <= {field for line, field in complaints(path) if line == RECORD}, value
+    path = write(tmp_path / "log.jsonl", rewritten(lines, RECORD, run_id=1, trace_id=None))
+    assert complaints(path) == [(RECORD, "run_id"), (RECORD, "trace_id")]
 
-
-# The validator on broken logs: (algorithm, line, changes, the field that is named).
 
 ROM = {"rom_path": "x.gb", "rom_sha256": "c" * 64, "state_path": None, "state_sha256": None,
        "release_after_frames": 8}
-BROKEN = [
+BROKEN = [  # algorithm, line, changes, the field that is named
     *(("grpo", RECORD, {key: value}, key) for value in (-0.01, 1.01)
       for key in ("train/clipfrac", "rollout/termination/eos", "val/countdown/pass@16")),
-    *(("a2c", A2C_RECORD, {"action_hist": [1] * 7 + last}, "action_hist") for last in ([], [-1], [math.nan])),
-    ("a2c", A2C_RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
-    ("a2c", A2C_RECORD, {"dist_p10": 0.9}, "dist_p10"),
+    *(("a2c", RECORD, {"action_hist": [1] * 7 + last}, "action_hist") for last in ([], [-1], [math.nan])),
+    ("a2c", RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
+    ("a2c", RECORD, {"dist_p10": 0.9}, "dist_p10"),
 
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in COUNTERS),
     ("grpo", 5, {"wall_time_s": 0.01}, "wall_time_s"),
@@ -180,6 +168,7 @@ BROKEN = [
     ("sft", 1, {"versions": {"python": "3.11", "torch": "2.13.0"}}, "meta.versions.numpy"),
     ("a2c", 1, {"num_actions": 0.5}, "meta.num_actions"),
     ("a2c", 1, {"goal_sha256": ""}, "meta.goal_sha256"),
+    *(("a2c", 1, {"env": "pyboy"}, f"meta.{key}") for key in ROM),
     ("a2c", 1, {"rom_path": "x.gb"}, "meta.rom_sha256"),
     ("a2c", 1, ROM | {"rom_sha256": None}, "meta.rom_sha256"),
 
@@ -192,47 +181,35 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("algo, line, changes, field", BROKEN)
-def test_broken_logs_fail_and_name_the_place(algo, line, changes, field, tmp_path):
-    path = write(tmp_path / "log.jsonl", rewritten(sample_log(algo), line, **changes))
-    assert (line, field) in complaints(path)
-
-
-def test_a_resume_past_the_next_record_fails(tmp_path):
-    lines = rewritten(sample_log("grpo"), RESUME_LINE, iteration=8)
-    assert (RESUME_LINE + 1, "iteration") in complaints(write(tmp_path / "log.jsonl", lines))
-
-
-def change(algo="grpo", **places):
-    """The sample with lines put before the line numbers given as n5=..., or that line replaced by r5=..."""
-    lines = sample_log(algo)
-    for place, line in sorted(places.items(), key=lambda item: -int(item[0][1:])):
-        at = int(place[1:]) - 1
-        lines[at:at + (place[0] == "r")] = [line]
-    return lines
-
-
 SAMPLE = sample_log("grpo")
+
+
+def put(number, line, over=1):
+    """The sample with a line in place of that of the number, or before it."""
+    return [*SAMPLE[:number - 1], line, *SAMPLE[number - 1 + over:]]
+
+
 BROKEN_FILES = {
     "no meta": (SAMPLE[1:], 1, "meta"),
-    "meta twice": (change(n4=SAMPLE[0]), 4, "meta"),
+    "meta twice": (put(4, SAMPLE[0], over=0), 4, "meta"),
     "no record": (SAMPLE[:1], 1, "record"),
+    "a resume too late": (rewritten(SAMPLE, RESUME_LINE, iteration=8), RESUME_LINE + 1, "iteration"),
     "empty": ([], None, "file"),
-    "invalid JSON": (change(r5=b'{"run_id": }'), 5, "line"),
-    "empty line": (change(n5=b""), 5, "line"),
-    "not UTF-8": (change(r5=b'{"run_id": "\xff"}'), 5, "line"),
-    "a list": (change(r5=b"[1, 2]"), 5, "line"),
-    "nested too deeply": (change(r5=b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 5, "line"),
-    "an integer of 5,000 digits": (change(r5=b'{"iteration": ' + b"9" * 5000 + b"}"), 5, "line"),
-    "1e999": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "x": 1e999}'), 5, "x"),
-    "a key twice": (change(r5=json.dumps(SAMPLE[4]).encode()[:-1] + b', "sps": 1}'), 5, "sps"),
-    "half a surrogate pair": (change(r5=b'{"run_id": "\\ud800", "\\udfff": NaN}'), 5, "run_id"),
+    "invalid JSON": (put(5, b'{"run_id": }'), 5, "line"),
+    "empty line": (put(5, b"", over=0), 5, "line"),
+    "not UTF-8": (put(5, b'{"run_id": "\xff"}'), 5, "line"),
+    "a list": (put(5, b"[1, 2]"), 5, "line"),
+    "nested too deeply": (put(5, b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 5, "line"),
+    "an integer of 5,000 digits": (put(5, b'{"iteration": ' + b"9" * 5000 + b"}"), 5, "line"),
+    "1e999": (put(5, json.dumps(SAMPLE[4]).encode()[:-1] + b', "x": 1e999}'), 5, "x"),
+    "a key twice": (put(5, json.dumps(SAMPLE[4]).encode()[:-1] + b', "sps": 1}'), 5, "sps"),
+    "half a surrogate pair": (put(5, b'{"run_id": "\\ud800", "\\udfff": NaN}'), 5, "run_id"),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_FILES)
-def test_broken_files_fail_and_name_the_place(name, tmp_path):
-    lines, line, field = BROKEN_FILES[name]
+@pytest.mark.parametrize("lines, line, field", [*BROKEN_FILES.values(), *(
+    (rewritten(sample_log(algo), line, **changes), line, field) for algo, line, changes, field in BROKEN)])
+def test_broken_logs_fail_and_name_the_place(lines, line, field, tmp_path):
     assert (line, field) in complaints(write(tmp_path / "log.jsonl", lines))
 
 
@@ -310,14 +287,14 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-# The plotter.
-
-
-def plot(*words, capsys=None) -> tuple[int, dict | None, list[dict]]:
-    """Exit status, the JSON on standard output, and the JSON lines on standard error."""
-    status = plot_train_log.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return status, json.loads(out) if out else None, [json.loads(line) for line in err.splitlines()]
+@pytest.fixture
+def plot(capsys):
+    """Runs the command. -> exit status, the JSON on standard output, the JSON lines on standard error"""
+    def run(*words):
+        status = plot_train_log.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return status, json.loads(out) if out else None, [json.loads(line) for line in err.splitlines()]
+    return run
 
 
 def assert_drawn(path: Path, panels: int) -> None:
@@ -354,18 +331,18 @@ PANELS = dict(sft=4, grpo=6, ppo=8, a2c=6)
 
 
 @pytest.mark.parametrize("algo", slow_but(("sft",), PANELS))
-def test_each_algorithm_gets_its_panels(algo, tmp_path, capsys):
+def test_each_algorithm_gets_its_panels(algo, tmp_path, plot):
     out = tmp_path / "new" / "a.png"
     words = [*logs(tmp_path, algo, few=False), "--x", "wall_time_s", "--smoothing", 5]
-    status, report, warnings = plot("--log", *words, "--out", out, capsys=capsys)
+    status, report, warnings = plot("--log", *words, "--out", out)
     assert (status, warnings, len(report["panels"])) == (0, [], PANELS[algo])
     assert_drawn(out, PANELS[algo])
 
 
-def read_rows(path: Path, metric: str, group: str = "") -> np.ndarray:
+def read_rows(path: Path, metric: str) -> np.ndarray:
     """x, mean, low, high, n of a metric in a CSV of the plotter."""
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (row["metric"], row["group"]) == (metric, group)]
+        rows = [row for row in csv.DictReader(file) if (row["metric"], row["group"]) == (metric, "")]
     x = next(iter(rows[0]))
     return np.array([[float(row[name]) for name in (x, "mean", "low", "high", "n")] for row in rows])
 
@@ -386,54 +363,54 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(plot_train_log.plt.Figure, "savefig", lambda *_, **__: None)
 
 
-def test_the_band_reaches_over_the_seeds(undrawn, tmp_path, capsys):
-    paths = [*two_runs(tmp_path, [0.0, 1.0, 4.0], [2.0, 3.0, 0.0])]
+def test_the_band_reaches_over_the_seeds_and_is_interpolated_where_all_have_data(undrawn, tmp_path, plot):
     table = tmp_path / "a.csv"
-    status, report, _ = plot("--log", *paths, "--out", tmp_path / "a.png", "--csv", table, capsys=capsys)
+    words = ["--out", tmp_path / "a.png", "--csv", table, "--log"]
+    status, report, _ = plot(*words, *two_runs(tmp_path, [0.0, 1.0, 4.0], [2.0, 3.0, 0.0]))
     assert status == 0 and report["panels"] == ["reward"] and report["runs"] == [2]
     assert read_rows(table, "train/reward").tolist() == [
         [10, 1, 0, 2, 2], [20, 2, 1, 3, 2], [30, 2, 0, 4, 2]]
 
-
-def test_seeds_with_other_x_are_interpolated_where_all_have_data(undrawn, tmp_path, capsys):
-    paths = [*two_runs(tmp_path, [0.0, 10.0], [5.0, 6.0, 7.0], x=[[0, 100], [50, 75, 102]])]
-    table = tmp_path / "a.csv"
-    status, _, warnings = plot("--log", *paths, "--out", tmp_path / "a.png", "--csv", table, capsys=capsys)
-    rows = read_rows(table, "train/reward")
-    assert status == 0 and not [entry for entry in warnings if "length" in entry["warning"]]
-    np.testing.assert_allclose(rows[:, 0], [50, 100])
-    np.testing.assert_allclose(rows[0], [50, 5, 5, 5, 2])
-    np.testing.assert_allclose(rows[1, 2:4], [6 + 25 / 27, 10], rtol=1e-6)
-    paths = [*two_runs(tmp_path, [0.0, 10.0], [5.0, 6.0], x=[[0, 100], [0, 50]])]
-    _, _, warnings = plot("--log", *paths, "--out", tmp_path / "a.png", capsys=capsys)
-    assert [entry for entry in warnings if "different length" in entry["warning"]]
+    for values, x, cut in (([5.0, 6.0, 7.0], [50, 75, 102], False), ([5.0, 6.0], [0, 50], True)):
+        status, _, warnings = plot(*words, *two_runs(tmp_path, [0.0, 10.0], values, x=[[0, 100], x]))
+        assert status == 0 and any("different length" in entry["warning"] for entry in warnings) is cut
+        if not cut:
+            rows = read_rows(table, "train/reward")
+            np.testing.assert_allclose(rows[:, 0], [50, 100])
+            np.testing.assert_allclose(rows[0], [50, 5, 5, 5, 2])
+            np.testing.assert_allclose(rows[1, 2:4], [6 + 25 / 27, 10], rtol=1e-6)
 
 
-def test_smoothing_spares_validation(undrawn, tmp_path, capsys):
-    path, tables = DATA / "grpo.jsonl", [tmp_path / f"{window}.csv" for window in (1, 9)]
-    for window, table in zip((1, 9), tables, strict=True):
-        words = ["--log", path, "--smoothing", window, "--csv", table]
-        plot(*words, "--out", tmp_path / "a.png", capsys=capsys)
+def test_smoothing_spares_validation(undrawn, tmp_path, plot):
+    for window in (1, 9):
+        plot("--log", DATA / "grpo.jsonl", "--smoothing", window, "--csv", tmp_path / f"{window}.csv",
+             "--out", tmp_path / "a.png")
     for metric, same in (("val/countdown/pass@1", True), ("train/reward", False)):
-        rows = [read_rows(table, metric) for table in tables]
+        rows = [read_rows(tmp_path / f"{window}.csv", metric) for window in (1, 9)]
         assert np.array_equal(*rows) is same
 
 
-def test_a_figure_is_drawn_again_from_its_csv(tmp_path, capsys):
+def test_a_figure_with_a_control_or_some_of_its_panels_is_drawn_again_from_its_csv(tmp_path, plot):
     words = ["--log", *logs(tmp_path, "grpo"), "--control", *logs(tmp_path, "sft"), "--x", "wall_time_s"]
     tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
-    plot(*words, "--csv", tables[0], "--out", tmp_path / "a.png", capsys=capsys)
+    plot(*words, "--csv", tables[0], "--out", tmp_path / "a.png")
     words = ["--from-csv", tables[0], "--csv", tables[1], "--out", tmp_path / "b.png"]
-    status, report, _ = plot(*words, capsys=capsys)
+    status, report, _ = plot(*words)
     assert (status, report["runs"], len(report["panels"])) == (0, [3, 3], 3)
     assert tables[0].read_text() == tables[1].read_text()
     assert_drawn(tmp_path / "b.png", 3)
 
+    status, report, _ = plot(*words, "--panel", "held out")
+    assert status == 0 and all("held out" in panel for panel in report["panels"]) and report["panels"]
+    assert_drawn(tmp_path / "b.png", len(report["panels"]))
+    status, _, errors = plot(*words, "--panel", "no such panel")
+    assert status == 1 and "no such panel" in errors[-1]["error"]
 
-def test_resumes_are_marked(tmp_path, capsys):
+
+def test_resumes_are_marked(tmp_path, plot):
     images, path = [], logs(tmp_path, "grpo")[0]
     for out in (tmp_path / "with.svg", tmp_path / "without.svg"):
-        plot("--log", path, "--out", out, capsys=capsys)
+        plot("--log", path, "--out", out)
         images.append(out.read_text())
         write(path, [line for line in path.read_bytes().splitlines() if not line.startswith(b'{"resume"')])
     assert ["resumed" in image for image in images] == [True, False]
@@ -447,17 +424,17 @@ def test_resumes_are_marked(tmp_path, capsys):
     ("grpo", ["response_length/mean"], "response length", 5),
     ("grpo", ["val/countdown/pass@1", "val/countdown/pass@16", "val/countdown/greedy"], "held out", 5),
 ])
-def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, capsys):
+def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, plot):
     lines = [{key: value for key, value in line.items() if key not in keys} for line in sample_log(algo)]
     path = write(tmp_path / "log.jsonl", lines)
-    status, report, warnings = plot("--log", path, "--out", tmp_path / "a.png", capsys=capsys)
+    status, report, warnings = plot("--log", path, "--out", tmp_path / "a.png")
     assert status == 0 and len(report["panels"]) == kept
     assert [entry["panel"] for entry in warnings] == [panel]
     assert ("skipped" in warnings[0]["warning"]) is (panel not in report["panels"])
     assert set(warnings[0]["keys"]) <= {*keys, "val/<source>/pass@1"} and warnings[0]["keys"]
 
 
-def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, capsys):
+def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, plot):
     good, out, number = DATA / "grpo.jsonl", tmp_path / "a.png", {"env_steps": 1, "train/reward": 1.0}
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     logs = {
@@ -475,19 +452,9 @@ def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, capsys):
         (["--from-csv", tmp_path / "missing"], "not a CSV of this tool"),
     ):
         words = words if "--out" in words else [*words, "--out", out]
-        status, report, errors = plot(*words, capsys=capsys)
+        status, report, errors = plot(*words)
         assert (status, report) == (1, None) and says in errors[-1]["error"], words
 
-    status, report, warnings = plot("--log", good, *broken, "--out", out, capsys=capsys)
+    status, report, warnings = plot("--log", good, *broken, "--out", out)
     assert (status, report["runs"]) == (0, [1])
     assert ["no usable record" in entry.get("reason", "") for entry in warnings].count(True) > 1
-
-
-def test_a_figure_of_some_panels_with_a_control(tmp_path, capsys):
-    out = tmp_path / "one.png"
-    words = ["--log", DATA / "grpo.jsonl", "--control", DATA / "sft.jsonl", "--out", out, "--panel"]
-    status, said, _ = plot(*words, "held out", capsys=capsys)
-    assert status == 0 and all("held out" in panel for panel in said["panels"]) and said["panels"]
-    assert_drawn(out, len(said["panels"]))
-    status, _, errors = plot(*words, "no such panel", capsys=capsys)
-    assert status == 1 and "no such panel" in errors[-1]["error"]
