@@ -71,14 +71,16 @@ def trained(tmp_path_factory):
     return checkpoint
 
 
-def changed(path, change):
-    """The checkpoint, after change(state, meta) has altered what it holds."""
-    state = torch.load(path / "trainer_state.pt", weights_only=True)
-    meta = json.loads((path / "meta.json").read_text())
-    change(state, meta)
-    torch.save(state, path / "trainer_state.pt")
-    (path / "meta.json").write_text(json.dumps(meta))
-    return signed(path)
+def holding(change):
+    """-> what lets change(state, meta) alter what a checkpoint holds"""
+    def alter(path):
+        state = torch.load(path / "trainer_state.pt", weights_only=True)
+        meta = json.loads((path / "meta.json").read_text())
+        change(state, meta)
+        torch.save(state, path / "trainer_state.pt")
+        (path / "meta.json").write_text(json.dumps(meta))
+        return signed(path)
+    return alter
 
 
 def signed(path):
@@ -87,13 +89,6 @@ def signed(path):
     hashes = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
     (path / "manifest.json").write_text(json.dumps(hashes))
     return path
-
-
-def always(action):
-    """Weights that prefer one action."""
-    def change(state, meta):
-        state["agent"]["policy.bias"] += 50 * torch.eye(len(state["agent"]["policy.bias"]))[action]
-    return change
 
 
 @pytest.fixture
@@ -118,20 +113,6 @@ def steps_of(folder):
     return [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()]
 
 
-def replay(env, seed, actions):
-    """What a world of its own shows and says along the same actions: (1 + steps) frames, rewards, dists."""
-    def seen(obs):
-        return 255 - 85 * env.decode(obs)[0, -1].numpy()
-
-    frames, rewards, dists = [seen(env.reset(seed))], [], []
-    for action in actions:
-        obs, reward, _, _, info = env.step(torch.tensor([action]))
-        frames.append(seen(info["final_obs"] if info["reset_mask"] else obs))
-        rewards.append(float(reward))
-        dists.append(float(info["dist"]))
-    return frames, rewards, dists
-
-
 @pytest.mark.parametrize("mode, options", [
     ("--sample", ()), ("--sample", (f"goal_dir={GOAL}",)),
     ("--greedy", ("pack=2bpp", "stack_k=2", "goal_in_obs=true", "num_goals=2"))])
@@ -145,16 +126,19 @@ def test_the_frames_and_lines_are_what_happened(mode, options, dump, trained):
     assert all(list(step) == ["step", "action", "reward", "value", "dist", "done", "trunc"] for step in steps)
     assert [(step["done"], step["trunc"]) for step in steps] == [(False, False)] * 8 + [(False, True)]
 
+    # A world of its own shows and says the same along these actions.
     env = make_vec("pixel-goal", 1, alpha=3.0, max_steps=9, **dict(pair.split("=") for pair in options))
-    shown, rewards, dists = replay(env, 5, [step["action"] for step in steps])
-    assert [step["reward"] for step in steps] == pytest.approx(rewards)
-    assert [step["dist"] for step in steps] == pytest.approx(dists)
-    assert not np.array_equal(shown[-1], env.frames())  # the next episode's
+    shown = [env.reset(5).clone()]
+    for step in steps:
+        obs, reward, _, _, info = env.step(torch.tensor([step["action"]]))
+        shown.append((info["final_obs"] if info["reset_mask"] else obs).clone())
+        assert (step["reward"], step["dist"]) == pytest.approx((float(reward), float(info["dist"])))
+    assert not torch.equal(shown[-1], obs)  # the next episode's
     left = 240 + dump_policy_gif.GAP
     assert {frame.shape for frame in frames} == {(3 * 72 + STRIP, left + 240, 3)}
     goal = np.load(f"{GOAL}/goal_template.npy") if GOAL in str(options) else env.decode(env.reset(5))[0, 0]
-    for frame, picture in zip(frames, shown, strict=True):
-        assert (frame[:216:3, :240:3] == picture[..., None]).all()
+    for frame, seen in zip(frames, shown, strict=True):
+        assert (frame[:216:3, :240:3] == 255 - 85 * env.decode(seen)[0, -1, ..., None].numpy()).all()
         assert (frame[:216:3, left::3, 0] == 255 - 85 * np.asarray(goal)).all() or not options
 
 
@@ -171,7 +155,8 @@ def test_episodes_follow_each_other_and_each_begins_anew(dump, trained, tmp_path
 
 def test_a_frame_stays_a_frame_where_nothing_moves(dump, trained, tmp_path):
     """Pillow leaves out pictures that repeat the one before."""
-    path = changed(shutil.copytree(trained(env_kwargs=("menu_prob=0",)), tmp_path / "a"), always(0))
+    stay = holding(lambda state, meta: state["agent"]["policy.bias"][0].add_(50))
+    path = stay(shutil.copytree(trained(env_kwargs=("menu_prob=0",)), tmp_path / "a"))
     _, said, out = dump("--checkpoint", path, "--steps", 6, "--scale", 1)
     frames = frames_of(out)
     assert {step["action"] for step in steps_of(out)} == {0} and said["frames"] == len(frames) == 7
@@ -179,9 +164,6 @@ def test_a_frame_stays_a_frame_where_nothing_moves(dump, trained, tmp_path):
     with Image.open(out / "rollout.gif") as gif:
         times = [frame.info["duration"] for frame in ImageSequence.Iterator(gif)]
     assert times in [[800, *[middle] * 5, 800] for middle in (120, 130)]
-
-
-# Gymnasium
 
 
 def test_a_rendering_environment_shows_its_last_frame_before_the_reset(dump, trained):
@@ -204,14 +186,11 @@ def test_image_observations_are_shown_where_there_is_no_render(render, dump, tra
     assert status == 1 and "cannot be drawn" in said["reason"] and "no images" in said["reason"]
 
 
-# What cannot be shown is JSON
-
-
 def test_the_newest_checkpoint_that_is_complete_is_taken(dump, trained, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     for step in (9, 999_999, 1_000_000):
         path = shutil.copytree(trained(), folder / f"step_{step:06d}")
-        changed(path, lambda state, meta, step=step: state.update(iteration=step))
+        holding(lambda state, meta, step=step: state.update(iteration=step))(path)
     (folder / ".step_2000000.writing").mkdir()
     assert dump("--run", tmp_path / "run", "--steps", 1)[1]["checkpoint"] == str(path)
 
@@ -231,10 +210,6 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(dump, trained, tmp_path
 class Evil:
     def __reduce__(self):
         return (os.system, ("touch evil-was-here",))
-
-
-def holding(change):
-    return lambda path: changed(path, change)
 
 
 def of_a_run_with(**flags):
