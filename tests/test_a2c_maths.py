@@ -1,7 +1,6 @@
 """a2c_vecenv.py: advantages, loss, gradient, actions, metrics, evaluation, by independent formulas."""
 
-import functools
-import json
+import itertools
 import math
 
 import numpy as np
@@ -11,21 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import a2c_vecenv as a2c
 from envs.pixels import VecEnv, make_vec
+from tests.run_folders import records
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    torch.set_num_threads(1)
+torch.set_num_threads(1)
 
 
 def args_for(**flags):
     return a2c.Args(**dict(num_envs=4, num_steps=4, hidden_size=16, log_every=1, checkpoint_every=1,
                            eval_every=0, eval_episodes=4, eval_envs=2) | flags)
-
-
-# Advantages
 
 
 def gae_by_sums(rewards, values, next_values, terminated, done, gamma, lam):
@@ -40,24 +32,11 @@ def gae_by_sums(rewards, values, next_values, terminated, done, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (0.9, 1.0), (0.7, 0.0)])
-def test_gae_is_equation_16(gamma, lam):
-    g = torch.Generator().manual_seed(1)
-    numbers = torch.randn(3, 9, 7, generator=g, dtype=torch.float64)  # rewards, values, next values
-    terminated, truncated = torch.rand(2, 9, 7, generator=g) < 0.2
-    assert (terminated & truncated).any() and (truncated & ~terminated).any() and terminated.sum() > 3
-    given = *numbers, terminated, terminated | truncated, gamma, lam
-    torch.testing.assert_close(a2c.gae(*given), gae_by_sums(*given), rtol=1e-6, atol=1e-6)
-
-
-# Rollout
-
-
 class Script(VecEnv):
     """Every row as written: a list of (reward, terminated, truncated, observation, final observation)."""
 
-    obs_dtype, num_actions, device, action_names = torch.float32, 2, CPU, ["0", "1"]
-    obs_shape = (1,)
+    obs_dtype, obs_shape, num_actions, action_names = torch.float32, (1,), 2, ["0", "1"]
+    device = torch.device("cpu")
 
     def __init__(self, *rows):
         self.rows, self.num_envs, self.seeds = rows, len(rows), []
@@ -125,17 +104,6 @@ def test_a_time_limit_bootstraps_from_the_last_observation_not_from_the_next_epi
     assert returns_of(batch).flatten().tolist() == [1 + 0.5 * 2, 2, after]
 
 
-def test_returns_and_lengths_of_episodes_are_kept_across_rollouts():
-    args, env = args_for(num_steps=3, num_envs=2), Script(CUT + CUT, END + LAST)
-    episodes = torch.zeros(2, 2)
-    obs, first = a2c.rollout(Double(), env, env.reset(0), episodes, args)
-    assert first["ended_return"].sum(0).tolist() == [3, 3] and first["ended_length"][1].tolist() == [2, 2]
-    assert episodes.tolist() == [[3, 3], [1, 1]]
-    _, second = a2c.rollout(Double(), env, obs, episodes, args)
-    assert second["ended_return"].T.tolist() == [[0, 3 + 1 + 2, 0], [0, 0, 3 + 1 + 2 + 3]]
-    assert second["ended_length"].T.tolist() == [[0, 3, 0], [0, 0, 4]]
-
-
 class Watch:
     """Runs a2c.main and keeps what passes through its functions."""
 
@@ -166,15 +134,16 @@ class Watch:
             patch.setattr(a2c, "a2c_loss", watched_loss)
             patch.setattr(torch.nn.utils, "clip_grad_norm_", watched_clip)
             a2c.main(args_for(**dict(env_id="CartPole-v1", run_dir=str(folder)) | flags))
-        lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
-        self.records = [line for line in lines if "iteration" in line]
+        self.records = records(folder)
+
+
+# Episodes are won, and cut by their time limit.
+ENDS = dict(env_id="pixel-goal", num_envs=24,
+            env_kwargs=("difficulty=2", "k_consecutive=1", "max_steps=6", "menu_prob=0"))
 
 
 def flat(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-# Loss and gradient
 
 
 def test_the_loss_is_that_of_torch_distributions():
@@ -205,14 +174,10 @@ def lively_agent(env, scale=30.0):
     return agent
 
 
-@functools.cache
-def world(**options):
-    return make_vec("pixel-goal", 12, max_steps=5, **options)
-
-
-def update_gradient(second_pass=False, env=None, **flags):
+def update_gradient(second_pass=False, **flags):
     """The gradient of one update on the pixel goal. second_pass: from copies of the observations."""
-    env, args = env or world(), args_for(num_steps=6, **flags)
+    env = make_vec("pixel-goal", 12, max_steps=5, stack_k=2, goal_in_obs=True, pack="2bpp")
+    args = args_for(num_steps=6, **flags)
     agent, step = lively_agent(env), env.step
     observations = [env.reset(3).clone()]
 
@@ -241,23 +206,16 @@ def difference(one, other):
     return float((one - other).norm() / one.norm())
 
 
-def test_the_gradient_does_not_depend_on_chunks_nor_on_recomputing():
-    whole, batch = update_gradient()
-    assert batch["truncated"].any() and len(batch["actions"].unique()) > 4
-    for flags in (dict(chunk=5), dict(chunk=1), dict(recompute=True, chunk=7)):
-        other, again = update_gradient(**flags)
+def test_the_gradient_is_that_of_a_second_forward_pass_whatever_the_chunks_and_recomputing():
+    """The environment overwrites its observations; the kept graph must not have held on to them."""
+    second, batch = update_gradient(second_pass=True)
+    assert batch["truncated"].any() and len(batch["actions"].unique()) > 4 and batch["entropies"].std() > 0.01
+    for flags in ({}, dict(chunk=5), dict(chunk=1), dict(recompute=True, chunk=7)):
+        found, again = update_gradient(**flags)
         assert torch.equal(batch["actions"], again["actions"])
-        assert difference(whole, other) < 3e-6, flags
-
-
-def test_the_kept_graph_is_worth_a_second_forward_pass():
-    """The environment overwrites its observations; the graph must not have held on to them."""
-    env = world(stack_k=2, goal_in_obs=True, pack="2bpp")
-    kept, batch = update_gradient(env=env)
-    second, again = update_gradient(env=env, second_pass=True)
-    assert difference(kept, second) < 1e-6 and batch["entropies"].std() > 0.01
-    for name in ("logprobs", "entropies", "values"):
-        torch.testing.assert_close(batch[name], again[name], rtol=1e-4, atol=1e-5)
+        assert difference(second, found) < (3e-6 if flags else 1e-6), flags
+        for name in ("logprobs", "entropies", "values"):
+            torch.testing.assert_close(batch[name], again[name], rtol=1e-4, atol=1e-5)
 
 
 def test_rollouts_of_one_update_are_averaged(tmp_path):
@@ -270,14 +228,15 @@ def test_rollouts_of_one_update_are_averaged(tmp_path):
     assert watch.records[-1]["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
 
 
-def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(tmp_path):
-    flags = dict(iterations=1, num_steps=30, gamma=0.9, gae_lambda=0.8)
+@pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (0.7, 0.0)])
+def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(gamma, lam, tmp_path):
+    flags = ENDS | dict(iterations=1, num_steps=30, gamma=gamma, gae_lambda=lam)
     plain, normal = (Watch(tmp_path / str(on), normalize_advantages=on, **flags) for on in (False, True))
     (advantages, returns, *_), (normalised, same, *_) = plain.losses[0], normal.losses[0]
     batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated", "done")
-    assert batch["terminated"].any()
-    expected = gae_by_sums(*(batch[name] for name in names), 0.9, 0.8)
-    torch.testing.assert_close(advantages, expected.float(), rtol=1e-4, atol=1e-5)
+    assert batch["terminated"].any() and (batch["truncated"] & ~batch["terminated"]).any()
+    expected = gae_by_sums(*(batch[name] for name in names), gamma, lam)
+    torch.testing.assert_close(advantages, expected.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(returns, advantages + batch["values"])
     torch.testing.assert_close(same, returns)
     torch.testing.assert_close(normalised, (advantages - advantages.mean()) / advantages.std(), rtol=1e-4,
@@ -312,9 +271,6 @@ def test_a_step_is_adams_with_the_eps_of_the_paper(tmp_path):
     assert watch.clipped[1].norm() > 1e-3 and difference(expected, moved) < 1e-3
 
 
-# Actions
-
-
 def test_actions_come_as_often_as_the_policy_says():
     """Chi-square of 50,000 draws from each of three policies; 5 degrees of freedom, p = 0.001 at 20.5."""
     torch.manual_seed(0)
@@ -331,9 +287,6 @@ def test_actions_come_as_often_as_the_policy_says():
     pairs = torch.bincount(actions[:, 0] * 6 + others[:, 0])
     assert pairs.min() > 0.9 * n / 36  # the next draw is another one
     assert torch.equal(a2c.choose_actions(logits[1:], greedy=True), logits[1:].argmax(-1))
-
-
-# Network
 
 
 def test_vectors_get_a_perceptron_and_shades_are_scaled():
@@ -360,13 +313,8 @@ def test_the_network_that_acts_at_first_acts_at_random():
         assert not layer.bias.any()
 
 
-# Metrics
-
-
 def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
-    watch = Watch(tmp_path / "run", iterations=6, log_every=3, checkpoint_every=3, num_envs=24,
-                  env_id="pixel-goal",
-                  env_kwargs=("difficulty=2", "k_consecutive=1", "max_steps=6", "menu_prob=0"))
+    watch = Watch(tmp_path / "run", iterations=6, log_every=3, checkpoint_every=3, **ENDS)
     for index, record in enumerate(watch.records):
         part = slice(3 * index, 3 * index + 3)
         window = {name: np.stack([batch[name].double().numpy() for batch in watch.batches[part]])
@@ -393,6 +341,14 @@ def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
         lengths = window["ended_length"][done]
         assert lengths.min() >= 1 and lengths.max() == 6
     assert [record["env_steps"] for record in watch.records] == [3 * 24 * 4, 6 * 24 * 4]
+    rewards, done, returns, lengths = (torch.cat([batch[name] for batch in watch.batches]) for name in (
+        "rewards", "done", "ended_return", "ended_length"))
+    for row in range(24):  # from one rollout to the next, too
+        starts = [0, *(done[:, row].nonzero()[:, 0] + 1).tolist()]
+        parts = [rewards[start:end, row] for start, end in itertools.pairwise(starts)]
+        assert returns[done[:, row], row].tolist() == pytest.approx(
+            [float(part.sum()) for part in parts], abs=1e-6)
+        assert lengths[done[:, row], row].tolist() == [len(part) for part in parts]
     losses = [(float(-(batch["logprobs"] * advantages).mean()),
                float((batch["values"] - returns).square().mean()))
               for batch, (advantages, returns, *_) in zip(watch.batches, watch.losses, strict=True)]
@@ -401,27 +357,20 @@ def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
     assert watch.records[0]["value_loss"] == pytest.approx(value_loss, rel=1e-4)
 
 
-# Evaluation
-
-
-def metronome(num_envs):
-    """Row i ends every i + 2 steps, by itself if i is even; pays 1 a step."""
+@pytest.mark.parametrize("num_envs, episodes", [(1, 3), (4, 10), (6, 3)])
+def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_its_share(num_envs, episodes):
+    """Short ones are not preferred: row i ends every i + 2 steps, by itself if i is even; 1 a step."""
     def step(row, time):
         ends = time % (row + 2) == 0
         return 1.0, ends and row % 2 == 0, ends and row % 2 == 1, 0.0, 0.0
 
-    return Script(*([step(row, time) for time in range(1, 60)] for row in range(num_envs)))
-
-
-@pytest.mark.parametrize("num_envs, episodes", [(1, 3), (4, 10), (6, 3)])
-def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_its_share(num_envs, episodes):
-    """Short episodes are not preferred: row i plays the same number whether it ends early or late."""
     shares = [episodes // num_envs + (row < episodes % num_envs) for row in range(num_envs)]
     lengths = [(row + 2, row % 2 == 0) for row in range(num_envs) for _ in range(shares[row])]
     successes = sorted(length for length, success in lengths if success)
     expected = (len(successes) / episodes, successes[(len(successes) - 1) // 2] if successes else 0,
                 sum(length for length, _ in lengths) / episodes)
-    env, args = metronome(num_envs), args_for(eval_episodes=episodes, eval_envs=num_envs)
+    env = Script(*([step(row, time) for time in range(1, 60)] for row in range(num_envs)))
+    args = args_for(eval_episodes=episodes, eval_envs=num_envs)
     env.has_goal = True
     for prefix, greedy in (("eval/greedy_", True), ("eval/", False)):
         found = a2c.evaluate(Double(), env, args, greedy)
@@ -456,9 +405,6 @@ def test_an_evaluation_disturbs_no_training_whose_iterations_draw_actions_of_the
     assert all(torch.equal(one, other) for one, other in zip(often.clipped, never.clipped, strict=True))
     first, second = (batch["actions"] for batch in never.batches)
     assert 0.3 < (first == second).double().mean() < 0.7
-
-
-# Arithmetic and transfers
 
 
 def test_bfloat16_is_close_and_what_is_kept_is_float32(tmp_path):
