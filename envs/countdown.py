@@ -639,15 +639,24 @@ def makes(nums, target, rules) -> bool:
     return False
 
 
+def needed(aside, target, rules) -> list[int]:
+    """The numbers that make the target in one step with the number left aside."""
+    numbers = [abs(target - aside), target + aside, target * aside]
+    numbers += [x // y for x, y in ((target, aside), (aside, target)) if y and x % y == 0]
+    return [n for n in dict.fromkeys(numbers)
+            if n <= rules.limit and any(step[3] == target for step in results(n, aside, rules))]
+
+
 def attempt(first, pool, target, rules) -> tuple[list, list | None]:
     """(table, steps) of a first step and the three numbers after it.
 
-    The table has a row for each number left aside: the number, and the results of the steps on the other two.
-    It ends at the first result that gives the target with the number left aside; the steps are that solution.
+    The table has a row for each number left aside: the number, what would make the target with it, and the
+    results of the steps on the other two. It ends at the first result that is among what is needed; the steps
+    are that solution.
     """
     table = []
     for k, aside in enumerate(pool):
-        table.append(row := [aside])
+        table.append(row := [aside, *needed(aside, target, rules), ":"])
         for second in results(*pool[:k], *pool[k + 1:], rules):
             row.append(second[3])
             for last in results(second[3], aside, rules):

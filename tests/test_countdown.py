@@ -340,6 +340,11 @@ def test_compact_traces_are_searches_in_the_vocabulary(options):
     assert longest >= 12 or env.config.max_trace_steps == 0
 
 
+def makes_at_once(n, aside, target):
+    return (target in (n + aside, abs(n - aside), n * aside) or n == target * aside and aside > 0
+            or aside == target * n and n > 0)
+
+
 @pytest.mark.parametrize("good", [0, 0.5, 1])
 def test_tries_tell_all_that_a_first_step_leaves_until_one_succeeds(good):
     env, count = envs.make("countdown", good_tries=good, max_number=40, **TRIES), 0
@@ -353,16 +358,21 @@ def test_tries_tell_all_that_a_first_step_leaves_until_one_succeeds(good):
         assert tries[-1].startswith(answer.split(";")[0])
         assert len({text.split(" = ")[0] for text in tries}) == len(tries)
         for text in tries:
-            (a, op, b, _, result), written = text.split()[:5], [int(word) for word in text.split()[5:]]
+            (a, op, b, _, result), written = text.split()[:5], text.split()[5:]
             assert value_of(f"{a} {op} {b}") == int(result)
             expected, pool = [], [n for n in nums if n not in (int(a), int(b))] + [int(result)]
-            for aside in range(3):
+            wins = target in shortest(pool, "+-*/", 99)
+            for aside in range(written.count(":")):
                 x, y = sorted(pool[:aside] + pool[aside + 1:], reverse=True)
                 values = [value_of(f"{x} {op} {y}") for op in "+-*/"] + [value_of(f"{y} / {x}")] * (x != y)
-                expected += [pool[aside], *(v for v in values if v is not None and v == int(v) <= 99)]
-            wins = target in shortest(pool, "+-*/", 99)
-            assert wins == (text == tries[-1])
-            assert written == expected[:len(written)] and (wins or len(written) == len(expected))
+                values = [v for v in values if v is not None and v == int(v) <= 99]
+                wanted = [n for n in range(100) if makes_at_once(n, pool[aside], target)]
+                start = len(expected) + 1
+                assert sorted(map(int, written[start:start + len(wanted)])) == wanted
+                expected += [str(pool[aside]), *written[start:start + len(wanted)], ":", *map(str, values)]
+            assert wins == (text == tries[-1]) == (int(written[-1]) in wanted)
+            assert written == expected[:len(written)]
+            assert wins or (aside, len(written)) == (2, len(expected))
     assert count == len(tasks) if good == 1 else count > 1.3 * len(tasks)
 
 
