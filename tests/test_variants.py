@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 from tests.run_folders import (
-    LAST,
     ROOT,
     SMALL,
     TINY,
@@ -32,14 +31,15 @@ from tests.test_updates import (
     TURNS,
     Adam,
     base_model,
+    check_step,
     checkpoint,
     forward,
+    known_before,
     learnable,
-    near,
     noisy_run,
+    replay,
     response_of,
     surrogate,
-    weight_of,
 )
 from tools import docs_tables
 from tools.validate_train_log import validate
@@ -86,30 +86,37 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def needed(teacher):
-    """Flags that some variant cannot run without, or not exactly; others have none of that name."""
-    return dict(teacher=str(teacher), max_staleness=0)
-
-
 def words(flags):
     """Of a command line; a flag of several values has them in a tuple."""
     return [word for flag, value in flags.items()
             for word in (f"--{flag.replace('_', '-')}", *(value if isinstance(value, tuple) else [value]))]
 
 
+@pytest.fixture
+def made(diff, teacher):
+    """The path of a variant, and flags -> those among them that it has, with those that some cannot run
+    without, or not exactly.
+    """
+    script, name = COMMANDS[diff]
+    path = variants()[name]
+    known = [flag.name for flag in docs_tables.flags(path)]
+
+    def of(**flags):
+        flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
+            teacher=str(teacher), max_staleness=0, eval_every=0) | flags
+        return {flag: value for flag, value in flags.items() if flag in known}
+    return path, of
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", DIFFS)
-def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, needed, tmp_path):
-    script, name = COMMANDS[diff]
-    known = [flag.name for flag in docs_tables.flags(variants()[name])]
-    flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | needed | dict(
-        eval_every=0, checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
-    flags = {flag: value for flag, value in flags.items() if flag in known}
-    module, whole, folder = load_script(variants()[name]), tmp_path / "whole", tmp_path / "killed"
+def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(made, tmp_path):
+    path, of = made
+    flags = of(checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
+    module, whole, folder = load_script(path), tmp_path / "whole", tmp_path / "killed"
     module.main(module.Args(**flags, run_dir=str(whole)))
 
-    command = (variants()[name], *words(flags), "--run-dir", folder)
+    command = (path, *words(flags), "--run-dir", folder)
     run = process(*command)
     wait_for((folder / "checkpoints" / "step_000002").is_dir, run)
     run.kill()
@@ -119,22 +126,19 @@ def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(diff, neede
     code, said = finish(process(*command))
     assert code == 0, said[-5000:]
     assert '{"resume"' in (folder / "train_log.jsonl").read_text()
-    same_end(whole, folder, LAST)
+    same_end(whole, folder)
     assert validate(whole, strict=True)["ok"] and validate(folder, strict=True)["ok"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("diff", [diff for diff in DIFFS if "overlap" not in diff])  # it refuses torchrun
-def test_a_variant_learns_the_same_in_two_processes(diff, needed, tmp_path):
-    script, name = COMMANDS[diff]
-    known = [flag.name for flag in docs_tables.flags(variants()[name])]
-    flags = SMALL[script.removesuffix(".py")] | needed | dict(
-        iterations=3, prompts_per_iteration=13, minibatches=1, critic_minibatches=1, learning_rate=1e-4,
-        eval_every=0, microbatch_tokens=96)
-    flags = {flag: value for flag, value in flags.items() if flag in known}
-    module = load_script(variants()[name])
+def test_a_variant_learns_the_same_in_two_processes(made, tmp_path):
+    path, of = made
+    flags = of(iterations=3, prompts_per_iteration=13, minibatches=1, critic_minibatches=1,
+               learning_rate=1e-4, microbatch_tokens=96)
+    module = load_script(path)
     module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
-    code, said = finish(process(variants()[name], *words(flags), "--run-dir", tmp_path / "2",
+    code, said = finish(process(path, *words(flags), "--run-dir", tmp_path / "2",
                                 torchrun=["--standalone", "--nproc_per_node=2"]))
     assert code == 0, said[-5000:]
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
@@ -154,38 +158,32 @@ DISTILL = {
 }
 
 
+def of_distill(s, response, flags, known):
+    _, new, _ = response
+    advantages = known["taught"] - known["old"] + flags.get("reward_coef", 0.0) * s["advantage"]
+    loss, _ = surrogate("clip", new, known["old"], advantages, None, 0.2, 0.28)
+    return loss, {"kl/k1": new - known["taught"]}
+
+
 @pytest.mark.parametrize("case", slow_but(("lora",), DISTILL))
 def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path):
     flags, script = DISTILL[case], load_script(variants()["grpo_distill.py"])
     folder = tmp_path / "run"
     script.main(script.Args(**SMALL["grpo_llm"] | RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
-    played, _ = episodes(folder, "train_step_000002")
-    segments = [s for episode in played for s in episode["segments"]]
+    segments = [s for episode in episodes(folder, "train_step_000002")[0] for s in episode["segments"]]
     (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
     model, theirs = base_model(), AutoModelForCausalLM.from_pretrained(teacher).double().eval()
     trained, epochs, temperature = learnable(before), flags.get("epochs", 1), flags.get("temperature", 1.0)
     adam = Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4, 0.95, 1.0)
-    known, kl = [], 0.0
-    for epoch in range(epochs):
-        loss = 0.0
-        for number, s in enumerate(segments):
-            ids, chosen = s["prompt_ids"] + s["response_ids"], torch.tensor(s["response_mask"]) > 0
-            _, new, _ = response_of(s, *forward(model, trained, ids, 4.0), temperature)
-            if not epoch:
-                _, taught, _ = response_of(s, *forward(theirs, {}, ids), temperature)
-                known.append((new.detach(), taught.detach() - new.detach()))
-            old, says = known[number]
-            advantages = says + flags.get("reward_coef", 0.0) * s["advantage"]
-            lost, _ = surrogate("clip", new, old, advantages, chosen, 0.2, 0.28)
-            loss = loss + lost[chosen].sum() * weight_of(s, segments, flags)
-            kl -= float((old - new.detach() + says)[chosen].sum()) * weight_of(s, segments, flags)
-        adam.step(loss)
-    adam.check(after, end["optimizer"], 1e-4 if epochs == 1 else 3e-3)
-    near({name: after[name] - before[name] for name in trained},
-         {name: trained[name].detach() - before[name] for name in trained}, 2e-2)
+    known = known_before(model, trained, segments, flags)
+    for s, numbers in zip(segments, known, strict=True):
+        out = forward(theirs, {}, s["prompt_ids"] + s["response_ids"])
+        numbers["taught"] = response_of(s, *out, temperature)[1].detach()
+    expected = replay(adam, model, segments, known, of_distill, flags, epochs)
+    check_step(adam, before, after, end["optimizer"], 1e-4 if epochs == 1 else 3e-3)
     record = records(folder)[-1]
-    assert record["kl/k1"] == pytest.approx(kl / epochs, rel=2e-3) and math.isfinite(kl)
+    assert record["kl/k1"] == pytest.approx(expected["kl/k1"], rel=2e-3)
     assert record["rollout/groups_trainable"] == record["rollout/groups_submitted"]
 
 
@@ -250,6 +248,12 @@ REINFORCE = {"default": {}, "turns": dict(TURNS, prompts_per_iteration=5, microb
                                           temperature=0.7)}
 
 
+def of_reinforce(s, response, flags, known):
+    _, new, entropy = response
+    weight = torch.exp(new.detach() - known["sampled"])
+    return -(s["earned"] * weight * new + 0.02 * entropy), {}
+
+
 @pytest.mark.parametrize("case", slow_but(("default",), REINFORCE))
 def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp_path, monkeypatch):
     flags = REINFORCE[case]
@@ -257,25 +261,17 @@ def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp
     monkeypatch.setitem(SMALL, "reinforce_llm", dict(prompts_per_iteration=16, env_kwargs=("test_tasks=32",)))
     noisy_run(script, folder, monkeypatch, **flags)
     played, _ = episodes(folder, "train_step_000002")
-    rewards = [episode["reward"] for episode in played]
+    rewards, segments = [episode["reward"] for episode in played], []
     assert len(set(rewards)) > 1
-    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
-    model, trained, loss = base_model(), learnable(before), 0.0
-    adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
-    segments = [s for episode in played for s in episode["segments"]]
     for number, episode in enumerate(played):
         others = rewards[:number] + rewards[number + 1:]
         earned = rewards[number] - sum(others) / len(others)
         for s in episode["segments"]:
-            chosen = torch.tensor(s["response_mask"]) > 0
-            assert s["advantages"] == pytest.approx([earned] * len(chosen))
-            out = forward(model, trained, s["prompt_ids"] + s["response_ids"])
-            _, logprobs, entropy = response_of(s, *out, flags.get("temperature", 1.0))
-            sampled = torch.tensor(s["rollout_logprobs"], dtype=torch.float64)
-            weight = torch.exp(logprobs.detach() - sampled)
-            loss = loss - (earned * weight * logprobs + 0.02 * entropy)[chosen].sum()
-    adam.step(loss / sum(sum(s["response_mask"]) for s in segments))
-    adam.check(after, end["optimizer"], 1e-4)
-    near({name: after[name] - before[name] for name in trained},
-         {name: trained[name].detach() - before[name] for name in trained}, 2e-2)
+            assert s["advantages"] == pytest.approx([earned] * len(s["response_mask"]))
+            segments.append(s | dict(earned=earned))
+    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
+    model, trained = base_model(), learnable(before)
+    adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
+    replay(adam, model, segments, known_before(model, trained, segments, flags), of_reinforce, flags)
+    check_step(adam, before, after, end["optimizer"], 1e-4)
     assert records(folder)[-1]["train/grad_norm"] == pytest.approx(adam.norms[0], rel=2e-3)
