@@ -4,7 +4,6 @@ What the run folder promises in all four scripts is in test_runs.py.
 """
 
 import json
-import os
 import re
 import signal
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.tensorboard import SummaryWriter
 
 import a2c_vecenv as a2c
 from envs import BadInput
@@ -24,6 +22,7 @@ from tests.run_folders import (
     process,
     records,
     same_end,
+    signal_once,
     state_of,
     timeless,
     train,
@@ -126,17 +125,9 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
 
 
 def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
-    add_scalar = SummaryWriter.add_scalar
-
-    def signalled(writer, name, value, step):
-        if step == 2 and name == "grad_norm":
-            os.kill(os.getpid(), signal.SIGTERM)
-        add_scalar(writer, name, value, step)
-
     whole = train(a2c, tmp_path / "whole", checkpoint_every=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(SummaryWriter, "add_scalar", signalled)
-        folder = train(a2c, tmp_path / "run", checkpoint_every=4)
+    signal_once(monkeypatch, signal.SIGTERM, 2)
+    folder = train(a2c, tmp_path / "run", checkpoint_every=4)
     said = capsys.readouterr().out
     assert re.search(f"stopped after iteration 2, which is saved; .* --run-dir {folder}", said)
     assert records(folder)[-1]["iteration"] == 2 and (folder / "checkpoints" / "step_000002").exists()

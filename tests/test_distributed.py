@@ -121,37 +121,13 @@ def test_two_processes_train_as_one_does(name, alone, together):
             assert summary == other and summary["logged"] == len(played)
 
 
-def has_record(folder, iteration):
-    return (folder / "train_log.jsonl").exists() and any(r["iteration"] >= iteration for r in records(folder))
-
-
-def two_hosts(words):
-    """A torchrun on each of two hosts, with a process each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
-    runs = [process(*words, torchrun=[*options, f"--node_rank={number}"]) for number in (0, 1)]
-    assert [finish(run)[0] for run in runs] == [0, 0]
-
-
-def one_killed(words, folder):
-    """Two processes of which one is killed after a checkpoint: torchrun starts both again."""
-    before = set(folder.glob("checkpoints/step_*"))
-    run = process(*words, torchrun=[*TWO, "--max-restarts=2"])
-    wait_for(lambda: set(folder.glob("checkpoints/step_*")) - before, run)
-    ranks_of(run)[1].kill()
-    code, said = finish(run)
-    assert code == 0, said[-5000:]
-
-
 @pytest.mark.parametrize("name, before, after", [("ppo-lora", (), "one killed"), ("sft", TWO, "two hosts")])
 def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, after, alone, tmp_path):
     """One of the processes gets it, between two checkpoints; the last iteration is not lost."""
     folder = tmp_path / "run"
     words = words_of(name, folder, every=LONG if after == "two hosts" else 5)
-    run = process(*words, torchrun=before)
-    wait_for(lambda: has_record(folder, 2), run)
+    run, log = process(*words, torchrun=before), folder / "train_log.jsonl"
+    wait_for(lambda: log.exists() and any(record["iteration"] >= 2 for record in records(folder)), run)
     ranks_of(run)[-1].terminate()
     code, said = finish(run)
     assert code == 0, said[-3000:]
@@ -160,7 +136,20 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
     assert f"--run-dir {folder}" in line and 2 <= last < LONG
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
 
-    two_hosts(words) if after == "two hosts" else one_killed(words, folder)
+    if after == "two hosts":  # a torchrun on each, with a process each
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
+        runs = [process(*words, torchrun=[*options, f"--node_rank={number}"]) for number in (0, 1)]
+    else:  # after a checkpoint, and torchrun starts both processes again
+        kept = set(folder.glob("checkpoints/step_*"))
+        runs = [process(*words, torchrun=[*TWO, "--max-restarts=2"])]
+        wait_for(lambda: set(folder.glob("checkpoints/step_*")) - kept, runs[0])
+        ranks_of(runs[0])[1].kill()
+    for run in runs:
+        code, said = finish(run)
+        assert code == 0, said[-5000:]
     first, *others = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert first["iteration"] == last and bool(others) is (after == "one killed")
     assert_same_run(alone(name), folder)
@@ -196,8 +185,9 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     assert all(draws) and not set.intersection(*draws)  # of each rank its own random numbers
 
 
-def test_bad_input_is_one_line_whatever_the_number_of_processes(tmp_path):
-    words = ("grpo_llm.py", "--run-dir", tmp_path / "run", "--model", "nowhere/at/all")
-    code, said = finish(process(*words, torchrun=TWO))
-    assert code != 0 and "error: --model nowhere/at/all: it cannot be loaded" in said
-    assert "grpo_llm.py\", line" not in said  # no traceback of the script
+@pytest.mark.parametrize("script, flag, value, says", [
+    ("grpo_llm.py", "--model", "nowhere/at/all", "error: --model nowhere/at/all: it cannot be loaded"),
+    ("a2c_vecenv.py", "--num-envs", 1, "--num-envs 1, ")])
+def test_bad_input_is_one_line_whatever_the_number_of_processes(script, flag, value, says, tmp_path):
+    code, said = finish(process(script, "--run-dir", tmp_path / "run", flag, value, torchrun=TWO))
+    assert code != 0 and says in said and f'{script}", line' not in said  # no traceback of the script

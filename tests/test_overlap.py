@@ -6,7 +6,6 @@ has been handed; test_engines.py asks a vLLM server. With the second diff the sa
 
 import itertools
 import re
-import time
 
 import psutil
 import pytest
@@ -18,6 +17,7 @@ from tests.run_folders import (
     TINY,
     command_line,
     episodes,
+    finish,
     load_script,
     log_lines,
     process,
@@ -27,6 +27,7 @@ from tests.run_folders import (
     timeless,
     train,
     variants,
+    wait_for,
 )
 from tests.test_engines import (  # noqa: F401
     PATIENCE,
@@ -71,7 +72,7 @@ def staleness(folder):
             for record in records(folder)[1:]]
 
 
-def check_versions(folder, temperature=1.0, bound=1e-4):
+def check_versions(folder):
     """Each token has the log-probability of the weights that its version names, which the log counts."""
     for iteration, (mean, most) in enumerate(staleness(folder), 1):
         segments = [s for episode in episodes(folder, f"train_step_{iteration:06d}")[0]
@@ -88,7 +89,7 @@ def check_versions(folder, temperature=1.0, bound=1e-4):
                 own = iter(s["versions"])
                 mask = [int(chosen and next(own) == version) for chosen in s["response_mask"]]
                 some += [s | dict(response_mask=mask)] * any(mask)
-            assert largest_difference(model, [dict(segments=some)], temperature) < bound
+            assert largest_difference(model, [dict(segments=some)], 1.0) < 1e-4
 
 
 # Servers
@@ -169,16 +170,11 @@ def hf(folder, **flags):
         grpo_llm, folder, **SMALL["grpo_llm"] | flags))
 
 
-def ended(run):
-    out, _ = run.communicate(timeout=15 * PATIENCE)
-    return run.returncode, out
-
-
 @pytest.mark.slow
 def test_a_copy_of_the_weights_samples_as_they_do(tmp_path):
     flags = dict(TURNS, lora_rank=2, dtype="bfloat16")
     one = train(grpo_llm, tmp_path / "one", **flags)
-    code, said = ended(hf(tmp_path / "other", max_staleness=0, **flags))
+    code, said = finish(hf(tmp_path / "other", max_staleness=0, **flags))
     assert code == 0, said[-3000:]
     assert without_staleness(one) == without_staleness(tmp_path / "other")
     same_checkpoint(one, tmp_path / "other")
@@ -190,22 +186,20 @@ def test_a_process_that_samples_ahead(tmp_path):
     folder, flags = tmp_path / "run", dict(max_staleness=2, iterations=99, microbatch_tokens=20, **KEEP)
 
     def reaches(step):
-        run, deadline = hf(folder, **flags), time.monotonic() + 10 * PATIENCE
-        while not (folder / "checkpoints" / f"step_{step:06d}").is_dir():
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        run = hf(folder, **flags)
+        wait_for((folder / "checkpoints" / f"step_{step:06d}").is_dir, run)
         return run, psutil.Process(run.pid).children(recursive=True)
 
     run, samplers = reaches(4)
     max(samplers, key=lambda child: child.memory_info().rss).kill()
-    code, said = ended(run)
+    code, said = finish(run)
     assert code == 1 and "error: EngineError: the process that samples has ended" in said, said[-3000:]
     assert "Traceback" not in said
 
     began = len(records(folder))
     run, samplers = reaches(began + 4)
     run.kill()
-    ended(run)
+    finish(run)
     assert samplers and not psutil.wait_procs(samplers, timeout=PATIENCE)[1]
     check_versions(folder)
     verdict = validate(folder)
