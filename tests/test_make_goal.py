@@ -1,6 +1,6 @@
 """tools/make_goal.py, and the goal that ships with the repository."""
 
-import json
+import functools
 from pathlib import Path
 
 import make_rom
@@ -12,11 +12,11 @@ from PIL import Image
 from envs.pixels import make_vec
 from envs.pixels.goals import load_goal
 from envs.pixels.pixel_goal import ACTIONS, PixelGoal
+from tests.run_folders import ROOT, told
 from tools import make_goal
 from tools.make_goal import parse_actions
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "envs" / "pixels" / "goals" / "map1"
 
 
@@ -26,12 +26,10 @@ def world():
     return PixelGoal(1)
 
 
-def run(capsys, *words):
-    """-> exit status, the JSON on standard output, and that on standard error"""
-    status = make_goal.main([str(word) for word in words])
-    out, errors = capsys.readouterr()
-    assert len((out + errors).splitlines()) == 1
-    return status, json.loads(out) if out else None, json.loads(errors)["error"] if errors else None
+@pytest.fixture
+def run(capsys):
+    """words -> the report on standard output, or the error on standard error"""
+    return functools.partial(told, capsys, make_goal.main)
 
 
 def succeeds(env, script, recorder=None, seed=0):
@@ -53,13 +51,13 @@ def towards(env):
     return env.paths[env._next.view(-1, 8)[codes], 0].argmin(1) * (env.paths[codes, 0] > 0)
 
 
-def test_the_shipped_goal_is_what_its_script_records(tmp_path, capsys):
+def test_the_shipped_goal_is_what_its_script_records(run, tmp_path):
     frame, meta = load_goal(SHIPPED)
     recorded = meta["recorded"]
     options = [f"{key}={value}" for key, value in recorded["env_kwargs"].items()]
-    status, report, _ = run(capsys, "--actions", recorded["actions"], "--seed", recorded["seed"],
-                            "--env-kwargs", *options, "--out", tmp_path / "again")
-    assert status == 0 and report["template_sha256"] == meta["template_sha256"]
+    report = run("--actions", recorded["actions"], "--seed", recorded["seed"],
+                 "--env-kwargs", *options, "--out", tmp_path / "again")
+    assert report["template_sha256"] == meta["template_sha256"]
     assert (np.load(tmp_path / "again" / "goal_template.npy") == frame).all()
     assert report["distance"] > 0.3 and report["starts"] > 800  # another place than the world's own goal
     words = f'--actions "{recorded["actions"]}"'
@@ -84,11 +82,11 @@ def test_the_shipped_goal_is_reached_by_its_script_and_by_shortest_paths(world):
     ("B DOWN*2 NOOP*2", []),  # at rest: four stacks in a row are alike
     ("B DOWN*5", ["--env-kwargs", "k_consecutive=1"]),  # on the move: only one stack is like it
 ])
-def test_a_stack_is_reached_by_its_script(script, options, world, tmp_path, capsys):
+def test_a_stack_is_reached_by_its_script(script, options, run, world, tmp_path):
     out, picture = tmp_path / "goal", tmp_path / "deep" / "goal.png"
-    status, report, _ = run(capsys, "--actions", script, "--stack-k", 3, "--keep-stack", "--out", out,
-                            "--seed", 2, "--png", picture, *options)
-    assert status == 0 and report["shape"] == [3, 72, 80]
+    report = run("--actions", script, "--stack-k", 3, "--keep-stack", "--out", out,
+                 "--seed", 2, "--png", picture, *options)
+    assert report["shape"] == [3, 72, 80]
     env = make_vec("pixel-goal", 1, goal_dir=str(out))  # what it was recorded with are the defaults
     assert succeeds(env, script, world, 2) and not succeeds(env, "B NOOP*9", world, 2)
 
@@ -96,22 +94,21 @@ def test_a_stack_is_reached_by_its_script(script, options, world, tmp_path, caps
     assert (grey == 255 - 85 * np.concatenate([*load_goal(out)[0]], axis=1)).all()
 
 
-def test_actions_come_from_a_file_too_and_a_goal_is_replaced_by_force_alone(tmp_path, capsys):
+def test_actions_come_from_a_file_too_and_a_goal_is_replaced_by_force_alone(run, tmp_path):
     (tmp_path / "way.txt").write_text("# the menu first\nB, down*2  # two down\nUP")
     words = ["--out", tmp_path / "goal", "--env-kwargs", "pack=2bpp", "--actions"]
-    other = run(capsys, *words, "B UP")[1]["template_sha256"]
-    status, _, error = run(capsys, *words, "B DOWN*2 UP")
-    assert status == 1 and "exists; --force replaces it" in error
+    other = run(*words, "B UP")["template_sha256"]
+    assert "exists; --force replaces it" in run(*words, "B DOWN*2 UP")["error"]
     assert load_goal(tmp_path / "goal")[1]["template_sha256"] == other
 
-    first = run(capsys, *words, "B DOWN*2 UP", "--force")[1]
-    second = run(capsys, *words[:-1], "--actions-file", tmp_path / "way.txt", "--force")[1]
+    first = run(*words, "B DOWN*2 UP", "--force")
+    second = run(*words[:-1], "--actions-file", tmp_path / "way.txt", "--force")
     assert first["template_sha256"] == second["template_sha256"] != other and first["actions"] == 4
     frame, meta = load_goal(tmp_path / "goal")
     assert meta["recorded"]["actions"] == "B, down*2 UP" and frame.shape == (72, 80)
 
 
-def test_the_worlds_own_goal_is_at_no_distance(world, tmp_path, capsys):
+def test_the_worlds_own_goal_is_at_no_distance(run, world, tmp_path):
     """The script may rest there, and be longer than an episode."""
     world.reset(4)
     world.step(torch.tensor([ACTIONS.index("B")]))
@@ -119,9 +116,8 @@ def test_the_worlds_own_goal_is_at_no_distance(world, tmp_path, capsys):
     while (action := towards(world)) > 0:
         script.append(ACTIONS[action])
         world.step(action)
-    status, report, _ = run(capsys, "--actions", " ".join([*script, "NOOP*200"]), "--seed", 4,
-                            "--out", tmp_path / "goal")
-    assert status == 0 and report["distance"] < world.config.tau
+    report = run("--actions", " ".join([*script, "NOOP*200"]), "--seed", 4, "--out", tmp_path / "goal")
+    assert report["distance"] < world.config.tau
 
 
 @pytest.mark.parametrize("words, says", [
@@ -134,22 +130,20 @@ def test_the_worlds_own_goal_is_at_no_distance(world, tmp_path, capsys):
     (["--actions", "B", "--stack-k", "2", "--env-kwargs", "stack_k=3"], "stack_k is given twice"),
     (["--actions", "START"], "out/goal: 234 cells look like the goal within tau 0.05"),
 ])
-def test_what_cannot_be_recorded_is_one_line(words, says, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_recorded_is_one_line(words, says, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, report, error = run(capsys, *words, "--out", "out/goal")
-    assert (status, report) == (1, None) and says in error
+    assert says in run(*words, "--out", "out/goal")["error"]
     assert not Path("out").exists()
 
 
 @pytest.mark.slow
-def test_a_game_boys_screen_is_recorded_and_reached(tmp_path, capsys):
+def test_a_game_boys_screen_is_recorded_and_reached(run, tmp_path):
     (tmp_path / "test.gb").write_bytes(make_rom.rom())
     options, script = [f"rom={tmp_path / 'test.gb'}", "workers=1", "tau=0.001"], "LEFT*3 UP A"
     words = ["--env-id", "pyboy", "--env-kwargs", *options, "--out", tmp_path / "goal", "--actions"]
-    status, _, error = run(capsys, *words, "NOOP*2")
-    assert status == 1 and "the script ends with what an episode begins with" in error
-    status, report, _ = run(capsys, *words, script)
-    assert status == 0 and report["distance_from_start"] > 0.001 and report["shape"] == [72, 80]
+    assert "the script ends with what an episode begins with" in run(*words, "NOOP*2")["error"]
+    report = run(*words, script)
+    assert report["distance_from_start"] > 0.001 and report["shape"] == [72, 80]
     env = make_vec("pyboy", 1, goal_dir=str(tmp_path / "goal"), **dict(pair.split("=") for pair in options))
     try:
         assert succeeds(env, script) and not succeeds(env, "NOOP")
