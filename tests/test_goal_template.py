@@ -146,20 +146,14 @@ def test_distance():
             l1_distance(frames, torch.zeros(shape, dtype=dtype))
 
 
-def step(dist, before, streak=0, steps=0, **options):
-    tensors = torch.tensor([dist]), torch.tensor([before]), torch.tensor([streak]), torch.tensor([steps])
-    reward, terminated, truncated, streak, steps = goal_step(*tensors, GoalConfig(**options))
-    assert reward.dtype == torch.float32 and terminated.dtype == truncated.dtype == torch.bool
-    assert streak.dtype == steps.dtype == torch.int64
-    return round(reward.item(), 5), terminated.item(), truncated.item(), streak.item(), steps.item()
-
-
 def test_steps_towards_a_goal():
-    assert step(0.4, 0.5) == (0.09, False, False, 0, 1)
-    assert step(0.4, 0.5, streak=3, tau=0.41) == (10.09, True, False, 4, 1)
-    assert step(0.5, 0.4, alpha=2.0, step_cost=0.0) == (-0.2, False, False, 0, 1)
-    assert step(0.05, 0.05, streak=3) == (-0.01, False, False, 0, 1)  # not below tau: the streak is broken
-    assert step(0.04, 0.04, streak=2) == (-0.01, False, False, 3, 1)
-    assert step(0.5, 0.5, steps=126) == (-0.01, False, False, 0, 127)
-    assert step(0.5, 0.5, steps=127) == (-0.01, False, True, 0, 128)
-    assert step(0.0, 0.0, streak=3, steps=127, goal_bonus=5.0) == (4.99, True, True, 4, 128)
+    """Nearer; close; at tau, which is not below it; the last step but one; all at once."""
+    reward, *ends = goal_step(
+        torch.tensor([0.4, 0.04, 0.05, 0.5, 0.0]), torch.tensor([0.5, 0.04, 0.05, 0.5, 0.1]),
+        torch.tensor([0, 2, 3, 0, 3]), torch.tensor([0, 0, 0, 126, 127]), GoalConfig())
+    assert reward.dtype == torch.float32
+    assert reward.tolist() == pytest.approx([0.09, -0.01, -0.01, -0.01, 10.09], abs=1e-5)
+    ended = [False, False, False, False, True]
+    assert [x.tolist() for x in ends] == [ended, ended, [0, 3, 0, 0, 4], [1, 1, 1, 127, 128]]
+    options = GoalConfig(alpha=2.0, step_cost=0.0, goal_bonus=5.0, tau=0.41, k_consecutive=1)
+    assert goal_step(*torch.tensor([0.4, 0.5]), 0, 0, options)[0].item() == pytest.approx(5.2)
