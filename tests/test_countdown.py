@@ -285,29 +285,10 @@ def test_mixed_skill_is_novices_and_random_solutions():
     assert rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
 
 
-def dead_ends(trace, nums, target, operators, limit):
-    """Replays a compact trace: each step from the pool at hand, each x where the target is out of reach."""
-    pools, path, count = [list(nums)], [], 0
-    for token in re.findall(r"x|\d+ [-+*/] \d+ = \d+", trace):
-        if token == "x":
-            assert target not in shortest(pools.pop(), operators, limit)
-            path.pop()
-            count += 1
-            continue
-        a, op, b, _, result = token.split()
-        pool = list(pools[-1])
-        pool.remove(int(a))
-        pool.remove(int(b))
-        assert value_of(f"{a} {op} {b}") == int(result)
-        pools.append([*pool, int(result)])
-        path.append(token)
-    assert pools[-1] == [target]
-    return "; ".join(path), count
-
-
 @pytest.mark.parametrize("options", [{}, {"max_operands": 4, "operators": "+-*/", "max_trace_steps": 30},
                                      {"max_trace_steps": 0}], ids=str)
 def test_compact_traces_are_searches_in_the_vocabulary(options):
+    """Each step from the pool at hand, each x where the target is out of reach."""
     env = envs.make("countdown", trace="search", **options)
     words, total, longest = set(env.vocabulary), 0, 0
     for k in range(60):
@@ -319,11 +300,24 @@ def test_compact_traces_are_searches_in_the_vocabulary(options):
         elided = re.sub(r"([-+*/] \d+) (?=\d)", r"\1 = ", elided)  # a tokenizer without them does so
         assert re.sub(r"(\d+) (?=\d)", r"\1; ", elided) == reply
         trace, _, answer = reply.partition(" | ")
-        path, count = dead_ends(trace, nums, target, env.config.operators, 99)
-        assert path == answer
+        pools, path = [list(nums)], []
+        for token in re.findall(r"x|\d+ [-+*/] \d+ = \d+", trace):
+            if token == "x":
+                assert target not in shortest(pools.pop(), env.config.operators, 99)
+                path.pop()
+                total += 1
+                continue
+            a, op, b, _, result = token.split()
+            pool = list(pools[-1])
+            pool.remove(int(a))
+            pool.remove(int(b))
+            assert value_of(f"{a} {op} {b}") == int(result)
+            pools.append([*pool, int(result)])
+            path.append(token)
+        assert pools[-1] == [target] and "; ".join(path) == answer
         tried = len(re.findall("=", trace))
         assert tried <= env.config.max_trace_steps + len(nums) - 1
-        total, longest = total + count, max(longest, tried)
+        longest = max(longest, tried)
     assert (total == 0) == (env.config.max_trace_steps == 0)
     assert longest >= 12 or env.config.max_trace_steps == 0
 

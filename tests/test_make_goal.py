@@ -14,7 +14,6 @@ from envs.pixels.goals import load_goal
 from envs.pixels.pixel_goal import ACTIONS, PixelGoal
 from tests.run_folders import ROOT, told
 from tools import make_goal
-from tools.make_goal import parse_actions
 
 torch.set_num_threads(1)
 SHIPPED = ROOT / "envs" / "pixels" / "goals" / "map1"
@@ -41,7 +40,7 @@ def succeeds(env, script, recorder=None, seed=0):
     if recorder:
         recorder.reset(seed)
         env._codes[:] = recorder._codes
-    actions = [*parse_actions(script, ACTIONS), *[0] * 3]
+    actions = [*make_goal.parse_actions(script, ACTIONS), *[0] * 3]
     return any(bool(env.step(torch.tensor([action]))[2]) for action in actions)
 
 
