@@ -1,5 +1,6 @@
 """tools/watch_run.py, on real processes with real children and real folders."""
 
+import contextlib
 import json
 import os
 import re
@@ -29,18 +30,15 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def start():
     """(*words, children, more code, folder) -> a process that has started others. Each is ended."""
-    started = []
-
-    def process(*words, children=0, more="", folder=None):
-        code = UP.format(children=children, more=more)
-        started.append(subprocess.Popen([sys.executable, "-c", code, *map(str, words)], cwd=folder,
-                                        stdout=subprocess.PIPE, start_new_session=True))
-        started[-1].stdout.readline()
-        return started[-1]
-
-    yield process
-    for each in started:
-        stop(each)
+    with contextlib.ExitStack() as started:
+        def process(*words, children=0, more="", folder=None):
+            code = UP.format(children=children, more=more)
+            found = subprocess.Popen([sys.executable, "-c", code, *map(str, words)], cwd=folder,
+                                     stdout=subprocess.PIPE, start_new_session=True)
+            started.callback(stop, found)
+            found.stdout.readline()
+            return found
+        yield process
 
 
 def stop(process):
