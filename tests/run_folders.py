@@ -302,15 +302,11 @@ def same_tree(one, other, tolerance=0.0):
         assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other)
 
 
-def copy_run(source, target):
-    return shutil.copytree(source, target)
-
-
 def killed_after(whole, target, step):
     """A copy of a run that kept all checkpoints, as a kill leaves it some time after the one of `step`:
     with records that will be made again, an error line of long ago and a line half written.
     """
-    folder, error = copy_run(whole, target), dict(type="OSError", message="", receipt=None)
+    folder, error = shutil.copytree(whole, target), dict(type="OSError", message="", receipt=None)
     for later in (folder / "checkpoints").glob("step_*"):
         if int(later.name[5:]) > step:
             shutil.rmtree(later)

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say of the scripts holds, and the scripts hold what the style promises."""
+"""What README.md and docs/ say holds, CI begins with it, and the scripts hold what the style promises."""
 
 import ast
 import functools
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import EQUAL, MUTANTS, pytest_arguments
 from tests.run_folders import ROOT, variants
 from tools import docs_tables
 from tools.docs_tables import DocsError, readme_commands, rendered
@@ -183,6 +184,28 @@ def test_no_file_names_a_path_of_one_machine():
         ["git", "-c", "grep.fallbackToNoIndex=true", "grep", "-InP", path, "--", ".", ":!runs", ":!*venv*"],
         cwd=ROOT, capture_output=True, text=True, errors="replace")
     assert (found.returncode, found.stdout + found.stderr) == (1, "")
+
+
+def test_ci_runs_the_commands_of_the_readme_to_the_letter_before_anything_else():
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^    (pip install -r requirements\.txt && .+)$", readme, re.M)
+    assert [command.split("&& ")[1] for command in commands] == ["python grpo_llm.py", "pytest"]
+    lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    places = [lines.index(command) for command in commands]
+    assert places == sorted(places)
+    for number in places:  # each in an environment of its own, in which nothing was installed
+        before = next(i for i in range(number, -1, -1) if lines[i].startswith("python3 -m venv"))
+        assert not any("install" in line for line in lines[before:number])
+    others = [i for i, line in enumerate(lines) if re.search(r"\b(pip|apt-get)\b.* install\b", line)]
+    assert min(set(others) - set(places)) > max(places)
+
+
+def test_each_mutant_changes_one_place_that_is_there():
+    for file, mutants in MUTANTS.items():
+        text = (ROOT / file).read_text()
+        assert [name for name, (old, _) in mutants.items() if text.count(old) != 1] == [], file
+        assert all((ROOT / path).exists() for path in pytest_arguments(file) if path.endswith(".py"))
+    assert all(name in MUTANTS[file] for file, name in EQUAL)
 
 
 # The tool itself, on scripts and pages made for it.

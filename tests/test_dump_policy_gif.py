@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -15,9 +14,9 @@ from PIL import Image, ImageSequence
 
 import a2c_vecenv
 from envs.pixels import make_vec
+from tests.run_folders import ROOT
 from tools import dump_policy_gif
 
-ROOT = Path(__file__).resolve().parent.parent
 GOAL = str(ROOT / "envs" / "pixels" / "goals" / "map1")
 STRIP = dump_policy_gif.STRIP
 

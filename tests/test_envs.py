@@ -2,13 +2,12 @@
 
 import ast
 import graphlib
-from pathlib import Path
 
 import pytest
 
 import envs
+from tests.run_folders import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ("repl_scenarios", "swe_instances")  # repositories that are tasks
 
 

@@ -4,15 +4,14 @@ import functools
 import itertools
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 import envs
 from envs import logic
 from envs.logic.boolean_expressions import FACTS
+from tests.run_folders import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTNER = dict("() [] {} <> ⟨⟩ ⟦⟧ ⦃⦄ ⦅⦆".split())
 NAMES = ["dyck_language", "game_of_24", "operation", "cryptarithm", "dyck_language2", "dyck_language2",
          "boolean_expressions", "sudoku", "dyck_language_reasoning_errors"]

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import grpo_llm
+from tests import test_updates as updates
 from tests.run_folders import (
     SMALL,
     TINY,
@@ -36,17 +37,6 @@ from tests.test_engines import (  # noqa: F401
     largest_difference,
     stand_in,
     words_of,
-)
-from tests.test_updates import (
-    Adam,
-    base_model,
-    check_step,
-    checkpoint,
-    grpo_segments,
-    known_before,
-    learnable,
-    of_grpo,
-    replay,
 )
 from tools.validate_train_log import validate
 
@@ -116,12 +106,13 @@ def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_t
     tasks = {episode["task_id"] for n in (1, 2, 3) for episode in episodes(folder, f"train_step_{n:06d}")[0]}
     assert len(tasks) == 3 * 4
     played, _ = episodes(folder, "train_step_000003")
-    segments = [s for group in grpo_segments(played, flags) for s in group]
-    (before, state), (after, end) = (checkpoint(folder, n) for n in (2, 3))
-    trained, model, record = learnable(before), base_model(), records(folder)[3]
-    adam = Adam(trained, state["optimizer"], record["train/learning_rate"], 0.95, 1.0)
-    expected = replay(adam, model, segments, known_before(model, trained, segments, flags), of_grpo, flags)
-    check_step(adam, before, after, end["optimizer"], 1e-4)
+    segments = [s for group in updates.grpo_segments(played, flags) for s in group]
+    (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (2, 3))
+    trained, model, record = updates.learnable(before), updates.base_model(), records(folder)[3]
+    adam = updates.Adam(trained, state["optimizer"], record["train/learning_rate"], 0.95, 1.0)
+    known = updates.known_before(model, trained, segments, flags)
+    expected = updates.replay(adam, model, segments, known, updates.of_grpo, flags)
+    updates.check_step(adam, before, after, end["optimizer"], 1e-4)
     assert expected["mismatch/frac_capped"] > 0.1 and expected["mismatch/kl"] > 1e-6
     for name in ("mismatch/kl", "mismatch/frac_capped"):
         assert record[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-9), name

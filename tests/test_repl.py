@@ -9,16 +9,15 @@ import threading
 import time
 import tracemalloc
 import uuid
-from pathlib import Path
 
 import pytest
 
 import envs
 from envs.code import repl, sandbox, testing, trees
 from tests import forgeries
+from tests.run_folders import ROOT
 from tools import executor_server, make_scenarios
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(scenarios="tiny", prompt="short")
 SCENARIOS = ROOT / "envs" / "code" / "repl_scenarios"
 BUNDLED = sorted(json.loads((SCENARIOS / "index.json").read_text(encoding="utf-8")))

@@ -37,7 +37,6 @@ from tests.run_folders import (
     SMALL,
     TINY,
     command_line,
-    copy_run,
     episodes,
     finish,
     fork,
@@ -308,7 +307,7 @@ CHANGED = {
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(script, finished, tmp_path):
     whole = finished(script)
-    folder, before = copy_run(whole, tmp_path / "run"), timeless(whole)
+    folder, before = shutil.copytree(whole, tmp_path / "run"), timeless(whole)
     go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
     both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
@@ -393,7 +392,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         script, damage, tmp_path, finished, capsys):
     """New checkpoints are then older by name than the damaged one, which must not push them out."""
     whole = finished(script)
-    folder = copy_run(whole, tmp_path / "run")
+    folder = shutil.copytree(whole, tmp_path / "run")
     damage(folder / "checkpoints" / LAST)
     capsys.readouterr()
     go_on(script, folder, whole, keep_checkpoints=1)
@@ -406,7 +405,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 
 
 def test_when_every_checkpoint_is_damaged_one_line_says_so(tmp_path, finished, capsys):
-    folder = copy_run(finished(grpo_llm), tmp_path / "run")
+    folder = shutil.copytree(finished(grpo_llm), tmp_path / "run")
     for path in (folder / "checkpoints").glob("step_*"):
         flip_a_byte(path / "trainer_state.pt")
     log = (folder / "train_log.jsonl").read_bytes()
@@ -421,7 +420,7 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
     """From the third checkpoint on, no file may grow to the size of the weights; the log still may grow."""
     flags = dict(hidden_size=64) if script is a2c else {}
     whole, folder = finished(script, **flags), tmp_path / "run"
-    copy_run(whole, folder)
+    shutil.copytree(whole, folder)
     for step in ("step_000003", LAST):
         shutil.rmtree(folder / "checkpoints" / step)
     with full_disk(300_000), pytest.raises(

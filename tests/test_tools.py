@@ -18,7 +18,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.run_folders import slow_but, write_jsonl
+from tests.run_folders import ROOT, slow_but, write_jsonl
 from tools import plot_train_log
 from tools.validate_train_log import (
     COMMON,
@@ -36,7 +36,6 @@ from tools.validate_train_log import (
     validate,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 ALGOS = ("sft", "ppo", "grpo", "a2c")
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
+from tests import test_updates as updates
 from tests.run_folders import (
     ROOT,
     SMALL,
@@ -25,21 +26,6 @@ from tests.run_folders import (
     slow_but,
     variants,
     wait_for,
-)
-from tests.test_updates import (
-    RUN,
-    TURNS,
-    Adam,
-    base_model,
-    check_step,
-    checkpoint,
-    forward,
-    known_before,
-    learnable,
-    noisy_run,
-    replay,
-    response_of,
-    surrogate,
 )
 from tools import docs_tables
 from tools.validate_train_log import validate
@@ -151,7 +137,7 @@ def test_a_variant_learns_the_same_in_two_processes(made, tmp_path):
 
 DISTILL = {
     "default": {},
-    "turns": dict(TURNS, prompts_per_iteration=3, epochs=2, microbatch_tokens=60, temperature=0.7,
+    "turns": dict(updates.TURNS, prompts_per_iteration=3, epochs=2, microbatch_tokens=60, temperature=0.7,
                   reward_coef=0.5),
     "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, group_size=1),
 }
@@ -160,7 +146,7 @@ DISTILL = {
 def of_distill(s, response, flags, known):
     _, new, _ = response
     advantages = known["taught"] - known["old"] + flags.get("reward_coef", 0.0) * s["advantage"]
-    loss, _ = surrogate("clip", new, known["old"], advantages, None, 0.2, 0.28)
+    loss, _ = updates.surrogate("clip", new, known["old"], advantages, None, 0.2, 0.28)
     return loss, {"kl/k1": new - known["taught"]}
 
 
@@ -168,19 +154,20 @@ def of_distill(s, response, flags, known):
 def test_a_token_counts_by_what_the_teacher_thinks_of_it(case, teacher, tmp_path):
     flags, script = DISTILL[case], load_script(variants()["grpo_distill.py"])
     folder = tmp_path / "run"
-    script.main(script.Args(**SMALL["grpo_llm"] | RUN | dict(
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         env_kwargs=("test_tasks=32",), teacher=str(teacher), run_dir=str(folder)) | flags))
     segments = [s for episode in episodes(folder, "train_step_000002")[0] for s in episode["segments"]]
-    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
-    model, theirs = base_model(), AutoModelForCausalLM.from_pretrained(teacher).double().eval()
-    trained, epochs, temperature = learnable(before), flags.get("epochs", 1), flags.get("temperature", 1.0)
-    adam = Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4, 0.95, 1.0)
-    known = known_before(model, trained, segments, flags)
+    (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (1, 2))
+    model, theirs = updates.base_model(), AutoModelForCausalLM.from_pretrained(teacher).double().eval()
+    trained = updates.learnable(before)
+    epochs, temperature = flags.get("epochs", 1), flags.get("temperature", 1.0)
+    adam = updates.Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4, 0.95, 1.0)
+    known = updates.known_before(model, trained, segments, flags)
     for s, numbers in zip(segments, known, strict=True):
-        out = forward(theirs, {}, s["prompt_ids"] + s["response_ids"])
-        numbers["taught"] = response_of(s, *out, temperature)[1].detach()
-    expected = replay(adam, model, segments, known, of_distill, flags, epochs)
-    check_step(adam, before, after, end["optimizer"], 1e-4 if epochs == 1 else 3e-3)
+        out = updates.forward(theirs, {}, s["prompt_ids"] + s["response_ids"])
+        numbers["taught"] = updates.response_of(s, *out, temperature)[1].detach()
+    expected = updates.replay(adam, model, segments, known, of_distill, flags, epochs)
+    updates.check_step(adam, before, after, end["optimizer"], 1e-4 if epochs == 1 else 3e-3)
     record = records(folder)[-1]
     assert record["kl/k1"] == pytest.approx(expected["kl/k1"], rel=2e-3)
     assert record["rollout/groups_trainable"] == record["rollout/groups_submitted"]
@@ -217,7 +204,7 @@ def test_a_task_is_drawn_by_its_share_of_p_times_1_minus_p():
 @pytest.mark.slow
 def test_draws_follow_what_the_episodes_have_earned(tmp_path):
     script, folder = load_script(variants()["grpo_curriculum.py"]), tmp_path / "run"
-    script.main(script.Args(**SMALL["grpo_llm"] | RUN | dict(
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         iterations=3, pool=6, dynamic_sampling=1, env_kwargs=("test_tasks=32",), run_dir=str(folder))))
     env = envs.make("countdown")
     ids = [env.task("train", script.task_index(place, 1, env.num_tasks("train"))).id for place in range(6)]
@@ -239,7 +226,7 @@ def test_draws_follow_what_the_episodes_have_earned(tmp_path):
 # reinforce.diff
 
 
-REINFORCE = {"default": {}, "turns": dict(TURNS, prompts_per_iteration=5, microbatch_tokens=60,
+REINFORCE = {"default": {}, "turns": dict(updates.TURNS, prompts_per_iteration=5, microbatch_tokens=60,
                                           temperature=0.7)}
 
 
@@ -254,7 +241,7 @@ def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp
     flags = REINFORCE[case]
     script, folder = load_script(variants()["reinforce_llm.py"]), tmp_path / "run"
     monkeypatch.setitem(SMALL, "reinforce_llm", dict(prompts_per_iteration=16, env_kwargs=("test_tasks=32",)))
-    noisy_run(script, folder, monkeypatch, **flags)
+    updates.noisy_run(script, folder, monkeypatch, **flags)
     played, _ = episodes(folder, "train_step_000002")
     rewards, segments = [episode["reward"] for episode in played], []
     assert len(set(rewards)) > 1
@@ -264,9 +251,10 @@ def test_the_gradient_is_that_of_log_pi_times_what_others_did_not_earn(case, tmp
         for s in episode["segments"]:
             assert s["advantages"] == pytest.approx([earned] * len(s["response_mask"]))
             segments.append(s | dict(earned=earned))
-    (before, state), (after, end) = (checkpoint(folder, n) for n in (1, 2))
-    model, trained = base_model(), learnable(before)
-    adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
-    replay(adam, model, segments, known_before(model, trained, segments, flags), of_reinforce, flags)
-    check_step(adam, before, after, end["optimizer"], 1e-4)
+    (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (1, 2))
+    model, trained = updates.base_model(), updates.learnable(before)
+    adam = updates.Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
+    known = updates.known_before(model, trained, segments, flags)
+    updates.replay(adam, model, segments, known, of_reinforce, flags)
+    updates.check_step(adam, before, after, end["optimizer"], 1e-4)
     assert records(folder)[-1]["train/grad_norm"] == pytest.approx(adam.norms[0], rel=2e-3)
