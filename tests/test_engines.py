@@ -537,8 +537,9 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 
     server = servers[0].ready()
     before = server.posts("/collective_rpc")
-    folder = overlap(tmp_path / "run", **asking(server, **TURNS | KEEP), max_staleness=1, iterations=6,
-                     max_context_tokens=256, temperature=0.8, prompts_per_iteration=16)
+    flags = asking(server, **TURNS | KEEP | dict(learning_rate=1e-4))  # stale by less than is refused
+    folder = overlap(tmp_path / "run", **flags, max_staleness=1, iterations=6, max_context_tokens=256,
+                     temperature=0.8, prompts_per_iteration=16)
     check_versions(folder, 0.8, 3e-4)  # vLLM rounds otherwise
     assert max(most for _, most in staleness(folder)) == 1 and validate(folder, strict=True)["ok"]
     played = [episode for n in range(1, 7) for episode in episodes(folder, f"train_step_{n:06d}")[0]]
