@@ -24,7 +24,6 @@ from tests.run_folders import (
     process,
     records,
     same_checkpoint,
-    slow_but,
     timeless,
     train,
     variants,
@@ -85,9 +84,10 @@ def check_versions(folder, temperature=1.0, bound=1e-4):
 # Servers
 
 
-@pytest.mark.parametrize("case", slow_but(["full"], ["full", "turns"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["full", "turns"])
 def test_without_staleness_all_is_as_in_grpo_llm(case, stand_in, tmp_path):  # noqa: F811
-    flags = asking(stand_in(lora=case == "turns"), iterations=2, eval_every=1, eval_tasks=2)
+    flags = asking(stand_in(lora=case == "turns"), iterations=2, eval_every=1, eval_tasks=1)
     flags |= TURNS | dict(lora_rank=2, dynamic_sampling=1) if case == "turns" else dict(minibatches=2)
     one = train(grpo_llm, tmp_path / "one", **flags)
     other = overlap(tmp_path / "other", max_staleness=0, **flags)
