@@ -79,7 +79,7 @@ class Config:
     trace: Literal["solution", "search", "tries"] = "solution"  # what `solution` writes before the answer
     max_trace_steps: int = 64  # steps in dead ends that a search trace may hold
     good_tries: float = 0.0  # tries only: share of the tries that are drawn from those that succeed
-    skill: Literal["solver", "mixed"] = "solver"  # mixed: novices' games and random solutions, for SFT
+    skill: Literal["solver", "mixed"] = "solver"  # mixed: novices' games too, for SFT
     novice_share: float = 0.7
     difficulty: bool = False  # sources countdown/3, countdown/4, ... by operand count
     data: str = ""  # .parquet, .jsonl or hub data set id, in place of generated problems
@@ -110,8 +110,6 @@ class Config:
         check(0 <= self.max_trace_steps <= 10_000, "max_trace_steps", "0 to 10000")
         check(0 <= self.novice_share <= 1, "novice_share", "0 to 1")
         check(0 <= self.good_tries <= 1, "good_tries", "0 to 1")
-        check(self.skill == "solver" or self.trace == "solution", "skill",
-              f"solver together with trace={self.trace} (a novice does not search)")
         four = self.min_operands == self.max_operands == 4
         check(self.trace != "tries" or four and self.style == "compact", "trace",
               "tries only together with style=compact min_operands=4 max_operands=4")
@@ -185,11 +183,12 @@ class Countdown(Env):
         nums, target = task.data["nums"], task.data["target"]
         if self.config.skill == "mixed":
             rng = random.Random(f"{self.config.seed} mixed {task.id}").random
+            steps = None
             if rng() < self.config.novice_share:
                 steps = random_game(nums, self._game_rules, rng)
-            else:
+            elif self.config.trace == "solution":
                 steps = random_solution(nums, target, self._game_rules, rng)
-            if steps:  # else the game got stuck or the search took too long
+            if steps:  # else the game got stuck, the search took too long, or its trace is to be seen
                 return self._reply(nums, steps)
         best = solve(nums, target, self._rules)
         if best is None or self.config.trace == "solution":

@@ -270,19 +270,20 @@ def test_unsolvable_problems_have_no_solution(nums, target, options, solvable):
     assert bool(reply) is solvable and (not reply or holds(env.config.style, reply, nums, target))
 
 
-def test_mixed_skill_is_novices_and_random_solutions():
-    def rate(**options):
+def test_mixed_skill_is_novices_and_random_solutions_or_searches():
+    def rate(searches=0, **options):
         env = envs.make("countdown", skill="mixed", **options)
         tasks = [env.task("train", k) for k in range(600)]
         steps = [env.start(task, 0).step(env.solution(task)) for task in tasks]
         assert all(step.info["format"] == 1 for step in steps)
+        assert abs(sum(" | " in env.solution(task) for task in tasks) / len(tasks) - searches) < 0.05
         return sum(step.reward for step in steps) / len(steps)
 
     novice = rate(novice_share=1)
     assert 0.26 < novice < 0.36  # a random legal game hits the target that often
-    assert rate(novice_share=0) == 1
     assert abs(rate() - (0.3 + 0.7 * novice)) < 0.05
-    assert rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
+    assert abs(rate(0.3, trace="search") - (0.3 + 0.7 * novice)) < 0.05
+    assert rate(novice_share=0) == rate(novice_share=0, max_operands=4, operators="+-*/", style="r1") == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"max_operands": 4, "operators": "+-*/", "max_trace_steps": 30},
@@ -318,8 +319,7 @@ def test_compact_traces_are_searches_in_the_vocabulary(options):
         tried = len(re.findall("=", trace))
         assert tried <= env.config.max_trace_steps + len(nums) - 1
         longest = max(longest, tried)
-    assert (total == 0) == (env.config.max_trace_steps == 0)
-    assert longest >= 12 or env.config.max_trace_steps == 0
+    assert (total > 0 and longest >= 12) if env.config.max_trace_steps else total == 0
 
 
 def makes_at_once(n, aside, target):
@@ -428,7 +428,7 @@ def test_what_is_wrong_with_rows_is_named(rows, expected, tmp_path):
     ({"max_number": 100}, "max_number: expected 1 to 99 .max_interm"), ({"test_tasks": 0}, "test_tasks"),
     ({"max_target": 2_000_000, "style": "r1"}, "max_target"), ({"operators": "++"}, "operators"),
     ({"style": "chat"}, "expected one of compact, r1, plain"), ({"novice_share": "nan"}, "novice_share"),
-    ({"difficulty": "maybe"}, "expected bool"), ({"skill": "mixed", "trace": "search"}, "expected solver"),
+    ({"difficulty": "maybe"}, "expected bool"), ({"skill": "novice"}, "expected one of solver, mixed"),
     ({"min_target": 61}, "min_target"), ({"draw": "uniform", "max_operands": 5}, "draw: expected game"),
     ({"good_tries": 2}, "good_tries"), ({"trace": "tries"}, "trace: expected tries only together with"),
     ({"operators": "+", "max_number": 20, "max_target": 2}, "expected a train problem"),
