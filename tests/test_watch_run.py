@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 
-import psutil
 import pytest
 
 from tools import watch_run
@@ -38,7 +37,7 @@ def start():
                                      stdout=subprocess.PIPE, start_new_session=True)
             started.callback(stop, found)
             found.stdout.readline()
-            while not all(child.cmdline() for child in psutil.Process(found.pid).children()):
+            while not all(child.cmdline() for child in watch_run.psutil.Process(found.pid).children()):
                 time.sleep(0.01)  # Popen returns before the kernel has set the words of what it started
             return found
         yield process
