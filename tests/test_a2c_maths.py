@@ -210,13 +210,13 @@ def difference(one, other):
 def test_the_gradient_is_that_of_a_second_forward_pass_whatever_the_chunks_and_recomputing(monkeypatch):
     """The environment overwrites its observations; the kept graph must not have held on to them."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # else the bound is one of rounding
-    second, batch = update_gradient(second_pass=True)
+    (second, batch), names = update_gradient(second_pass=True), ("logprobs", "entropies", "values")
     assert batch["truncated"].any() and len(batch["actions"].unique()) > 4 and batch["entropies"].std() > 0.01
     for flags in ({}, dict(chunk=5), dict(chunk=1), dict(recompute=True, chunk=7)):
         found, again = update_gradient(**flags)
         assert torch.equal(batch["actions"], again["actions"])
         assert difference(second, found) < 1e-12, flags
-        torch.testing.assert_close(*([b[n] for n in "logprobs entropies values".split()] for b in (batch, again)))
+        torch.testing.assert_close(*({name: kept[name] for name in names} for kept in (batch, again)))
 
 
 def test_rollouts_of_one_update_are_averaged(tmp_path):
