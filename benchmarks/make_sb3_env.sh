@@ -10,6 +10,6 @@ set -eu
 repository=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$repository/.venv-sb3}
 "${2:-python3}" -m venv "$folder"
-"$folder/bin/pip" install torch==2.13.0 stable-baselines3==2.9.2 gymnasium==1.4.0 numpy==2.3.5 \
-    tensorboard==2.21.0 tyro==1.0.17 tqdm==4.70.1 psutil==7.2.2 pillow==13.0.0
+"$folder/bin/pip" install -c "$repository/requirements.txt" stable-baselines3==2.9.2 torch gymnasium numpy \
+    tensorboard tyro pydantic python-dotenv tqdm psutil pillow
 "$folder/bin/python" -c "from stable_baselines3 import A2C; print('stable-baselines3 is ready:', '$folder')"
