@@ -431,7 +431,7 @@ def new_tokenizer(words):
     """
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     if words:
-        vocabulary = {word: i for i, word in enumerate(special + words)}
+        vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words, ":"]))}  # CHAT_TEMPLATE has ":"
         core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -142,8 +142,7 @@ class StandIn:
             raise ValueError("vLLM refuses several greedy replies")
         policy = {"policy": self.model, **self.adapters}[model]
         seeds = [zlib.crc32(f"{prompt} {index}".encode()) for index in range(n)]
-        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, self.tokenizer,
-                                    seeds)
+        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, self.tokenizer, seeds)
         return dict(choices=[choice(ids, logprobs, index) for index, (ids, logprobs) in enumerate(replies)])
 
     def asked(self, path="/v1/completions"):

@@ -157,8 +157,7 @@ def test_what_cannot_sample_beside_the_update_is_refused():
 
 def hf(folder, **flags):
     """A process with the variant of both diffs."""
-    return process(variants()["grpo_overlap_hf.py"], *words_of(
-        grpo_llm, folder, **SMALL["grpo_llm"] | flags))
+    return process(variants()["grpo_overlap_hf.py"], *words_of(grpo_llm, folder, **SMALL["grpo_llm"] | flags))
 
 
 @pytest.mark.slow
