@@ -424,14 +424,14 @@ CHAT_TEMPLATE = (
 
 
 def new_tokenizer(words):
-    """A tokenizer for the small model: one id per word, or per byte when the environment names no words.
+    """A word-level tokenizer for the small model, or one of bytes without words; CHAT_TEMPLATE has the colon.
 
     The words of a solution are `18 + 14 = 32; 32 + 6 = 38`, but `=` and `;` cost a third more tokens and say
     nothing: encoding drops them and decoding puts them back, for people and verifiers to see.
     """
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     if words:
-        vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words, ":"]))}  # CHAT_TEMPLATE has ":"
+        vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words, ":"]))}
         core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

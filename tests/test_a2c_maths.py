@@ -250,7 +250,8 @@ def test_learning_rate_and_entropy_bonus_fall_to_nothing_together(tmp_path, monk
         rates.append(self.param_groups[0]["lr"]), step(self, *a)))
     for anneal in (True, False):
         rates.clear()
-        watch = Watch(tmp_path / str(anneal), iterations=4, anneal=anneal, learning_rate=0.01, entropy_coef=0.5)
+        watch = Watch(tmp_path / str(anneal), iterations=4, anneal=anneal, learning_rate=0.01,
+                      entropy_coef=0.5)
         bonus = [coefficients[-1] for coefficients in watch.losses]
         assert rates == pytest.approx([2 * 0.01 * coefficient for coefficient in bonus])
         assert bonus == pytest.approx([0.5, 0.375, 0.25, 0.125] if anneal else [0.5] * 4)

@@ -818,8 +818,7 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(name, option
         replies = iter(said)
         engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
         r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, 1.0, args, grpo_llm.episode_reward)
-        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer,
-                                        sft.Args(max_length=limit))
+        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
         ends[r.termination, len(r.segments) > 1] += 1
         if r.termination == "context":
             assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it

@@ -385,7 +385,8 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     assert command_line("sft.py", *words, *form) == 0, capsys.readouterr().err
     args = json.loads((tmp_path / "run" / "train_log.jsonl").read_text().splitlines()[0])["meta"]["args"]
     given = dict(train_files=[str(tmp_path / "rows.jsonl")], batch_size=2, warmup_steps=1, steps=1,
-                 run_dir=str(tmp_path / "run"), output_dir=str(tmp_path / "model"), model=TINY if form else "")
+                 run_dir=str(tmp_path / "run"), output_dir=str(tmp_path / "model"),
+                 model=TINY if form else "")
     expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
     assert args == json.loads(json.dumps(expected))
     assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
