@@ -20,6 +20,7 @@ to 0.98, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 """
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -1888,8 +1889,6 @@ def main(args):
         if run.writer:
             run.writer.close()
         signal.signal(signal.SIGTERM, handler)
-    if UNDER_TORCHRUN and "vllm" not in sys.modules:  # vLLM ends all groups at exit
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -1897,3 +1896,8 @@ if __name__ == "__main__":
         main(tyro.cli(Args))
     except (BadInput, EngineError) as problem:
         sys.exit(f"error: {problem}")
+    if UNDER_TORCHRUN:
+        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)

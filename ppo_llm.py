@@ -25,6 +25,7 @@ to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command
 """
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import copy
@@ -2058,8 +2059,6 @@ def main(args):
         if run.writer:
             run.writer.close()
         signal.signal(signal.SIGTERM, handler)
-    if UNDER_TORCHRUN and "vllm" not in sys.modules:  # vLLM ends all groups at exit
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -2067,3 +2066,8 @@ if __name__ == "__main__":
         main(tyro.cli(Args))
     except (BadInput, EngineError) as problem:
         sys.exit(f"error: {problem}")
+    if UNDER_TORCHRUN:
+        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)

@@ -18,6 +18,7 @@ the form and the arithmetic and seldom the answer. Expect val/loss to fall to 0.
 near 0.6; the rest is for grpo_llm.py to teach. With --run-dir DIR the same command continues a stopped run.
 """
 
+import atexit
 import bisect
 import collections
 import contextlib
@@ -1491,8 +1492,6 @@ def main(args):
         if run.writer:
             run.writer.close()
         signal.signal(signal.SIGTERM, handler)
-    if UNDER_TORCHRUN:
-        dist.destroy_process_group()
 
 
 def default_args(words):
@@ -1506,3 +1505,8 @@ if __name__ == "__main__":
         main(tyro.cli(Args, default=default_args(sys.argv)))
     except BadInput as problem:
         sys.exit(f"error: {problem}")
+    if UNDER_TORCHRUN:
+        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)

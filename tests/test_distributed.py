@@ -121,11 +121,23 @@ def test_two_processes_train_as_one_does(name, alone, together):
             assert summary == other and summary["logged"] == len(played)
 
 
+ENDS_BADLY = """
+import os, sys
+from envs.countdown import Countdown
+class Last:
+    def __del__(self, end=os.abort if "RANK" in os.environ else int):
+        end()  # when Python takes the process apart, as a thread of gloo might
+sys.last = Last()
+"""
+
+
 @pytest.mark.parametrize("name, before, after", [("ppo-lora", (), "one killed"), ("sft", TWO, "two hosts")])
 def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, after, alone, tmp_path):
     """One of the processes gets it, between two checkpoints; the last iteration is not lost."""
-    folder = tmp_path / "run"
-    words = words_of(name, folder, every=LONG if after == "two hosts" else 5)
+    folder, env = tmp_path / "run", tmp_path / "env.py"
+    env.write_text(ENDS_BADLY)
+    words = words_of(name, folder, "--env", f"{env}:Countdown", every=LONG if after == "two hosts" else 5)
+    words += ("--env-kwargs", "skill=mixed") if name == "sft" else ()
     run, log = process(*words, torchrun=before), folder / "train_log.jsonl"
     wait_for(lambda: log.exists() and any(record["iteration"] >= 2 for record in records(folder)), run)
     ranks_of(run)[-1].terminate()
