@@ -69,7 +69,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -543,124 +542,10 @@ def pad(rows, value, device, left=False, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-def seed_of(text):
-    """A seed for `uniform` that a text names."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-GAMMA = -0x61c8864680b583eb
-
-
-def uniform(state):
-    """A number in [0, 1) from each row's own state, so that none depends on what is sampled beside it:
-    splitmix64 (Steele et al., OOPSLA 2014, fig. 17), whose state grows by GAMMA from number to number.
-
-    state (B,) int64, which wraps around -> (B,) float64
-    """
-    z = state
-    for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
-        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
-    z = z ^ (z >> 31 & (1 << 33) - 1)
-    return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
-
-
-def sample(logits, temperature, uniform):
-    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,).
-
-    uniform (B,) float64 in [0, 1): a random number for each row.
-    """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature:
-        # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
-        # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
-        cdf = logprobs.double().exp().cumsum(-1)
-        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        tokens = tokens.clamp(max=cdf.shape[1] - 1)
-    else:
-        tokens = logprobs.argmax(-1, keepdim=True)                                       # (B, 1)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
-
-
-@torch.no_grad()
-def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
-    """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
-
-    seeds: one for each response, which decides its random numbers; without them torch's generator does.
-    Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every beginning that several responses have in common. Those that ended leave when they
-    are an eighth of the batch: leaving copies the cache.
-    """
-    decoder, head = decoder_and_head(model)
-    device, size, unique = model.device, head.out_features, {}
-    seeds = (torch.randint(2**62, (len(prompts),)) if seeds is None else torch.tensor(seeds)).to(device)
-    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
-    row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
-    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
-    mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = new_cache(decoder, layer=GrowingLayer)
-    ids = torch.full((len(row), max_new_tokens), -1, device=device)
-    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
-    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
-    done = torch.zeros_like(row, dtype=torch.bool)
-    for t in range(max_new_tokens):
-        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                         use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        seeds = seeds + GAMMA
-        token, logprob = sample(head(hidden)[row], temperature, uniform(seeds))          # (live,)
-        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
-        done = done | torch.isin(token, eos)
-        ended = int(done.sum())
-        if t + 1 == max_new_tokens or ended == len(done):
-            break
-        if ended > len(done) // 8:
-            live, row, token, seeds, done = (x[~done] for x in (live, row, token, seeds, done))
-        pairs, row = torch.unique(row * size + token, return_inverse=True)
-        parent, tokens = pairs // size, (pairs % size)[:, None]
-        if not torch.equal(parent, torch.arange(len(mask), device=device)):
-            mask, position = mask[parent], position[parent]
-            cache.batch_select_indices(parent)
-        mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
-    lengths = (ids >= 0).sum(1).tolist()
-    return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
-
-
 def eos_ids(model, tokenizer):
     """Every id that ends a response: the tokenizer's eos and those of the generation config."""
     ids = model.generation_config.eos_token_id
     return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
-
-
-def new_cache(decoder, layer=DynamicLayer):
-    """An empty cache of `layer`s; models with other than plain attention bring their own kinds of layer."""
-    plain = set(getattr(decoder.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    return Cache(layer_class_to_replicate=layer) if plain else DynamicCache(config=decoder.config)
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer with room to grow: a decode step writes one column and copies nothing."""
-
-    buffer = None
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if self.buffer is None or end > self.buffer.shape[-2]:
-            batch, heads, _, dim = key_states.shape
-            buffer = key_states.new_empty(2, batch, heads, end + max(16, end // 2), dim)
-            if start:
-                buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values
-            self.buffer = buffer
-        self.is_initialized = True
-        self.buffer[0, :, :, start:end], self.buffer[1, :, :, start:end] = key_states, value_states
-        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices):
-        end, self.buffer = self.get_seq_length(), self.buffer.index_select(1, indices)  # with its room
-        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
 
 
 # Data: rows of text to rows of tokens, (ids, mask)
@@ -1027,30 +912,36 @@ def evaluate(model, tokenizer, env, held_out, args):
     if env is None or env.multi_turn:
         return metrics
 
-    mine = shard(min(args.eval_tasks, env.num_tasks("test")))
-    tasks = [env.task("test", index) for index in mine]
-    prompts, ends = [prompt_tokens(task.messages, tokenizer) for task in tasks], eos_ids(model, tokenizer)
+    tasks = [env.task("test", index) for index in shard(min(args.eval_tasks, env.num_tasks("test")))]
+    prompts, eos = [prompt_tokens(task.messages, tokenizer) for task in tasks], eos_ids(model, tokenizer)
 
-    def correct(samples, temperature):
+    def correct(samples, **sampling):
         """Of as many responses to each task, the same draws at every evaluation.  -> (tasks, samples)"""
-        asked = [prompt for prompt in prompts for _ in range(samples)]
-        seeds = [seed_of(f"{args.seed} val {index} {number}") for index in mine for number in range(samples)]
+        torch.manual_seed(args.seed + RANK)
         # A cached token costs far less memory than a trained one, hence the factor.
         longest = max(map(len, prompts), default=0) + args.max_response_tokens
-        size, replies = max(1, 16 * args.microbatch_tokens // longest), []
-        for start in tqdm(range(0, len(asked), size), "evaluation", leave=False, delay=5,
+        size, scores = max(1, 16 * args.microbatch_tokens // (longest * samples)), []
+        for start in tqdm(range(0, len(prompts), size), "evaluation", leave=False, delay=5,
                           disable=bool(RANK) or None):
-            part = slice(start, start + size)
+            part = prompts[start:start + size]
+            tokens = pad(part, tokenizer.pad_token_id, model.device, left=True)              # (tasks, P)
+            mask = pad([[1] * len(prompt) for prompt in part], 0, model.device, left=True)
+            # What a model's own generation config might change is said; processes wait for no other.
             with precision(args, model.device):
-                replies += generate(model, asked[part], args.max_response_tokens, temperature, tokenizer,
-                                    seeds[part])
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in replies]
-        scores = [ids[-1] in ends and env.start(tasks[n // samples], args.seed).step(text).info["correct"]
-                  for n, ((ids, _), text) in enumerate(zip(replies, texts, strict=True))]
+                responses = model.generate(
+                    input_ids=tokens, attention_mask=mask, max_new_tokens=args.max_response_tokens,
+                    num_return_sequences=samples, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id,
+                    repetition_penalty=1.0, synced_gpus=False, **sampling)[:, tokens.shape[1]:]
+            ended = torch.isin(responses, torch.tensor(eos, device=model.device)).any(1).tolist()
+            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+            asked = [task for task in tasks[start:start + size] for _ in range(samples)]
+            scores += [end and env.start(task, args.seed).step(text).info["correct"]
+                       for task, text, end in zip(asked, texts, ended, strict=True)]
         return np.array(gather(scores), dtype=float).reshape(-1, samples)
 
     unshard(model, whole=True)
-    sampled, greedy = correct(args.eval_samples, 1.0), correct(1, 0.0)
+    sampled = correct(args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    greedy = correct(1, do_sample=False)
     unshard(model, whole=False)
     sources = np.array(gather([task.source for task in tasks]))
     for source in sorted(set(sources)):

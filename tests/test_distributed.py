@@ -92,6 +92,7 @@ def assert_same_run(one, other):
         for name in mine:
             # ... ties, which rounding decides; a quotient whose parts may be nearly 0.
             loose = name in ("rollout/throughput", "critic/vf_clipfrac", "critic/vf_explained_var")
+            loose |= "@" in name and "train/loss" in mine  # each process of sft.py samples its tasks
             if not loose and ("loss" in name or name.endswith("grad_norm") or name.startswith(same)):
                 tolerance = 1e-5 * max(1.0, abs(mine[name]))
                 assert mine[name] == pytest.approx(yours[name], abs=tolerance), (name, mine["iteration"])
@@ -124,10 +125,8 @@ def test_two_processes_train_as_one_does(name, alone, together):
 ENDS_BADLY = """
 import os, sys
 from envs.countdown import Countdown
-class Last:
-    def __del__(self, end=os.abort if "RANK" in os.environ else int):
-        end()  # when Python takes the process apart, as a thread of gloo might
-sys.last = Last()
+end = os.abort if "RANK" in os.environ else int  # as a thread of gloo might, when Python takes it apart
+sys.last = type("Last", (), {"__del__": lambda self, end=end: end()})()
 """
 
 
