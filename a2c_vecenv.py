@@ -263,9 +263,9 @@ def start_processes(args):
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def print_rank_0(text, file=None):
+def print_rank_0(text):
     if RANK == 0:
-        tqdm.write(text, file)  # beside the progress bar
+        tqdm.write(text)  # beside the progress bar
 
 
 def gather(items):
@@ -425,11 +425,11 @@ def window_metrics(window, batch, args, env):
 
 
 def sha256(data):
-    """Of bytes, a text, or what a file holds."""
+    """Of a text, or of what a file holds."""
     if isinstance(data, Path):
         with data.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+    return hashlib.sha256(data.encode()).hexdigest()
 
 
 def replace_file(path, data):

@@ -354,9 +354,9 @@ def start_processes(args):
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def print_rank_0(text, file=None):
+def print_rank_0(text):
     if RANK == 0:
-        tqdm.write(text, file)  # beside the progress bar
+        tqdm.write(text)  # beside the progress bar
 
 
 def gather(items):
@@ -1114,8 +1114,9 @@ class Player:
 
     async def play(self, r, given=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
+        limit = self.args.episode_timeout
         try:
-            async with asyncio.timeout(self.args.episode_timeout or None):
+            async with asyncio.timeout(limit) if limit else contextlib.nullcontext():
                 for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
                     r.termination = await self.attempt(r, given)
                     if r.termination != "error":
@@ -1440,11 +1441,11 @@ def first_line(error):
 
 
 def sha256(data):
-    """Of bytes, a text, or what a file holds."""
+    """Of a text, or of what a file holds."""
     if isinstance(data, Path):
         with data.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+    return hashlib.sha256(data.encode()).hexdigest()
 
 
 def replace_file(path, data):
@@ -1692,9 +1693,6 @@ def write_episodes(run, kind, rollouts, args):
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
         path.parent.mkdir(exist_ok=True)
         replace_file(path, b"".join(json_bytes(line) + b"\n" for line in lines))
-        if kind == "val" and run.tracker:
-            rows = [[r.task.id, r.last_reply, r.reward] for r in chosen]
-            run.tracker.log({"val/sample_table": sys.modules["wandb"].Table(["id", "reply", "reward"], rows)})
 
 
 def print_samples(rollouts, args, title):

@@ -110,7 +110,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1903, "ppo_llm.py": 2073, "sft.py": 1404, "a2c_vecenv.py": 797}  # at most
+LINES = {"grpo_llm.py": 1901, "ppo_llm.py": 2071, "sft.py": 1403, "a2c_vecenv.py": 797}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -781,7 +781,7 @@ def test_tracking_without_its_library_is_one_line(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
-    """The numbers, the validation's samples as a table; and a continued run is the same run there."""
+    """The numbers; and a continued run is the same run there."""
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
     for name, value in dict(MODE="offline", SILENT="true", PROJECT="elsewhere").items():
@@ -793,11 +793,8 @@ def test_tracking_mirrors_the_log_offline(tmp_path, monkeypatch):
         assert code == 0, said
     first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{log_lines(folder)[0]['meta']['run_id']}.wandb"
-    names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"val/sample_table", b"elsewhere")
+    names = (b"val/countdown/pass@1", b"train/reward", b"mismatch/kl", b"elsewhere")
     assert all(name in first.read_bytes() for name in names)
-    tables = [json.loads(path.read_text()) for path in first.parent.rglob("*.table.json")]
-    said = [episode["messages"][-1]["content"] for episode in episodes(folder, "val_step_000002")[0]]
-    assert [row[1] for row in tables[-1]["data"]] == said or said == [row[1] for row in tables[0]["data"]]
     assert validate(folder)["ok"]
 
 
