@@ -277,7 +277,7 @@ def test_a_figure_of_other_code_than_todays_is_named(repository, monkeypatch, ca
     (repository / "s.py").write_text("changed = True\n")
     assert docs_tables.main(["--check"]) == 0
     said = capsys.readouterr().out
-    assert "docs/results/a.csv" in said and "s.py changed since" in said and "b.csv" not in said
+    assert "docs/results/a.csv" in said and "s.py changed since: " in said and "b.csv" not in said
 
 
 @pytest.mark.parametrize("script, page, says", [

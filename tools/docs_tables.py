@@ -17,7 +17,7 @@ A link such as [`gae`](../ppo_llm.py) names what the script must define; it hold
 Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
 
 benchmarks/README.md lists every figure with the commit that it was made at. --check warns of those whose
-scripts have changed since, which is no error.
+scripts have changed since, and in how many lines, which is no error.
 """
 
 from __future__ import annotations
@@ -272,13 +272,18 @@ def figures(root: Path = ROOT) -> list[Figure]:
             for path, commit, sources in FIGURE.findall(page.read_text(encoding="utf-8"))]
 
 
-def changed_since(figure: Figure, root: Path = ROOT) -> list[str]:
-    """The files of a figure's sources that are not as they were; none where git does not know the commit."""
-    command = ["git", "diff", "--name-only", figure.commit, "--", *figure.sources]
+def changed_since(figure: Figure, root: Path = ROOT) -> dict[str, int]:
+    """The files of a figure's sources that are not as they were, with the number of lines added or removed.
+
+    None where git does not know the commit.
+    """
+    command = ["git", "diff", "--numstat", figure.commit, "--", *figure.sources]
     try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.split()
+        lines = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.splitlines()
     except OSError:  # no git
-        return []
+        return {}
+    rows = [line.split("\t", 2) for line in lines]
+    return {path: sum(int(count) for count in counts if count != "-") for *counts, path in rows}  # -: binary
 
 
 def code_lines(text: str) -> Iterator[str]:
@@ -349,7 +354,8 @@ def main(argv: list[str] | None = None) -> int:
     for figure in figures(ROOT) if args.check else ():
         if changed := changed_since(figure, ROOT):
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            print(f"warning: {figure.path} is of {figure.commit}; {changed[0]}{more} changed since")
+            print(f"warning: {figure.path} is of {figure.commit}; {next(iter(changed))}{more} changed since: "
+                  f"{sum(changed.values())} lines")
     return 1 if args.check and stale else 0
 
 
