@@ -71,7 +71,7 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         files = {name: (folder / name).read_bytes() for name in manifest}
-        if wrong := [name for name, data in files.items() if sha256(data) != manifest[name]]:
+        if wrong := [name for name in manifest if sha256(folder / name) != manifest[name]]:
             raise ValueError(f"{wrong[0]} is not what was written")
         state = torch.load(io.BytesIO(files["trainer_state.pt"]), map_location=CPU, weights_only=True)
         return json.loads(files["meta.json"]), state | {"sha256": manifest["trainer_state.pt"]}
