@@ -522,26 +522,13 @@ def pad(rows, value, device, left=False, dtype=torch.long):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-def seed_of(text):
-    """A seed for `uniform` that a text names."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-GAMMA = -0x61c8864680b583eb
-
-
-def uniform(state):
-    """A number in [0, 1) from each row's own state, so that none depends on what is sampled beside it:
-    splitmix64 (Steele et al., OOPSLA 2014, fig. 17), whose state grows by GAMMA from number to number.
-
-    state (B,) int64, which wraps around -> (B,) float64
+def uniform(seeds, count):
+    """Numbers in [0, 1) that come from each seed alone, so that none depends on what is sampled beside it:
+    SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64
     """
-    z = state
-    for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
-        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
-    z = z ^ (z >> 31 & (1 << 33) - 1)
-    return (z >> 11 & (1 << 53) - 1).double() * 2.0**-53
+    data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
+    bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
+    return (bits & 2**53 - 1).double() * 2.0**-53
 
 
 def sample(logits, temperature, uniform):
@@ -553,7 +540,7 @@ def sample(logits, temperature, uniform):
     if temperature:
         # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
         # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
-        cdf = logprobs.double().exp().cumsum(-1)
+        cdf = logprobs.exp().double().cumsum(-1)
         tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         tokens = tokens.clamp(max=cdf.shape[1] - 1)
     else:
@@ -565,14 +552,15 @@ def sample(logits, temperature, uniform):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    seeds: one for each response, which decides its random numbers; without them torch's generator does.
+    seeds: a text or a number for each response, which decides its draws; else torch's generator does.
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
     decoder, head = decoder_and_head(model)
     device, size, unique = model.device, head.out_features, {}
-    seeds = (torch.randint(2**62, (len(prompts),)) if seeds is None else torch.tensor(seeds)).to(device)
+    draws = (torch.rand(len(prompts), max_new_tokens, dtype=torch.float64) if seeds is None
+             else uniform(seeds, max_new_tokens)).to(device)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
@@ -586,15 +574,14 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None)
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        seeds = seeds + GAMMA
-        token, logprob = sample(head(hidden)[row], temperature, uniform(seeds))          # (live,)
+        token, logprob = sample(head(hidden)[row], temperature, draws[live, t])          # (live,)
         ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
         done = done | torch.isin(token, eos)
         ended = int(done.sum())
         if t + 1 == max_new_tokens or ended == len(done):
             break
         if ended > len(done) // 8:
-            live, row, token, seeds, done = (x[~done] for x in (live, row, token, seeds, done))
+            live, row, token, done = (x[~done] for x in (live, row, token, done))
         pairs, row = torch.unique(row * size + token, return_inverse=True)
         parent, tokens = pairs // size, (pairs % size)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
@@ -1173,7 +1160,7 @@ class Player:
     async def reply(self, r):
         """Append the model's reply.  -> its text; None where the length limit cut it off"""
         segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-        seed = seed_of(f"{r.draws} {r.retries} {len(r.turns)}")
+        seed = f"{r.draws} {r.retries} {len(r.turns)}"
         ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
         segment.append(ids, 1, logprobs)
         r.turns.append((len(r.segments) - 1, start, start + len(ids)))
@@ -1779,7 +1766,8 @@ def main(args):
     progress = tqdm(total=args.iterations, initial=iteration, disable=bool(RANK) or None, unit="it")
     rollouts = []
     gc.collect()
-    gc.freeze()  # what is there now stays; the collector, woken by many small lists, need not walk it again
+    gc.freeze()
+    gc.set_threshold(100_000)  # an iteration makes many small lists, which wake the collector for nothing
 
     def save():
         with run.timed("checkpoint"):

@@ -57,7 +57,7 @@ MUTANTS = {
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
-        "the same number at each token": ("seeds = seeds + GAMMA", "pass"),
+        "the same number at each token": ("draws[live, t]", "draws[live, 0]"),
         "the same numbers in a retry": ("{r.retries} {len", "{len"),
         "the same numbers in each iteration": ('"train", drawn + mine.start)', '"train", mine.start)'),
         "dynamic sampling draws again the same": ("task_index(drawn + i", "task_index(cursor + i"),

@@ -1,5 +1,6 @@
 """No random number is used twice: within a rollout, from one to the next, from run to run."""
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ class One(Countdown):
         return envs.Task(f"{split}-{index}", task.source, task.messages, task.data)
 
 
+def checksum(r):
+    """A reward that tells any two replies apart, so that each group carries a signal."""
+    return zlib.crc32(r.messages[-1]["content"].encode()) / 2**32
+
+
 @RL
 def test_the_same_prompt_gets_other_replies_in_each_iteration(script, tmp_path):
     """... of a policy that does not move; and the same ones in each evaluation."""
@@ -55,7 +61,8 @@ def test_minibatches_are_drawn_anew_in_each_epoch_and_iteration(script, tmp_path
     monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
     own = dict(prompts_per_iteration=6) if script is grpo_llm else dict(
         prompts_per_iteration=16, critic="none")
-    train(script, tmp_path / "run", iterations=2, epochs=2, minibatches=2, eval_every=0, eval_tasks=1, **own)
+    train(script, tmp_path / "run", iterations=2, epochs=2, minibatches=2, eval_every=0, eval_tasks=1,
+          temperature=3.0, reward_fn=f"{__file__}:checksum", **own)
     assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
     assert len(set(map(len, drawn))) == 1  # or this would say nothing
 

@@ -268,7 +268,7 @@ GRPO = {
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2),
-    "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.3),
+    "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
                 tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
@@ -313,7 +313,7 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
 
 PPO = {
     "cut": dict(microbatch_tokens=20, beta2=0.9, critic_beta2=0.8, clip=0.05),
-    "turns": dict(TURNS, prompts_per_iteration=5, critic_epochs=1, microbatch_tokens=60, temperature=0.7,
+    "turns": dict(TURNS, prompts_per_iteration=5, critic_epochs=1, microbatch_tokens=60, temperature=0.9,
                   kl_coef=0.1),
     "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, critic_learning_rate=2e-2, kl_coef=0.1),
     "shared": dict(critic="shared", entropy_coef=0.1, critic_warmup=9),  # which is for a critic of its own
@@ -396,7 +396,8 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     """Two, of an odd number, in the order that was drawn."""
     drawn, randperm = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
-    flags = dict(minibatches=2, prompts_per_iteration=5, entropy_coef=0.0)
+    flags = dict(minibatches=2, prompts_per_iteration=5, entropy_coef=0.0, temperature=2.0,
+                 reward_fn="tests/test_draws.py:checksum")
     flags |= dict(critic="none", epochs=1) if script is ppo_llm else {}
     folder = noisy_run(script, tmp_path / "run", monkeypatch, **flags)
     played, _ = episodes(folder, "train_step_000002")
