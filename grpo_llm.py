@@ -71,7 +71,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import envs
-from envs import BadInput
+from envs import BadInput, first_line
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -1421,10 +1421,6 @@ def evaluate(engine, tokenizer, env, args, score):
 
 
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def sha256(data):

@@ -74,7 +74,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
-from envs import BadInput
+from envs import BadInput, first_line
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -912,17 +912,18 @@ def evaluate(model, tokenizer, env, held_out, args):
     if env is None or env.multi_turn:
         return metrics
 
-    tasks = [env.task("test", index) for index in shard(min(args.eval_tasks, env.num_tasks("test")))]
+    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
     prompts, eos = [prompt_tokens(task.messages, tokenizer) for task in tasks], eos_ids(model, tokenizer)
 
     def correct(samples, **sampling):
-        """Of as many responses to each task, the same draws at every evaluation.  -> (tasks, samples)"""
-        torch.manual_seed(args.seed + RANK)
+        """Of as many responses to each task, in batches that the processes share out.  -> (tasks, samples)"""
         # A cached token costs far less memory than a trained one, hence the factor.
         longest = max(map(len, prompts), default=0) + args.max_response_tokens
-        size, scores = max(1, 16 * args.microbatch_tokens // (longest * samples)), []
-        for start in tqdm(range(0, len(prompts), size), "evaluation", leave=False, delay=5,
+        size, scores = min(64, max(1, 16 * args.microbatch_tokens // (longest * samples))), []
+        starts, mine = range(0, len(prompts), size), shard(-(-len(prompts) // size))
+        for start in tqdm(starts[mine.start:mine.stop], "evaluation", leave=False, delay=5,
                           disable=bool(RANK) or None):
+            torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
             part = prompts[start:start + size]
             tokens = pad(part, tokenizer.pad_token_id, model.device, left=True)              # (tasks, P)
             mask = pad([[1] * len(prompt) for prompt in part], 0, model.device, left=True)
@@ -943,7 +944,7 @@ def evaluate(model, tokenizer, env, held_out, args):
     sampled = correct(args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     greedy = correct(1, do_sample=False)
     unshard(model, whole=False)
-    sources = np.array(gather([task.source for task in tasks]))
+    sources = np.array([task.source for task in tasks])
     for source in sorted(set(sources)):
         of = sources == source
         metrics |= {f"val/{source}/pass@1": float(sampled[of].mean()),
@@ -953,10 +954,6 @@ def evaluate(model, tokenizer, env, held_out, args):
 
 
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def sha256(data):

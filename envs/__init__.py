@@ -47,6 +47,11 @@ class BadInput(ValueError):
     """A flag, file, row or option that cannot be used. Its message is the one line that a person reads."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, for the one line of a BadInput."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One problem. JSON-serialisable; `data` is for the verifier and never reaches a prompt."""

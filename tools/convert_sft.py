@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput
+from envs import BadInput, first_line
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -315,10 +315,6 @@ def flush_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def check(args: argparse.Namespace) -> list[Path]:

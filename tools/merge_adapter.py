@@ -35,8 +35,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput
-from tools.convert_sft import first_line, flush_to_disk
+from envs import BadInput, first_line
+from tools.convert_sft import flush_to_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hold_out
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, first_line, hold_out
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
 from envs.code.testing import decides, run_tests
@@ -641,10 +641,6 @@ def load_scenario(row: dict) -> Scenario:
     return Scenario(row["instance_id"], files, row["problem_statement"], row["expected"],
                     row.get("test_command", Scenario.test_command), tuple(tests), row.get("patch", ""),
                     row.get("docker_image", ""), row.get("plain", False))
-
-
-def first_line(error) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # Tiny scenarios: one function of one line, the wrong expression in it, and one call that shows it
