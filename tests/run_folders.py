@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard import FileWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "countdown-tiny")
@@ -233,14 +233,14 @@ def train(script, folder, **flags):
 
 def signal_once(patch, number, step):
     """This process gets the signal while it logs that step for the first time."""
-    add_scalar, left = SummaryWriter.add_scalar, [number]
+    add_summary, left = FileWriter.add_summary, [number]
 
-    def signalled(writer, name, value, at):
+    def signalled(writer, summary, at):
         if at == step and left:
             os.kill(os.getpid(), left.pop())
-        add_scalar(writer, name, value, at)
+        add_summary(writer, summary, at)
 
-    patch.setattr(SummaryWriter, "add_scalar", signalled)
+    patch.setattr(FileWriter, "add_summary", signalled)
 
 
 def same_end(one, other, step=LAST):
