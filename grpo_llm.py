@@ -549,7 +549,7 @@ def sample(logits, temperature, uniform):
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 

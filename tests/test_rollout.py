@@ -91,8 +91,8 @@ def test_sampling_follows_the_softmax(random_llama, countdown_tiny):
     """Counts of the first two tokens against the model's own probabilities: chi-square, five deviations."""
     model, tokenizer = random_llama(vocab_size=7, seed=3), countdown_tiny[1]
     temperature, draws, prompts = 1.5, 6000, [[3], [5, 4, 6]]
-    torch.manual_seed(1)
-    replies = grpo_llm.generate(model, [p for p in prompts for _ in range(draws)], 2, temperature, tokenizer)
+    replies = grpo_llm.generate(model, [p for p in prompts for _ in range(draws)], 2, temperature, tokenizer,
+                                range(2 * draws))
 
     @torch.no_grad()
     def next_token(ids):
