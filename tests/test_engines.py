@@ -196,6 +196,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
     assert list(newest.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_each_request_in_flight_keeps_its_connection(stand_in, tmp_path, caplog):
     train(grpo_llm, tmp_path / "run", **asking(stand_in()), iterations=1, prompts_per_iteration=24)
     assert "Connection pool is full" not in caplog.text

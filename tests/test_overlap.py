@@ -96,6 +96,7 @@ def test_without_staleness_all_is_as_in_grpo_llm(case, stand_in, tmp_path):  # n
     assert staleness(other) == 2 * [(0.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_to_the_cap(
         stand_in, tmp_path):  # noqa: F811
     """The third iteration, replayed from the checkpoints before and after it; small passes take long."""
@@ -118,6 +119,7 @@ def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_t
         assert record[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-9), name
 
 
+@pytest.mark.slow
 def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_continues(
         stand_in, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.syspath_prepend(variants()["grpo_overlap.py"].parent)
