@@ -293,14 +293,6 @@ def all_rows(rows, env):
     return all_reduce(nn.functional.pad(rows, env.others))  # x + 0 is x, whatever the order of the sum
 
 
-def sum_gradients(agent):
-    """Over processes, by one sum of one flat tensor."""
-    grads = [weight.grad for weight in agent.parameters()]
-    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]))
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))  # channels_last stays so
-
-
 # Rollout and evaluation
 
 
@@ -586,8 +578,7 @@ class Run:
             if not np.all(np.isfinite(value)):
                 raise FloatingPointError(f"{name} is {value}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
-            scalars = [Summary.Value(tag=name, simple_value=value)
-                       for name, value in values.items() if not isinstance(value, list)]
+            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
@@ -707,8 +698,11 @@ def main(args):
             (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
             batch["grad_norm"] = torch.zeros_like(loss)
             if iteration % args.update_every == 0:
-                if UNDER_TORCHRUN:
-                    sum_gradients(agent)
+                if UNDER_TORCHRUN:  # one sum of one flat tensor
+                    grads = [weight.grad for weight in agent.parameters()]
+                    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]))
+                    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                        grad.copy_(part.view_as(grad))  # channels_last stays so
                 batch["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.param_groups[0]["lr"] = args.learning_rate * left
                 optimizer.step()

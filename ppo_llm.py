@@ -1715,8 +1715,7 @@ class Run:
             if not np.all(np.isfinite(value)):
                 raise FloatingPointError(f"{name} is {value}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
-            scalars = [Summary.Value(tag=name, simple_value=value)
-                       for name, value in values.items() if not isinstance(value, list)]
+            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
@@ -1912,7 +1911,7 @@ def main(args):
     progress = tqdm(total=args.iterations, initial=iteration, disable=bool(RANK) or None, unit="it")
     rollouts = []
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is there now stays, and is not walked again
     gc.set_threshold(100_000)  # an iteration makes many small lists, which wake the collector for nothing
 
     def save():

@@ -918,11 +918,11 @@ def evaluate(model, tokenizer, env, held_out, args):
 
     def correct(samples, **sampling):
         """Of as many responses to each task, in batches that the processes share out.  -> (tasks, samples)"""
-        # A cached token costs far less memory than a trained one, hence the factor.
+        # A cached token costs far less memory than a trained one, hence the factor; 64, or few would share.
         longest = max(map(len, prompts), default=0) + args.max_response_tokens
-        size, scores = min(64, max(1, 16 * args.microbatch_tokens // (longest * samples))), []
-        starts, mine = range(0, len(prompts), size), shard(-(-len(prompts) // size))
-        for start in tqdm(starts[mine.start:mine.stop], "evaluation", leave=False, delay=5,
+        size = min(64, max(1, 16 * args.microbatch_tokens // (longest * samples)))
+        starts, scores = range(0, len(prompts), size), []
+        for start in tqdm([starts[index] for index in shard(len(starts))], "evaluation", leave=False, delay=5,
                           disable=bool(RANK) or None):
             torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
             part = prompts[start:start + size]
@@ -1118,8 +1118,7 @@ class Run:
             if not np.all(np.isfinite(value)):
                 raise FloatingPointError(f"{name} is {value}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
-            scalars = [Summary.Value(tag=name, simple_value=value)
-                       for name, value in values.items() if not isinstance(value, list)]
+            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
         self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
         self.times, self.since = {}, (wall, processor, env_steps)
