@@ -467,7 +467,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = tracker = state = checkpoint = None
+    log = writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -534,10 +534,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                self.tracker = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                    id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                    sync_tensorboard=True)
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
+                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
+                           sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]

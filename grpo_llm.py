@@ -90,10 +90,8 @@ class Args:
 
     # Model
     model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
-    # the tokenizer's; plain: the bare text of the messages; or a file with a Jinja template
-    chat_template: str = "model"
-    # arithmetic of the forward and backward pass; trained weights and AdamW's moments stay float32
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
     lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
@@ -107,14 +105,12 @@ class Args:
 
     # The three sizes
     prompts_per_iteration: Count = 64  # different prompts in an iteration
-    # responses sampled per prompt; the group is the baseline, so at least 2
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2)] = 8  # responses sampled per prompt; a group is its baseline
     microbatch_tokens: Count = 4096  # response tokens per pass [tokens]; changes memory, never the gradient
 
     # Rollout
     max_response_tokens: Count = 16  # longest reply in one turn, eos included [tokens]
-    # longest prompt and response together; a longer history loses its oldest turns in a new segment [tokens]
-    max_context_tokens: Count = 4096
+    max_context_tokens: Count = 4096  # of prompt and response; a longer history loses old turns [tokens]
     temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it too
     dynamic_sampling: Whole = 0  # extra rounds of prompts, at most, until enough groups carry a signal (DAPO)
     max_concurrent: Whole = 0  # episodes in play at once, their sub-agents not counted; 0: all
@@ -130,8 +126,7 @@ class Args:
     learning_rate: Positive = 5e-4  # peak learning rate of AdamW
     warmup_iterations: Whole = 10  # linear warm-up [iterations]
     final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
-    # AdamW's second decay rate; the first is 0.9, and there is no weight decay
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
     max_grad_norm: Positive = 1.0  # gradient clipping, by global norm
 
     # Loss
@@ -970,15 +965,13 @@ class Rollout:
     @property
     def num_generated(self) -> int:
         """Tokens that the policy chose, its sub-agents' included."""
-        return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
+        return sum(end - start for member in self.family for _, start, end in member.turns)
 
 
 # done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
 # --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
 TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
-ENV_THREADS = 8  # calls at once of an environment that waits for something
 EPISODE_RETRIES = 2  # times that an episode whose environment fails is played again from its start
-CLOSING = 10.0  # longest wait for an environment that is being closed [s]
 
 
 def episode_reward(rollout: Rollout) -> float:
@@ -1077,7 +1070,7 @@ class Player:
 
     def __init__(self, engine, tokenizer, env, args, temperature):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
-        self.temperature, self.threads = temperature, asyncio.Semaphore(ENV_THREADS)
+        self.temperature, self.call = temperature, envs.Calls(env)
         self.prompts, self.texts = {}, {}  # of tasks, and of replies: many are alike
 
     async def play_all(self, rollouts):
@@ -1086,14 +1079,17 @@ class Player:
         self.engine.playing = self.args.max_concurrent or len(rollouts)
 
         async def worker():
-            for r in queue:
-                await self.play(r)
-                bar.update()
-            self.engine.playing -= 1
-            self.engine.changed.set()
+            try:
+                for r in queue:
+                    await self.play(r)
+                    bar.update()
+            finally:
+                self.engine.playing -= 1
+                self.engine.changed.set()
 
         async def work():
-            await asyncio.gather(*(worker() for _ in range(self.engine.playing)))
+            for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing)]:
+                await task
 
         tasks = [asyncio.create_task(work()), asyncio.create_task(self.engine.serve())]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -1129,7 +1125,7 @@ class Player:
             return "error"
         finally:
             if episode and not given:
-                await self.close([episode])
+                await self.call.close([episode])
 
     async def play_turns(self, r, episode):
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
@@ -1190,24 +1186,8 @@ class Player:
                 for child, episode in zip(children, episodes, strict=True):
                     group.create_task(self.play(child, episode)).add_done_callback(ended)
         finally:
-            await self.close(episodes)
+            await self.call.close(episodes)
         return [child.last_reply for child in children]
-
-    async def call(self, method, *given):
-        """What an environment does, in a thread where it waits for something."""
-        if not self.env.blocking:
-            return method(*given)
-        async with self.threads:
-            return await envs.in_thread(method, *given)
-
-    async def close(self, episodes):
-        """What episodes leave behind must not end the run, nor hold it up."""
-        if not self.env.blocking:
-            for episode in episodes:
-                envs.close(episode)
-        else:
-            closing = [asyncio.create_task(envs.in_thread(envs.close, episode)) for episode in episodes]
-            await asyncio.wait(closing, timeout=CLOSING)
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1474,7 +1454,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = tracker = state = checkpoint = None
+    log = writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -1541,10 +1521,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                self.tracker = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                    id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                    sync_tensorboard=True)
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
+                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
+                           sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
@@ -1692,14 +1671,16 @@ def print_samples(rollouts, args, title):
 
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
-    return {f"{name}/{of.__name__}": float(of(values)) if values else 0.0 for of in (np.mean, np.max, np.min)}
+    values = np.array(values or [0.0])
+    return {f"{name}/{of.__name__}": float(of(values)) for of in (np.mean, np.max, np.min)}
 
 
-def rollout_metrics(rollouts, seconds):
+def rollout_metrics(rollouts, throughput):
     """What the log says of an iteration's episodes; those whose environment failed are but counted."""
     played = [r for r in rollouts if r.termination != "error"]
     rewards, num_played = [r.reward for r in played], max(len(played), 1)
-    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
+    ends = collections.Counter(r.termination for r in rollouts)
+    shares = {end: ends[end] / len(rollouts) for end in TERMINATIONS}
     return {
         "train/reward": sum(rewards) / num_played,
         "train/pass@1": sum(r.correct for r in played) / num_played,
@@ -1707,8 +1688,8 @@ def rollout_metrics(rollouts, seconds):
         **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
         "response_length/clip_ratio": shares["length"] + shares["context"],
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
-        "rollout/throughput": sum(r.num_generated for r in rollouts) / seconds,
-        "rollout/finished": shares["done"], "rollout/retries": sum(r.retries for r in rollouts),
+        "rollout/throughput": throughput, "rollout/finished": shares["done"],
+        "rollout/retries": sum(r.retries for r in rollouts),
         "rollout/turns": sum(len(r.turns) for r in played) / num_played,
         "rollout/segments": sum(len(r.segments) for r in played) / num_played,
         "rollout/sub_agents": sum(len(r.family) - 1 for r in played) / num_played,
@@ -1843,12 +1824,13 @@ def main(args):
 
             # 5. What the log says of the iteration, of all processes.
             rollouts, iteration, cursor = gather(rollouts), iteration + 1, drawn
+            generated = sum(r.num_generated for r in rollouts)
             run.counters = dict(iteration=iteration, opt_steps=run.counters["opt_steps"] + steps,
-                                env_steps=run.counters["env_steps"] + sum(r.num_generated for r in rollouts))
+                                env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
             submitted = len(rollouts) // args.group_size
-            metrics = rollout_metrics(rollouts, run.times["rollout"]) | numbers
+            metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
             metrics |= spread("critic/advantages", trained) | spread("critic/returns", trained)
             metrics |= {"train/learning_rate": learning_rate(iteration, args),
                         "train/global_step": run.counters["opt_steps"], "rollout/groups_submitted": submitted,

@@ -97,8 +97,7 @@ class Args:
     prompt_key: str = "prompt"  # column with the prompt (a text, or a list of chat messages)
     response_key: str = "response"  # column with the response (a text)
     messages_key: str = ""  # column with conversations, in place of the two: assistant turns are learned
-    # the tokenizer's; plain: the bare text of the messages; or a file with a Jinja template
-    chat_template: str = "model"
+    chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
     val_ratio: Share = 0.1  # share of the training rows held out where none are given for val/loss; 0: none
     on_bad_row: Literal["error", "skip"] = "error"  # a malformed one ends the run, by name, or is left out
     max_length: Count = 2048  # longest row; a longer game's later turns begin rows of their own [tokens]
@@ -1007,7 +1006,7 @@ class Run:
     writes; the others hold a copy, for its numbers.
     """
 
-    log = writer = tracker = state = checkpoint = None
+    log = writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
@@ -1074,10 +1073,9 @@ class Run:
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
                 import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                self.tracker = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                    id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                    sync_tensorboard=True)
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
+                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
+                           sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]

@@ -177,6 +177,29 @@ async def in_thread(function: typing.Callable, *given):
         raise
 
 
+class Calls:
+    """Awaits what an environment does: in threads, some at a time, where it is `blocking`."""
+
+    def __init__(self, env: Env, threads: int = 8, longest_close: float = 10.0):
+        """threads: calls at once. longest_close: how long the closing of an episode is waited for [s]."""
+        self.blocking, self.longest_close, self.free = env.blocking, longest_close, asyncio.Semaphore(threads)
+
+    async def __call__(self, method: typing.Callable, *given):
+        if not self.blocking:
+            return method(*given)
+        async with self.free:
+            return await in_thread(method, *given)
+
+    async def close(self, episodes: list[Episode]) -> None:
+        """What episodes leave behind must not end the run, nor hold it up."""
+        if self.blocking:
+            closing = [asyncio.create_task(in_thread(close, episode)) for episode in episodes]
+            await asyncio.wait(closing, timeout=self.longest_close)
+        else:
+            for episode in episodes:
+                close(episode)
+
+
 def final_part(reply: str) -> str:
     """What follows the last </think>, at most MAX_REPLY characters from its end; nothing while one thinks."""
     text = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
