@@ -611,7 +611,7 @@ class GrowingLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         if self.buffer is None or end > self.buffer.shape[-2]:
             batch, heads, _, dim = key_states.shape
-            buffer = key_states.new_empty(2, batch, heads, end + max(16, end // 2), dim)
+            buffer = key_states.new_empty(2, batch, heads, end + max(8, end // 2), dim)
             if start:
                 buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values
             self.buffer = buffer
@@ -998,7 +998,7 @@ def render(messages, tokenizer, args):
 def encode_prompt(text, tokenizer, args):
     if len(text) > 100 * args.max_context_tokens:
         return [tokenizer.pad_token_id] * args.max_context_tokens  # megabytes do not fit, and take long
-    return tokenizer(text, add_special_tokens=args.chat_template == "plain").input_ids
+    return tokenizer.encode(text, add_special_tokens=args.chat_template == "plain")
 
 
 def check_prompts(env, tokenizer, args):

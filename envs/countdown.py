@@ -764,16 +764,21 @@ INTEGER = "(0|[1-9][0-9]*)"
 STEP = re.compile(rf"[ \t\r\n]*{INTEGER}[ \t]*([-+*/])[ \t]*{INTEGER}[ \t]*=[ \t]*{INTEGER}[ \t\r\n]*")
 
 
+@functools.lru_cache(4096)  # many replies to a problem are the same
+def read_steps(text) -> tuple[tuple[int, str, int, int], ...]:
+    """(a, op, b, c) of each step of `a op b = c; ...`; none where the text is not of that form."""
+    found = [STEP.fullmatch(part) for part in text.split(";")]
+    if not all(found):
+        return ()
+    steps = tuple((int(a), op, int(b), int(c)) for a, op, b, c in (match.groups() for match in found))
+    return () if any(op == "/" and b == 0 for _, op, b, _ in steps) else steps
+
+
 def judge_steps(reply, nums, target, config) -> tuple[bool, bool]:
     """(format, correct) of `a op b = c; ...`, after the last | if there is one."""
     start = reply.rfind("|") + 1
-    if len(reply) - start > MAX_ANSWER:
-        return False, False
-    found = [STEP.fullmatch(part) for part in reply[start:].split(";")]
-    if not all(found):
-        return False, False
-    steps = [(int(a), op, int(b), int(result)) for a, op, b, result in (match.groups() for match in found)]
-    if any(op == "/" and b == 0 for _, op, b, _ in steps):
+    steps = read_steps(reply[start:]) if len(reply) - start <= MAX_ANSWER else ()
+    if not steps:
         return False, False
     pool = list(nums)
     for a, op, b, result in steps:
