@@ -1089,7 +1089,7 @@ class Player:
 
         async def work():
             for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing)]:
-                await task
+                await task  # in turn; gather would wake up for each
 
         tasks = [asyncio.create_task(work()), asyncio.create_task(self.engine.serve())]
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
