@@ -7,6 +7,7 @@ import copy
 import csv
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -19,21 +20,8 @@ import pytest
 
 from tests.run_folders import ROOT, slow_but, write_jsonl
 from tools import plot_train_log
-from tools.validate_train_log import (
-    COMMON,
-    COUNTERS,
-    ERROR,
-    FAMILIES,
-    META,
-    META_A2C,
-    META_LLM,
-    META_ROM,
-    REQUIRED,
-    RESUME,
-    known,
-    name_of,
-    validate,
-)
+from tools import validate_train_log as contract
+from tools.validate_train_log import known, name_of, validate
 
 DATA = ROOT / "tests" / "data"
 ALGOS = ("sft", "ppo", "grpo", "a2c")
@@ -109,14 +97,14 @@ def test_every_required_key_is_missed(algo, tmp_path):
     resume = next(index for index, line in enumerate(lines, start=1) if "resume" in line)
     del lines[RECORD:resume - 1], lines[RECORD + 3:]  # the others are alike, and take their time
     resume = RECORD + 1
-    of_meta = META | (META_A2C if algo == "a2c" else META_LLM)
+    of_meta = contract.META | (contract.META_A2C if algo == "a2c" else contract.META_LLM)
     cases = [(1, key, f"meta.{key}") for key in of_meta]
-    cases += [(RECORD, key, key) for key in COMMON | REQUIRED[algo]]
-    cases += [(resume, key, f"resume.{key}") for key in RESUME]
+    cases += [(RECORD, key, key) for key in contract.COMMON | contract.REQUIRED[algo]]
+    cases += [(resume, key, f"resume.{key}") for key in contract.RESUME]
     for line, key, field in cases:
         path = write_jsonl(tmp_path / "log.jsonl", rewritten(lines, line, **{key: DROP}))
         assert (line, field) in complaints(path), key
-    for family, pattern in FAMILIES[algo].items():
+    for family, pattern in contract.FAMILIES[algo].items():
         gone = {key: DROP for key in lines[RECORD - 1] if re.fullmatch(pattern, key)}
         path = write_jsonl(tmp_path / "log.jsonl", rewritten(lines, RECORD, **gone))
         assert (RECORD, family) in complaints(path)
@@ -126,7 +114,7 @@ def test_every_required_key_is_missed(algo, tmp_path):
 def test_every_required_key_has_a_type(algo, tmp_path):
     """true, text, a list, an object and null are no numbers; NaN and infinity are not finite."""
     lines = sample_log(algo)
-    keys = [key for key, kind in (COMMON | REQUIRED[algo]).items() if kind != "text"]
+    keys = [key for key, kind in (contract.COMMON | contract.REQUIRED[algo]).items() if kind != "text"]
     for value in (True, "1", [1.5], {}, None, math.nan, math.inf, -math.inf):
         path = write_jsonl(tmp_path / "log.jsonl", rewritten(lines, RECORD, **dict.fromkeys(keys, value)))
         assert set(keys) <= {field for line, field in complaints(path) if line == RECORD}, value
@@ -143,10 +131,10 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     ("a2c", RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
     ("a2c", RECORD, {"dist_p10": 0.9}, "dist_p10"),
 
-    *((algo, 5, {key: 0}, key) for algo in ALGOS for key in COUNTERS),
+    *((algo, 5, {key: 0}, key) for algo in ALGOS for key in contract.COUNTERS),
     ("grpo", 5, {"wall_time_s": 0.01}, "wall_time_s"),
-    *(("grpo", RECORD, {key: -1}, key) for key in (*COUNTERS, "wall_time_s", "sps")),
-    *(("grpo", RECORD, {key: 5.5}, key) for key in (*COUNTERS, "train/global_step")),
+    *(("grpo", RECORD, {key: -1}, key) for key in (*contract.COUNTERS, "wall_time_s", "sps")),
+    *(("grpo", RECORD, {key: 5.5}, key) for key in (*contract.COUNTERS, "train/global_step")),
     ("grpo", RECORD, {"run_id": "another"}, "run_id"),
     ("grpo", RECORD, {"opt_steps": 5}, "trace_id"),
     ("grpo", RECORD, {"note": {"deep": [1, {"er": math.nan}]}}, "note.deep.er"),
@@ -166,7 +154,7 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     ("a2c", 1, {"rom_path": "x.gb"}, "meta.rom_sha256"),
     ("a2c", 1, ROM | {"rom_sha256": None}, "meta.rom_sha256"),
 
-    *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in COUNTERS),
+    *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in contract.COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
     ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),
     ("grpo", ERROR_LINE, {"trace_id": "no number"}, "trace_id"),
@@ -251,7 +239,8 @@ def test_nothing_that_a_file_holds_raises(tmp_path):
 def test_the_docs_name_every_key():
     """docs/train_log.md is written by hand, but for the tables of metrics, which are made from METRICS."""
     names = set(re.findall(r"[\w/@<>]+", (ROOT / "docs" / "train_log.md").read_text()))
-    keys = {*META, *META_A2C, *META_LLM, *META_ROM, *RESUME, *ERROR, *COMMON, *FAMILIES["grpo"]}
+    keys = {*contract.META, *contract.META_A2C, *contract.META_LLM, *contract.META_ROM, *contract.RESUME,
+            *contract.ERROR, *contract.COMMON, *contract.FAMILIES["grpo"]}
     assert keys - names == set()
 
 
@@ -272,6 +261,13 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
         done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (code, "")
         assert json.loads(done.stdout)["ok"] is (code == 0)
+
+    reader, writer = os.pipe()
+    os.close(reader)  # who reads the verdict may stop before its end, as `| head -2` does
+    done = subprocess.run([*command, DATA / "grpo.jsonl"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE,
+                          timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import re
 import sys
 from datetime import datetime, timedelta
@@ -617,7 +618,10 @@ def main() -> int:
     parser.add_argument("--strict", action="store_true", help="a cut-off last line fails too")
     args = parser.parse_args()
     verdict = validate(args.log, strict=args.strict)
-    print(json.dumps(verdict, indent=2))
+    try:
+        print(json.dumps(verdict, indent=2), flush=True)
+    except BrokenPipeError:  # `| head` has read enough; nor shall the interpreter's last flush complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if verdict["ok"] else 1
 
 
