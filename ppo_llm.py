@@ -348,17 +348,6 @@ def learning_rate(peak, iteration, start, args):
     return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
 
 
-def task_index(cursor, seed, num_tasks):
-    """The cursor-th task of training: a new permutation of all tasks in each epoch."""
-    epoch, offset = divmod(cursor, num_tasks)
-    return int(permutation(seed * 1_000_003 + epoch, num_tasks)[offset])
-
-
-@functools.lru_cache(2)
-def permutation(seed, size):
-    return np.random.default_rng(seed).permutation(size)
-
-
 # Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2), plays its share
 # of the episodes and trains on what it played.
 
@@ -563,21 +552,22 @@ def uniform(seeds, count):
     return (bits & 2**53 - 1).double() * 2.0**-53
 
 
-def sample(logits, temperature, uniform):
-    """A token from each row of logits (B, V), the likeliest at temperature 0.  -> tokens, logprobs (B,).
+def sample(logits, row, temperature, uniform):
+    """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
 
-    uniform (B,) float64 in [0, 1): a random number for each row.
+    logits (rows, V), of which a response reads those of its `row` (B,); uniform (B,) float64 in [0, 1): a
+    random number for each response.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)          # (rows, V)
     if temperature:
         # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
-        # number a row instead of V; in float64, since the tail of a large vocabulary drowns in float32 sums.
-        cdf = logprobs.exp().double().cumsum(-1)
+        # number a response instead of V; in float64, since the tail of a large vocabulary drowns in float32.
+        cdf = logprobs.exp().double().cumsum(-1)[row]                                    # (B, V)
         tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        tokens = tokens.clamp(max=cdf.shape[1] - 1)
+        tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
     else:
-        tokens = logprobs.argmax(-1, keepdim=True)                                       # (B, 1)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+        tokens = logprobs.argmax(-1)[row]
+    return tokens, logprobs[row, tokens]
 
 
 @torch.inference_mode()
@@ -606,7 +596,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None)
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        token, logprob = sample(head(hidden)[row], temperature, draws[live, t])          # (live,)
+        token, logprob = sample(head(hidden), row, temperature, draws[live, t])          # (live,)
         ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
         done = done | torch.isin(token, eos)
         ended = int(done.sum())
@@ -1089,8 +1079,7 @@ def encode_prompt(text, tokenizer, args):
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model that cannot read the tasks of the first iteration."""
-    count = env.num_tasks("train")
-    tasks = [env.task("train", task_index(i, args.seed, count)) for i in range(args.prompts_per_iteration)]
+    tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
     try:
         prompts = [encode_prompt(render(task.messages, tokenizer, args), tokenizer, args) for task in tasks]
     except Exception as error:  # a template is a program
@@ -1949,8 +1938,7 @@ def main(args):
             # 2. Rollout: group_size responses to each prompt, from the current policy.
             mine = shard(args.prompts_per_iteration)
             with run.timed("rollout"):
-                tasks = [env.task("train", task_index(cursor + i, args.seed, env.num_tasks("train")))
-                         for i in mine]
+                tasks = [env.training_task(cursor + i, args.seed) for i in mine]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
                                    score, "train", cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)

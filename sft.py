@@ -262,17 +262,6 @@ def parameter_groups(model, weight_decay):
     return [group for group in groups if group["params"]]
 
 
-def task_index(cursor, seed, num_tasks):
-    """The cursor-th task of training: a new permutation of all tasks in each epoch."""
-    epoch, offset = divmod(cursor, num_tasks)
-    return int(permutation(seed * 1_000_003 + epoch, num_tasks)[offset])
-
-
-@functools.lru_cache(2)
-def permutation(seed, size):
-    return np.random.default_rng(seed).permutation(size)
-
-
 # Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2) and learns from
 # its share of the rows.
 
@@ -788,7 +777,7 @@ def examples_of_rows(args, tokenizer, eos, run):
         val_row, num_val = read("val")
         held_out = [val_row(index) for index in range(min(num_val, args.eval_tasks))]
         return lambda index: [row(index)], num_rows, held_out, dict(counts)
-    order = permutation(args.seed, num_rows)
+    order = np.random.default_rng(args.seed).permutation(num_rows)
     num_val = min(max(1, round(args.val_ratio * num_rows)), num_rows - 1) if args.val_ratio else 0
     kept, held_out = order[num_val:], [row(index) for index in order[:num_val][:args.eval_tasks]]
     return lambda index: [row(kept[index])], len(kept), held_out, dict(counts)
@@ -1326,7 +1315,7 @@ def main(args):
             step += 1
             with run.timed("update"):
                 places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
-                rows = [row for place in places for row in example(task_index(place, args.seed, num_rows))]
+                rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
                 passes = my_batches(rows, args, tokenizer.pad_token_id, model)
                 num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
                     sum(len(ids) for ids, _ in rows), count_targets(rows),

@@ -216,7 +216,7 @@ def compare(options, mode, size_name, sides, seed, blocks):
     job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model="models/countdown-tiny")
     args, env = our_args(job), envs.make("countdown")
     job["flags"] = dataclasses.asdict(args)
-    job["tasks"] = [grpo_llm.task_index(cursor, seed, env.num_tasks("train"))
+    job["tasks"] = [envs.shuffled(cursor, seed, env.num_tasks("train"))
                     for cursor in range(size[0] * job["iterations"])]
     tokenizer = grpo_llm.load_tokenizer(args)
     texts = [grpo_llm.render(env.task("train", index).messages, tokenizer, args)

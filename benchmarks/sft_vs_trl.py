@@ -264,7 +264,9 @@ def steps_of_block(side):
 
 def compare(options, mode, sides):
     """Let the sides take turns through the blocks.  -> rows of the CSV, those of the warm-up too."""
-    import sft
+    import numpy as np
+
+    import envs
     blocks = 1 + options.repeats
     num_rows = blocks * BLOCK * ROWS
     started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
@@ -274,8 +276,8 @@ def compare(options, mode, sides):
         lengths = [len(ids) for ids, _ in coded]
         print(f"{num_rows} rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.1f} "
               f"on average; {sum(sum(mask) for _, mask in coded) / sum(lengths):.0%} responses")
-        held = sft.permutation(SEED, num_rows)  # the order of ours, so that TRL reads the same in each step
-        order = [int(held[sft.task_index(i, SEED, num_rows)]) for i in range(num_rows)]
+        held = np.random.default_rng(SEED).permutation(num_rows)  # as sft.py does, so that TRL reads the same
+        order = [int(held[envs.shuffled(i, SEED, num_rows)]) for i in range(num_rows)]
         (folder / "ordered.jsonl").write_text("".join(json.dumps(texts[i]) + "\n" for i in order))
         known = set(map(digest, coded))
         for side in sides:

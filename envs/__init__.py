@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +28,8 @@ import typing
 import warnings
 import zlib
 from pathlib import Path
+
+import numpy as np
 
 Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
 
@@ -116,6 +119,10 @@ class Env:
         """The same index gives the same task, on every machine and in any order."""
         raise NotImplementedError
 
+    def training_task(self, cursor: int, seed: int) -> Task:
+        """The cursor-th task of training: a new permutation of all tasks in each epoch."""
+        return self.task("train", shuffled(cursor, seed, self.num_tasks("train")))
+
     def start(self, task: Task, seed: int) -> Episode:
         """A new attempt. Its randomness comes from (seed, task.id): a reply scored twice scores the same."""
         raise NotImplementedError
@@ -198,6 +205,17 @@ class Calls:
         else:
             for episode in episodes:
                 close(episode)
+
+
+def shuffled(cursor: int, seed: int, size: int) -> int:
+    """The cursor-th number of training, of range(size): a new permutation of all in each epoch."""
+    epoch, offset = divmod(cursor, size)
+    return int(_permutation(seed * 1_000_003 + epoch, size)[offset])
+
+
+@functools.lru_cache(2)
+def _permutation(seed: int, size: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(size)
 
 
 def final_part(reply: str) -> str:

@@ -65,10 +65,3 @@ def test_minibatches_are_drawn_anew_in_each_epoch_and_iteration(script, tmp_path
           temperature=3.0, reward_fn=f"{__file__}:checksum", **own)
     assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
     assert len(set(map(len, drawn))) == 1  # or this would say nothing
-
-
-def test_tasks_come_in_a_new_order_in_each_epoch():
-    first, second = ([grpo_llm.task_index(i + 10 * e, 1, 10) for i in range(10)] for e in range(2))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-    assert [grpo_llm.task_index(i, 2, 10) for i in range(10)] != first

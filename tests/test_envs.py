@@ -59,3 +59,13 @@ def test_an_environment_says_whether_its_steps_wait(name, options, blocking):
 @pytest.mark.parametrize("text, value", [("True", True), ("false", False), ("1", True), ("0", False)])
 def test_what_a_flag_says_of_yes_and_no(text, value):
     assert envs.make("countdown", difficulty=text).config.difficulty is value
+
+
+def test_tasks_come_in_a_new_order_in_each_epoch():
+    first, second = ([envs.shuffled(i + 10 * e, 1, 10) for i in range(10)] for e in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert [envs.shuffled(i, 2, 10) for i in range(10)] != first
+    env = envs.make("countdown")
+    count = env.num_tasks("train")
+    assert env.training_task(count + 3, 7) == env.task("train", envs.shuffled(count + 3, 7, count))

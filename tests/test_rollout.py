@@ -115,7 +115,8 @@ def test_a_token_of_probability_zero_is_never_sampled():
     no = -math.inf
     rows = torch.tensor([[no, 1.0, no, 0.5, no], [0.0, no, 0.0, no, no], [no, no, no, no, 9.0]])
     for uniform, expected in ((0.0, [1, 0, 4]), (0.3, [1, 0, 4]), (1 - 2**-53, [3, 2, 4])):
-        tokens, logprobs = grpo_llm.sample(rows, 1.0, torch.full((3,), uniform, dtype=torch.float64))
+        numbers = torch.full((3,), uniform, dtype=torch.float64)
+        tokens, logprobs = grpo_llm.sample(rows, torch.arange(3), 1.0, numbers)
         assert tokens.tolist() == expected and logprobs.isfinite().all()
 
 
@@ -124,7 +125,7 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_in_proportion():
     logits = torch.full((1, 200_001), 0.0)
     logits[0, 0] = math.log(200_000)
     uniform = torch.tensor([0.25, 0.499, 0.50001, 0.75, 0.9, 0.99999], dtype=torch.float64)
-    tokens, _ = grpo_llm.sample(logits.expand(len(uniform), -1), 1.0, uniform)
+    tokens, _ = grpo_llm.sample(logits, torch.zeros_like(uniform).long(), 1.0, uniform)
     expected = [max(0, 1 + int((u - 0.5) * 400_000)) for u in uniform.tolist()]
     assert tokens.tolist() == pytest.approx(expected, abs=2)
 

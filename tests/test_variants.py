@@ -207,7 +207,7 @@ def test_draws_follow_what_the_episodes_have_earned(tmp_path):
     script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | dict(
         iterations=3, pool=6, dynamic_sampling=1, env_kwargs=("test_tasks=32",), run_dir=str(folder))))
     env = envs.make("countdown")
-    ids = [env.task("train", script.task_index(place, 1, env.num_tasks("train"))).id for place in range(6)]
+    ids = [env.training_task(place, 1).id for place in range(6)]
     solved, played, cursor = collections.Counter(), collections.Counter(), 0
     for iteration in (1, 2, 3):
         found, _ = episodes(folder, f"train_step_{iteration:06d}")
