@@ -358,7 +358,7 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
     ("{{ m.more | tojson }}", "recursion"), ("\ud800", "refuses it")])  # half a character
 def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said):
     """Fields beyond role and content are as the data has them, and a template takes them for granted."""
-    deep = functools.reduce(lambda inner, _: [inner], range(5_000), [])
+    deep = functools.reduce(lambda inner, _: [inner], range(50_000), [])
     template = "{% for m in messages %}{{ m.content }}" + words + "<|im_end|>{% endfor %}"
     tokenizer, messages = byte_tokenizer(template, "<|im_end|>"), [user("a") | {"more": deep}]
     chat = {"m": [*messages, assistant("b")]}
