@@ -112,8 +112,7 @@ class Args:
     lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
-    # folder of the finished model or adapter (default: model/ in the run's); what was there: <name>.previous
-    output_dir: str = ""
+    output_dir: str = ""  # folder of the finished model or adapter (default: model/ in the run's)
 
     # Sizes
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
@@ -1165,53 +1164,6 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
-def json_bytes(value):
-    """JSON has no NaN and no infinity: null in their place."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)).encode()
-
-
-MODEL_CARD = """---
-library_name: transformers
----
-# {name}
-
-{kind} of {parameters:,} trained weights, made in {steps:,} steps by
-
-    {command}
-
-at commit {commit}. At its end (val: held out):
-
-| metric | value |
-|---|---|
-"""
-
-
-def export(write, folder, num_weights, run, args):
-    """Write the finished model or adapter with its card; what was there becomes <name>.previous."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    previous = folder.with_name(f"{folder.name}.previous")
-    shutil.rmtree(temporary, ignore_errors=True)
-    write(temporary)
-
-    log = [json.loads(line) for line in (run.dir / "train_log.jsonl").read_text().splitlines()]
-    last = [line for line in log if "val/loss" in line or "train/loss" in line][-1]
-    card = MODEL_CARD.format(
-        name=folder.name, kind=f"A LoRA adapter for `{args.model}`" if args.lora else "A language model",
-        parameters=num_weights, steps=run.counters["iteration"], commit=run.meta["git_sha"] or "unknown",
-        command=" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]))
-    card += "".join(f"| {name} | {value:.3f} |\n" for name, value in last.items()
-                    if name.startswith(("val/", "train/loss")))
-    (temporary / "README.md").write_text(card)
-    for path in (*temporary.iterdir(), temporary):
-        flush_to_disk(path)
-
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-    temporary.rename(folder)
-    print(f"wrote {folder}")
-
-
 # Main: set-up, then the loop
 
 
@@ -1246,13 +1198,12 @@ def main(args):
         check_packing(model, args)
     output = Path(args.output_dir or run.dir / "model")
     try:
-        output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # until it is written
+        output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--output-dir {output}: cannot be written ({error})") from error
     optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate,
                                   betas=(0.9, args.beta2), fused=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    num_weights = sum(parameter.numel() for parameter in parameters)
 
     # metrics: what is to be logged of the last step, None when it is or need not be; window: loss and norm of
     # the steps since the last record; best: the checkpoint with the lowest val/loss.
@@ -1264,7 +1215,7 @@ def main(args):
     run.open()
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-                 f"{num_weights:,} trained weights on {device}; {num_steps:,} steps; "
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; {num_steps:,} steps; "
                  + ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
                  + (f"; continuing after step {step}" if run.state else ""))
     progress = tqdm(total=num_steps, initial=step, disable=bool(RANK) or None, unit="step")
@@ -1275,17 +1226,19 @@ def main(args):
         epochs, before = (number * args.batch_size // num_rows for number in (step, step - 1))
         return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epochs > before)
 
-    def writer():
-        """-> a function that writes the model into a folder, with the weights that all processes hold now"""
-        weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
-        if weights:  # without the second name of a tied head
-            names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-            weights = {name: tensor for name, tensor in weights.items() if name in names}
+    def save():
+        with run.timed("checkpoint"):
+            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
+            if weights:  # without the second name of a tied head
+                once = dict(model.named_parameters()) | dict(model.named_buffers())
+                weights = {name: tensor for name, tensor in weights.items() if name in once}
+            state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
 
-        def write(folder):
-            model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
-        return write
+            def save_model(folder):
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+
+            run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]), save_model)
 
     try:
         while True:
@@ -1304,9 +1257,7 @@ def main(args):
                 metrics = None
             stopped = any(gather([stop.is_set()]))
             if step > saved and (last or stopped or is_best or step % args.checkpoint_every == 0):
-                with run.timed("checkpoint"):
-                    state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
-                    run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]), writer())
+                save()
                 saved = step
             if last or stopped:
                 break
@@ -1356,14 +1307,16 @@ def main(args):
                 progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
                 if progress.disable:
                     print_rank_0(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
-        write = writer()
         if not last:
             print_rank_0(f"SIGTERM: stopped after step {step}, which is saved; to go on, give the same "
                          f"command with --run-dir {run.dir}")
         elif RANK == 0:
-            export(write, output, num_weights, run, args)
+            shutil.copytree(run.dir / "checkpoints" / f"step_{step:06d}", output, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns("trainer_state.pt", "manifest.json"))
+            print(f"wrote {output}")
     except (Exception, KeyboardInterrupt) as error:
-        run.fail(error, {"evidence.json": json_bytes([tokenizer.decode(ids) for ids, _ in rows[:64]])})
+        texts = [tokenizer.decode(ids) for ids, _ in rows[:64]]
+        run.fail(error, {"evidence.json": json.dumps(texts).encode()})
     finally:
         progress.close()
         if run.writer:
