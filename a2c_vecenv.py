@@ -260,7 +260,8 @@ def start_processes(args):
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -353,7 +354,7 @@ def evaluate(agent, env, args, greedy=False):
     obs = env.reset(args.seed + 1_000_000 + rows.start)  # starts that training seeds do not begin with
     due = torch.tensor([-((row - args.eval_episodes) // args.eval_envs) for row in rows], device=env.device)
     played, returns, lengths = torch.zeros(3, env.num_envs, device=env.device)
-    found = []
+    found = [torch.zeros(0, 3, device=env.device)]
     while (played < due).any():
         logits, _ = forward(agent, obs, args)
         obs, rewards, terminated, truncated, _ = env.step(choose_actions(logits, greedy, env.others))
@@ -510,8 +511,7 @@ class Run:
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
         try:
-            with (self.dir / "train_log.jsonl").open() as log:
-                old = json.loads(log.readline())["meta"]
+            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
             flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
@@ -539,11 +539,12 @@ class Run:
                            sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
+        path = self.dir / "train_log.jsonl"
+        data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
+        lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
+                 *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
+                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
         if self.state:
-            data, end = path.read_bytes(), self.state["log_bytes"]
-            lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
                         checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
@@ -573,9 +574,8 @@ class Run:
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        for name, value in values.items():
-            if not np.all(np.isfinite(value)):
-                raise FloatingPointError(f"{name} is {value}")
+        if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
+            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
@@ -719,7 +719,7 @@ def main(args):
             # 4. Log, evaluate, checkpoint.
             metrics, window = window_metrics(window, batch, args, env), []
             if last or args.eval_every and iteration % args.eval_every == 0:
-                with run.timed("eval"):
+                with run.timed("eval"), precision(args, device):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
             # glibc keeps the pieces between tensors that are alive: 2 MiB an update with 16,384 environments.
             with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
@@ -742,8 +742,8 @@ def main(args):
                                  episodes=all_rows(episodes, env))
                     run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give "
-                             f"the same command with --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
+                             f"with --run-dir {run.dir}")
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, evidence(env, batch))

@@ -38,7 +38,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -371,7 +370,8 @@ def start_processes(args):
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -488,8 +488,10 @@ def load_tokenizer(args):
 def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-    if not torch.allclose(logits, model(ids).logits, atol=1e-2):
+    if not model.generation_config.do_sample:  # what greedy decoding ignores could not be saved
+        model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
+    if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
         raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
                        "script does not")
     return model
@@ -890,10 +892,9 @@ class VllmServers(Engine):
     def hand_over(self, url, name, path):
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
-            loaded = self.call(url, "/v1/models", read=lambda answer: [c["id"] for c in answer["data"]])
             self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-            for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
-                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
+            if self.number > 1:
+                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=self.models[url]))
         else:
             load = dict(method="reload_weights", kwargs=dict(weights_path=path))
             self.call(url, "/collective_rpc", load)
@@ -1617,8 +1618,7 @@ class Run:
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
         try:
-            with (self.dir / "train_log.jsonl").open() as log:
-                old = json.loads(log.readline())["meta"]
+            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
             flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
@@ -1646,11 +1646,12 @@ class Run:
                            sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
+        path = self.dir / "train_log.jsonl"
+        data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
+        lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
+                 *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
+                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
         if self.state:
-            data, end = path.read_bytes(), self.state["log_bytes"]
-            lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
                         checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
@@ -1680,9 +1681,8 @@ class Run:
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        for name, value in values.items():
-            if not np.all(np.isfinite(value)):
-                raise FloatingPointError(f"{name} is {value}")
+        if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
+            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
@@ -1928,8 +1928,8 @@ def main(args):
                 save()
                 saved = iteration
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}, which is saved; to go on, give "
-                             f"the same command with --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
+                             f"with --run-dir {run.dir}")
             if last or stopped:
                 break
             seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state

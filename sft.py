@@ -153,17 +153,16 @@ class Args:
         if self.messages_key and not self.from_rows:
             raise BadInput(f"--messages-key {self.messages_key}: expected --train-files or --dataset too")
         if self.lora and not self.model:
-            raise BadInput(f"--lora-rank {self.lora_rank}: expected --model beside it")
+            raise BadInput("--lora-rank, --lora-adapter-path: expected --model beside them")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
-        if self.lora_adapter_path and not Path(self.lora_adapter_path, "adapter_model.safetensors").is_file():
-            raise BadInput(f"--lora-adapter-path {self.lora_adapter_path}: has no adapter_model.safetensors")
 
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
         length = {"steps", "epochs"} if self.schedule == "constant" else set()
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        return length | {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints",
+                         "track"}
 
     @property
     def lora(self) -> bool:
@@ -283,7 +282,8 @@ def start_processes(args):
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -377,8 +377,10 @@ def from_pretrained(kind, name, **options):
 def load_weights(name, dtype=torch.float32):
     """A causal language model in `dtype`, on the CPU, without dropout."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    logits = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-    if not torch.allclose(logits, model(ids).logits, atol=1e-2):
+    if not model.generation_config.do_sample:  # what greedy decoding ignores could not be saved
+        model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
+    if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
         raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
                        "script does not")
     return model
@@ -774,6 +776,8 @@ def examples_of_rows(args, tokenizer, eos, run):
                        f"{', one of them to hold out' * (fewest - 1)}, got {num_rows} and {dict(counts)}")
     if given:
         val_row, num_val = read("val")
+        if not num_val:
+            raise BadInput(f"--val-files, --splits: expected rows to learn from, got {dict(counts)}")
         held_out = [val_row(index) for index in range(min(num_val, args.eval_tasks))]
         return lambda index: [row(index)], num_rows, held_out, dict(counts)
     order = np.random.default_rng(args.seed).permutation(num_rows)
@@ -826,7 +830,7 @@ def examples_of_env(env, args, tokenizer):
 
     num_held_out = min(args.eval_tasks, env.num_tasks("test"))
     held_out = [row for index in range(num_held_out) for row in example(index, "test")]
-    return example, env.num_tasks("train"), held_out, dict(truncated=0, dropped=0, bad=0)
+    return example, env.num_tasks("train"), held_out, {}
 
 
 # Passes: rows of tokens to tensors
@@ -880,10 +884,6 @@ def my_batches(rows, args, pad_id, model):
     return mine
 
 
-def count_targets(rows):
-    return sum(sum(mask) for _, mask in rows)
-
-
 # Evaluate
 
 
@@ -896,7 +896,7 @@ def evaluate(model, tokenizer, env, held_out, args):
         with precision(args, model.device):
             for batch in my_batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
-        metrics["val/loss"] = float(all_reduce(loss)) / count_targets(held_out)
+        metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
     if env is None or env.multi_turn:
         return metrics
 
@@ -1037,8 +1037,7 @@ class Run:
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
         try:
-            with (self.dir / "train_log.jsonl").open() as log:
-                old = json.loads(log.readline())["meta"]
+            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
             flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
@@ -1066,11 +1065,12 @@ class Run:
                            sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        path, lines = self.dir / "train_log.jsonl", [json.dumps({"meta": self.meta}).encode() + b"\n"]
+        path = self.dir / "train_log.jsonl"
+        data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
+        lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
+                 *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
+                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
         if self.state:
-            data, end = path.read_bytes(), self.state["log_bytes"]
-            lines = [data[:end], *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
                         checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
                         at=self.meta["started_at"])
@@ -1100,9 +1100,8 @@ class Run:
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
         if torch.cuda.is_available():
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        for name, value in values.items():
-            if not np.all(np.isfinite(value)):
-                raise FloatingPointError(f"{name} is {value}")
+        if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
+            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
         if self.writer:  # one event: an event for each number takes longer than all else that is logged
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
@@ -1269,7 +1268,7 @@ def main(args):
                 rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
                 passes = my_batches(rows, args, tokenizer.pad_token_id, model)
                 num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
-                    sum(len(ids) for ids, _ in rows), count_targets(rows),
+                    sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
                     sum(batch["tokens"].numel() for batch in passes)])).tolist()
 
                 # 3. Gradient: sums over passes, divided by the response tokens of the whole batch.
@@ -1308,15 +1307,14 @@ def main(args):
                 if progress.disable:
                     print_rank_0(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
         if not last:
-            print_rank_0(f"SIGTERM: stopped after step {step}, which is saved; to go on, give the same "
-                         f"command with --run-dir {run.dir}")
+            print_rank_0(f"SIGTERM: stopped after step {step}; to go on, give the same command with "
+                         f"--run-dir {run.dir}")
         elif RANK == 0:
             shutil.copytree(run.dir / "checkpoints" / f"step_{step:06d}", output, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns("trainer_state.pt", "manifest.json"))
             print(f"wrote {output}")
     except (Exception, KeyboardInterrupt) as error:
-        texts = [tokenizer.decode(ids) for ids, _ in rows[:64]]
-        run.fail(error, {"evidence.json": json.dumps(texts).encode()})
+        run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:
         progress.close()
         if run.writer:

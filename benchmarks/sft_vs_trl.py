@@ -351,7 +351,7 @@ def measure_memory(way, num_tokens):
 
     def loss():
         if way == "ours":
-            return sft.response_loss(model, batch) / sft.count_targets(rows)
+            return sft.response_loss(model, batch) / sum(sum(mask) for _, mask in rows)
         logits = model(batch["tokens"]).logits[:, :-1].float()                               # (B, T - 1, V)
         targets = batch["tokens"].masked_fill(batch["response_mask"] == 0, -100)[:, 1:]
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

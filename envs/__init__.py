@@ -291,7 +291,7 @@ def load_object(spec: str, flag: str):
         else:
             module = importlib.import_module(place)
         return getattr(module, name)
-    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+    except (OSError, ImportError, AttributeError, SyntaxError, ValueError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BadInput(f"{flag} {spec}: expected path/to/file.py:name ({reason})") from error
 

@@ -79,7 +79,7 @@ MUTANTS = {
         "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
-        "the log is not cut": ("lines = [data[:end],", "lines = [data,"),
+        "the log is not cut": ("lines = [data[:end] or", "lines = [data or"),
         "TensorBoard keeps what is made again": ("+ bool(self.state)", ""),
         "a stop is not saved": ("(last or stopped or iteration %", "(last or iteration %"),
     },
@@ -96,8 +96,7 @@ MUTANTS = {
         "rate a step late": ("iteration - start + 1, args.iterations", "iteration - start, args.iterations"),
         "a single reward at the first turn": (
             "[0.0] * (len(r.turns) - 1) + [rewards]", "[rewards] + [0.0] * (len(r.turns) - 1)"),
-        "a resume forgets the coefficient": (
-            'for name in ("cursor", "metrics", "kl_coef"))',
+        "a resume forgets the coefficient": ('for name in ("cursor", "metrics", "kl_coef"))',
             'if name != "kl_coef" else args.kl_coef for name in ("cursor", "metrics", "kl_coef"))'),
         "a resume forgets the critic": ('run.state["critic"], options', "critic.state_dict(), options"),
         "the critic's steps are not counted": ("+ steps + critic_steps", "+ steps"),
@@ -113,7 +112,7 @@ MUTANTS = {
             "flush_to_disk(temporary)\n    replace_file", "replace_file"),
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
         "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
-        "val/loss by rows": ("/ count_targets(held_out)", "/ len(held_out)"),
+        "val/loss by rows": ("/ sum(sum(mask) for _, mask in held_out)", "/ len(held_out)"),
         "spaces before a turn are learned": ("offsets[first][1] <= start", "offsets[first][1] < start"),
         "a log is not on the disk": ("os.fsync(self.log.fileno())", "pass"),
     },

@@ -129,7 +129,7 @@ def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path,
     signal_once(monkeypatch, signal.SIGTERM, 2)
     folder = train(a2c, tmp_path / "run", checkpoint_every=4)
     said = capsys.readouterr().out
-    assert re.search(f"stopped after iteration 2, which is saved; .* --run-dir {folder}", said)
+    assert re.search(f"stopped after iteration 2; .* --run-dir {folder}", said)
     assert records(folder)[-1]["iteration"] == 2 and (folder / "checkpoints" / "step_000002").exists()
     same_end(whole, train(a2c, folder, checkpoint_every=4))
 

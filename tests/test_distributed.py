@@ -142,7 +142,7 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
     code, said = finish(run)
     assert code == 0, said[-3000:]
     (line,) = re.findall(r"SIGTERM: .*", said)
-    last = int(re.search(r"after (?:iteration|step) (\d+), which is saved", line)[1])
+    last = int(re.search(r"stopped after (?:iteration|step) (\d+)", line)[1])
     assert f"--run-dir {folder}" in line and 2 <= last < LONG
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
 

@@ -331,8 +331,7 @@ BLOCK, BOX = "```\nANSWER\n```", r"\boxed{ANSWER}"
     (STEPS | {"answer": "3, 7"}, BOX,
      ("7,3", "3 7", "3, 7, 3", r"\{3, 7\}", r"3,\ 7"),
      ("", r"\{\}", "3", "3, 7, 8", "none", "03, 7", "3.0, 7", "three", "٣, 7")),
-    (STEPS | {"answer": "none"}, BOX, ("none", "None", r"\text{none}", r"\mathrm{none}"),
-     ("", r"\{\}", "3")),
+    (STEPS | {"answer": "none"}, BOX, ("none", "None", r"\text{none}", r"\mathrm{none}"), ("", r"\{\}", "3")),
     # Game of 24: only 8 / (3 - 8 / 3), and without a division nothing.
     (game([8, 8, 3, 3], 24, answer="8 / (3 - 8 / 3)"), BLOCK, ("8 / (3 - 8 / 3)", "8/(3-8/3)"),
      ("None", "8 / (3 - 8 / 3) + 0", "8 / (3 - 8 / 3) = 24", "24", "8 + 8 + 8", "(8)(3)", "8 3", "")),

@@ -209,6 +209,7 @@ def test_tiny_tasks_are_solved_by_their_demonstration():
     ("```python\nx\n```</think>no block", None),
     ("<think>```python\nx\n```", None),
     ("```pythonx\n```", None), ("``` python\nx\n```", None), ("```python\n```", ""),
+    ("```python\nx = 'a ```sh'\n```", "x = 'a ```sh'"),
     ("```python\n" + "x" * 50_000, None),  # of a long reply only the end is read
 ])
 def test_the_first_block_counts(reply, code):

@@ -110,7 +110,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1856, "ppo_llm.py": 2028, "sft.py": 1342, "a2c_vecenv.py": 793}  # at most
+LINES = {"grpo_llm.py": 1856, "ppo_llm.py": 2028, "sft.py": 1340, "a2c_vecenv.py": 793}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -133,7 +133,8 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     for name, (kind, _) in METRICS[algo].items():
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
-            assert found or key == "system/gpu_memory", f"{key} is never logged"
+            of_rows = key in ("data/truncated", "data/dropped", "data/bad")  # not solutions
+            assert found or of_rows or key == "system/gpu_memory", f"{key} is never logged"
     evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
@@ -254,7 +255,7 @@ def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
     if name == "SIGTERM":
         train(script, folder, **flags)
         said = capsys.readouterr().out
-        assert re.search(f"SIGTERM: stopped after (iteration|step) 2, .*--run-dir {folder}", said)
+        assert re.search(f"SIGTERM: stopped after (iteration|step) 2; .*--run-dir {folder}", said)
         assert [record["iteration"] for record in records(folder)] == [0, 1, 2]
     else:
         with pytest.raises(SystemExit, match="error: KeyboardInterrupt.*receipt"):
@@ -470,6 +471,7 @@ BAD = [
     ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
      r"does not know .*% of the prompts.*sft\.py --env logic"),
     ([grpo_llm], "--reward-fn {d}/nothing.py:f", r"--reward-fn.*nothing\.py"),
+    ([grpo_llm], "--reward-fn no.py", r"--reward-fn no\.py: expected path/to/file\.py:name"),
     (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
     ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
     ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),

@@ -425,6 +425,9 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
     for _ in range(2):
         with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
             testing.run_tests({}, {"test_never.py": b""})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(sandbox.SandboxError, match="has no pytest"):
+        testing.run_tests({}, {"test_never.py": b""})
 
 
 HONEST = """
@@ -441,6 +444,8 @@ def test_there_and_back():
     items = [1, 2]
     assert list(tuple(items)) == items
 def test_argument(given=(3, 4)): assert tuple(list(given)) == given
+def assertTrue(value): assert value
+def test_bare(): assertTrue(1 < 2)
 def test_local():
     expected = 7
     assert 3 + 4 == expected
@@ -527,7 +532,8 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
     "Here:\n{0}", "```\n{0}```", "a\n``` Diff\n{0}\n```\nb", "```patch\r\n{0}```", "```diff\n{0}",
     "```diff\nold\n```\nno:\n```diff\n{0}```", "```diff\n{0}```\n```python\nx = 1\n```"])
 def test_the_diff_of_a_reply(reply):
-    assert swe.find_patch(reply.format(DIFF)) == DIFF
+    for patch in (DIFF, f"{DIFF} ```\n ```\n"):  # a fence within is further to the right
+        assert swe.find_patch(reply.format(patch)) == patch
 
 
 @pytest.mark.parametrize("patch, expected", [
@@ -697,6 +703,7 @@ def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     (dict(use_cache_only=True, cache_dir="nowhere", export_only=True), "no instances in nowhere"),
     (dict(task_id_range="5"), "first-last"), (dict(timeout=0), "above 0"), (dict(test_share=2), "0 to 1"),
     (dict(snapshots="x"), "a dataset beside it"), (dict(use_cache_only=True), "cache_dir beside it"),
+    (dict(executor_url="http://a:1", image="{nope}"), "image: expected a name"),
     (dict(executor_url="http://a:1", export_only=True), "no executor_url beside"),
     (dict(dataset="x.jsonl"), "snapshots=FOLDER .*executor_url=URL .*export_only=true"),
     (dict(executor_url="localhost:1"), "executor_url=localhost:1: expected the form http://host:port"),

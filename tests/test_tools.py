@@ -351,8 +351,7 @@ def test_the_band_reaches_over_the_seeds_and_is_interpolated_where_all_have_data
     words = ["--out", tmp_path / "a.png", "--csv", table, "--log"]
     status, report, _ = plot(*words, *two_runs(tmp_path, [0.0, 1.0, 4.0], [2.0, 3.0, 0.0]))
     assert status == 0 and report["panels"] == ["reward"] and report["runs"] == [2]
-    assert read_rows(table, "train/reward").tolist() == [
-        [10, 1, 0, 2, 2], [20, 2, 1, 3, 2], [30, 2, 0, 4, 2]]
+    assert read_rows(table, "train/reward").tolist() == [[10, 1, 0, 2, 2], [20, 2, 1, 3, 2], [30, 2, 0, 4, 2]]
 
     for values, x, cut in (([5.0, 6.0, 7.0], [50, 75, 102], False), ([5.0, 6.0], [0, 50], True)):
         status, _, warnings = plot(*words, *two_runs(tmp_path, [0.0, 10.0], values, x=[[0, 100], x]))
@@ -420,7 +419,8 @@ def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, 
 
 def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, plot):
     good, out, number = DATA / "grpo.jsonl", tmp_path / "a.png", {"env_steps": 1, "train/reward": 1.0}
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "other").write_text("a,b\n1,2\n")
+    (tmp_path / "blank").write_text("\n")
     logs = {
         "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
         "no x": [SAMPLE[0], {"train/reward": 1.0}], "unknown": [{"meta": {"algo": ["grpo"]}}, number],
@@ -432,8 +432,7 @@ def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, plot):
         (["--log", tmp_path / "missing"], "cannot be read"),
         (["--log", good, DATA / "sft.jsonl"], "different algorithms"),
         (["--log", good, "--out", good / "a.png"], "cannot be written"),
-        (["--from-csv", tmp_path / "other.csv"], "not a CSV of this tool"),
-        (["--from-csv", tmp_path / "missing"], "not a CSV of this tool"),
+        *((["--from-csv", tmp_path / name], "not a CSV of this tool") for name in ("other", "blank", "none")),
     ):
         words = words if "--out" in words else [*words, "--out", out]
         status, report, errors = plot(*words)

@@ -554,8 +554,7 @@ def test_tokens_are_coloured_by_their_probability(tmp_path, open_page):
     assert page.find("#tip")[0].is_displayed() is False
 
     ActionChains(page.driver).move_to_element(page.find("pre .tok")[4]).perform()
-    assert page.texts("#tip") == [
-        '""\nlog-probability -2.0000 nats\nprobability 0.1353\nadvantage -3']
+    assert page.texts("#tip") == ['""\nlog-probability -2.0000 nats\nprobability 0.1353\nadvantage -3']
     page.js("document.querySelector('.painted').focus()")
     for says in ("-4.0000", "-9.0000", "no log-probability"):
         page.press(Keys.ARROW_RIGHT)

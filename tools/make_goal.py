@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs.pixels import make_vec
 from envs.pixels.goals import SHADES, l1_distance, save_goal
+from tools.command_line import at_least
 
 MOST_ACTIONS = 10_000
 WORD = re.compile(r"([A-Za-z]+)(?:\*([0-9]{1,9}))?")
@@ -162,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the goal template")
     parser.add_argument("--env-id", default="pixel-goal", help=f"one of {', '.join(RECORDERS)}")
     parser.add_argument("--env-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="its options")
-    parser.add_argument("--seed", type=int, default=1, help="of the episode in which the script is played")
+    parser.add_argument("--seed", type=at_least(0, most=2**31), default=1,
+                        help="of the episode in which the script is played")
     parser.add_argument("--stack-k", type=int, metavar="K", help="frames in an observation (stack_k=K)")
     parser.add_argument("--keep-stack", action="store_true", help="the goal is the stack, not the last frame")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write the picture for people")

@@ -276,7 +276,7 @@ def read_csv(path: Path) -> tuple[str, list[Group]]:
         for x, key, mean, low, high, n, label, algo in rows:
             point = tuple(map(float, (x, mean, low, high)))
             columns.setdefault((label, algo), {}).setdefault((key, int(n)), []).append(point)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError, csv.Error) as error:
         raise NoPlot(f"{path}: not a CSV of this tool ({error})") from error
     groups = []
     for (label, algo), series in columns.items():

@@ -129,7 +129,7 @@ METRICS = {
         "train/padding": ("rate?", "share of the computed tokens that are padding, in the last step"),
         "data/rows": ("count?", "rows that are learned from (first record only, as are the four below)"),
         "data/held_out": ("count?", "rows that val/loss is measured on"),
-        "data/truncated": ("count?", "rows of both kinds that were cut to --max-length"),
+        "data/truncated": ("count?", "rows of data, of both kinds, that were cut to --max-length"),
         "data/dropped": ("count?", "rows that were left out, having nothing to learn: an empty response, or "
                          "one cut off"),
         "data/bad": ("count?", "rows that were left out, being of a wrong form"),

@@ -106,7 +106,7 @@ def look(run: Path, most_processes: int, most_space: float) -> tuple[str, bool]:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Watch processes, temporary space and stale folders of a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--every", type=at_least(0.1, float), default=60.0,
+    parser.add_argument("--every", type=at_least(0.1, float, 86_400), default=60.0,
                         help="time between two lines [s] (60)")
     parser.add_argument("--once", action="store_true", help="one line; exit status 1 when over a limit")
     parser.add_argument("--max-processes", type=at_least(1), default=256,

@@ -98,10 +98,6 @@ class Game:
         """A shortest way, level by level, from the game's beginning to WIN: (action, x, y) in cells."""
         return [in_cells(*step) for level in self.levels for step in self.solve(level)]
 
-    def next_action(self) -> tuple[int, int, int]:
-        """The first step of a shortest way from where the play is now to the end of the level."""
-        return in_cells(*self.solve(self.now())[0])
-
     # A subclass has these. A level is whatever it likes; x and y are in tiles.
 
     def make_level(self, rng, number):
@@ -125,10 +121,6 @@ class Game:
         raise NotImplementedError
 
     def solve(self, level) -> list[tuple[int, int, int]]:
-        raise NotImplementedError
-
-    def now(self):
-        """A level that begins where this one stands."""
         raise NotImplementedError
 
 
@@ -197,9 +189,6 @@ class Maze(Game):
             way.append((near[place], 0, 0))
         return way
 
-    def now(self):
-        return self.floor, self.place, self.goal, 0
-
 
 def distances(floor, start) -> dict:
     """Steps from start to each tile of the floor that can be reached."""
@@ -255,9 +244,6 @@ class Lights(Game):
     def solve(self, level):
         left, top, _, dark, _ = level
         return [(CLICK, left + k % self.side, top + k // self.side) for k in fewest_presses(dark)]
-
-    def now(self):
-        return self.left, self.top, self.colours_now, self.dark, 0
 
 
 def switches(side: int) -> list[int]:
@@ -345,12 +331,6 @@ class Collect(Game):
             way.append((TAKE, 0, 0))
             place = item
         return way
-
-    def now(self):
-        return self.place, tuple(self.items.items())
-
-    def next_action(self):
-        return (UNDO, 0, 0) if self.spoiled else super().next_action()
 
 
 GAMES: dict[str, type[Game]] = {game.name: game for game in (Maze, Lights, Collect)}

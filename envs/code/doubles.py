@@ -32,7 +32,8 @@ def disguised(source: str, rng: random.Random, plain: bool = False) -> tuple[str
         module = ast.parse(source)
         if hides_failures(module):
             return source, set()
-        tests = [node for node in module.body if getattr(node, "name", "").lower().startswith("test")]
+        tests = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                 and node.name.lower().startswith("test")]
         names = set()
         kinds = FAILING[:2] if plain else FAILING
         for kind in rng.sample(kinds, len(kinds)):
@@ -145,8 +146,8 @@ def change(statement, function, rng) -> bool:
     elif called(statement) == "assertEqual":
         unequal(statement.value.args, function, rng)
     else:
-        name = statement.value.func
-        name.attr = {"assertTrue": "assertFalse", "assertFalse": "assertTrue"}[name.attr]
+        name, other = statement.value.func, dict(assertTrue="assertFalse", assertFalse="assertTrue")
+        setattr(name, "attr" if isinstance(name, ast.Attribute) else "id", other[called(statement)])
     return True
 
 

@@ -45,7 +45,9 @@ GRACE = 10.0  # for its messages, beyond the time of a block [s]
 TREE_TIME = 20.0  # to hand over the files at the end [s]
 NOTHING = dict(correct=0.0, partial=0.0, modified=0.0, suspicious=0.0)
 OUTCOMES = ("PASSED", "FAILED", "ERROR")
-BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```|\Z)", re.DOTALL)
+# It ends with a fence at the beginning or the end of a line: within one it is the code's.
+BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```[ \t]*(?=\r?\n|\Z)|\Z)",
+                   re.DOTALL)
 
 TOOLS = """Every reply holds one block of Python code, fenced by ```python and ```. It runs in an interpreter
 that keeps its variables, in the repository's folder; the next message shows what it printed. Call there:
@@ -246,6 +248,7 @@ class Repl(Env):
         if not scenario.patch:
             return None
         quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), scenario.patch.replace("\\", "\\\\"))
+        quoted = quoted.replace("```", r"\x60\x60\x60")  # three would end the block
         return f'```python\napply_patch("""\n{quoted}""")\nfinish()\n```'
 
     def demonstration(self, task: Task) -> list[Message] | None:

@@ -43,7 +43,7 @@ TEXTS = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "te
 OPTIONAL = ("version", "hints_text", "environment_setup_commit", "created_at")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
-FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)[ \t]*\r?")
+FENCE = re.compile(r"([ \t]*)```[ \t]*([\w+-]*)[ \t]*\r?")
 MODE = re.compile(r"(?:old mode|new mode|new file mode|deleted file mode|index \w+\.\.\w+) (\d{6})\s*")
 PLAIN_MODES = ("100644", "100755")
 MOVED = re.compile(r"(rename|copy) (from|to) (.*)")
@@ -127,6 +127,8 @@ class Config:
             check(getattr(self, option) >= 1, option, "1 or more")
         check(0 < self.timeout < 1e6, "timeout", "seconds above 0")
         check(not (self.snapshots and self.bundled), "snapshots", "a dataset beside it")
+        check(re.fullmatch(r"([^{}]|{(id|instance_id|repo|version)})+", self.image), "image",
+              "a name, with no other braces than {id}, {instance_id}, {repo} and {version}")
         judges = [bool(self.executor_url), self.export_only]
         check(sum(judges) < 2, "export_only", "no executor_url beside it")
         if not (self.bundled or self.snapshots or any(judges)):
@@ -280,16 +282,19 @@ class BadPatch(ValueError):
 
 
 def find_patch(text: str) -> str | None:
-    """The diff of a reply: the last block fenced as diff or patch, or that begins like one; or the text."""
+    """The diff of a reply: the last block fenced as diff or patch, or that begins like one; or the text.
+
+    A fence ends with one as far to the right: one within the diff has its line's blank before it.
+    """
     lines, fenced, bare = text.split("\n"), [], []
-    start, language = None, ""
+    start, indent, language = None, "", ""
     for number, line in enumerate(lines):
         fence = FENCE.fullmatch(line)
         if not fence:
             continue
         if start is None:
-            start, language = number + 1, fence[1].lower()
-        elif not fence[1]:
+            start, indent, language = number + 1, fence[1], fence[2].lower()
+        elif fence[1] == indent and not fence[2]:
             block = lines[start:number]
             if language in ("diff", "patch") or begins(block) == 0:
                 fenced.append(block)

@@ -13,7 +13,7 @@ import sys
 import time
 import types
 
-PHASES = ("collect", "setup", "call", "part", "teardown", "lacks", "end")
+PHASES = ("collect", "setup", "call", "part", "teardown", "end")
 MOST_REPORTS = 8 * 2**20  # bytes that the parent reads
 
 
@@ -136,11 +136,8 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
 
 
 def run_pytest(job, send, deadline):
-    try:
-        import pytest
-    except ImportError:
-        send("pytest", "lacks", "")
-        return
+    import pytest
+
     sys.path.insert(0, os.getcwd())
     plugin = reporter(pytest, job["names"] and set(job["names"]), send, deadline)
     # --maxfail=0 takes back an -x of the configuration: the first of the canaries fails.

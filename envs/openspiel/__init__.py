@@ -95,7 +95,7 @@ class Config:
     style: Literal["full", "short", "words"] = "full"
     """`short`, `words`: the bare state, and the bare move as the reply, for small models of bytes or words"""
     seed: int = 0
-    """other states and playouts, same splits"""
+    """the tasks begin so many further on, with other playouts; same splits"""
     workers: int = -1
     """processes that play to score moves, beside this one; -1: one for each core but one, 1 to 16; 0: none"""
 
