@@ -113,7 +113,7 @@ FLAGS = ["--iterations", 20, "--num-envs", 7, "--num-steps", 8, "--hidden-size",
 CASES = {
     "pixel-goal": ["--env-kwargs", "difficulty=3", "max_steps=20"],
     "accumulated": ["--env-kwargs", "difficulty=3", "max_steps=20", "menu_prob=0", "--update-every", 2,
-                    "--chunk", 2, "--network", "patch", "--no-normalize-advantages", "--eval-episodes", 3],
+                    "--chunk", 2, "--network", "patch", "--no-normalize-advantages", "--eval-episodes", 2],
     "CartPole": ["--env-id", "CartPole-v1", "--num-steps", 16, "--learning-rate", 0.003],
 }
 

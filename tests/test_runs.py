@@ -338,6 +338,12 @@ def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(scri
         train(script, other, **flags | decays | {length: 2})
 
 
+def test_a_model_whose_generation_config_greedy_decoding_ignores_can_be_saved(tmp_path):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(dict(temperature=0.6, top_p=0.9)))
+    grpo_llm.load_weights(str(model)).save_pretrained(tmp_path / "saved")
+
+
 def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
     """A template of a file takes the place of the model's: the same text does the same, another does not."""
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
@@ -447,6 +453,7 @@ def bad_folder(tmp_path_factory):
     config = folder / "endless" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
+    write_jsonl(folder / "blank.jsonl", [dict(prompt="6 18 14 -> 38", response=" ")])
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
     write_jsonl(folder / "good.jsonl", [dict(prompt="6 18 14 -> 38", response="18 + 14 = 32")] * 4)
     return folder
@@ -479,6 +486,7 @@ BAD = [
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
     ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
     ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
+    ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "expected rows to learn from, got"),
     ([sft], "--output-dir {d}/file/model", r"--output-dir \S*file/model: cannot be written"),
     ([a2c], "--env-id NoSuch-v0", "NoSuch"),
     ([a2c], "--iterations 3 --update-every 2", "--iterations 3: .* multiple"),
@@ -529,6 +537,9 @@ def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(script, returned
     if "nan" in returned:
         assert told["type"] == "FloatingPointError"
         assert json.loads(text)[0]["messages"][0]["role"] == "user" and "NaN" not in text
+    with pytest.raises(error, match=says):  # begun again without a checkpoint, the log keeps the first error
+        train(script, tmp_path / "run", reward_fn=f"{path}:score", eval_tasks=1, eval_samples=1)
+    assert validate(tmp_path / "run")["errors"] == 2 and validate(tmp_path / "run")["ok"]
 
 
 @pytest.mark.parametrize(("script", "flags"), [

@@ -4,8 +4,8 @@
     python tools/watch_run.py runs/grpo/RUN --once           # exit status 1 when it is over a limit
 
 The run's processes are those whose command line names RUN as --run-dir and those that write its
-train_log.jsonl. Episodes with a sandbox have child processes, and work folders envs-* among the temporary
-files, which a killed run may leave behind. This program reads and tells; it ends and deletes nothing.
+train_log.jsonl. Episodes with a sandbox have child processes. A run that is killed may leave behind what it
+was writing, or handing to a sampler. This program reads and tells; it ends and deletes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tools.command_line import Parser, at_least, one_line
 
 GIB = 2**30
 NEAR = 0.8  # share of a limit from which it warns
-STALE = 3600.0  # age of a work folder that no process is in [s]
+STALE = 3600.0  # age of temporary files that nobody will rename any more [s]
 
 
 def run_processes(run: Path) -> list[psutil.Process]:
@@ -67,35 +66,30 @@ def memory(processes) -> float:
     return total / GIB
 
 
-def work_folders() -> tuple[float, list[Path]]:
-    """Space that all envs-* take [GiB], and those that are stale: old, and no process in them."""
-    folders = [path for path in sorted(Path(tempfile.gettempdir()).glob("envs-*")) if path.is_dir()]
-    size, old = 0, []
-    for place, _, names in (step for folder in folders for step in os.walk(folder)):
-        for name in names:
-            with contextlib.suppress(OSError):  # what was listed may be gone
-                size += os.lstat(os.path.join(place, name)).st_blocks * 512
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > STALE:
-                old.append(folder)
-    used = [Path(p.info["cwd"]) for p in psutil.process_iter(["cwd"]) if p.info["cwd"]] if old else []
-    return size / GIB, [folder for folder in old if not any(path.is_relative_to(folder) for path in used)]
+def temporary(run: Path) -> tuple[float, list[Path]]:
+    """Space of what is not renamed yet or was handed to a sampler [GiB]; and what of it is old."""
+    found, size, stale = [*run.glob("sync/*"), *run.glob(".*.writing"), *run.glob("*/.*.writing")], 0, []
+    for path in found:
+        with contextlib.suppress(OSError):  # what was listed may be gone
+            size += sum(place.lstat().st_blocks * 512 for place in (path, *path.rglob("*")))
+            if time.time() - path.stat().st_mtime > STALE:
+                stale.append(path)
+    return size / GIB, stale
 
 
 def look(run: Path, most_processes: int, most_space: float) -> tuple[str, bool]:
     """What there is to say now, and whether a limit is passed."""
     processes = run_processes(run)
     children = children_of(processes)
-    space, stale = work_folders()
+    space, stale = temporary(run)
     age = time.time() - (run / "train_log.jsonl").stat().st_mtime
     says = [f"processes {len(processes)} ({memory(processes):.2f} GiB)",
-            f"child processes {len(children)} ({memory(children):.2f} GiB)", f"work folders {space:.2f} GiB",
+            f"child processes {len(children)} ({memory(children):.2f} GiB)", f"temporary {space:.2f} GiB",
             f"stale {len(stale)}" + (f" ({stale[0]} among them)" if stale else ""),
             f"last log line {age:.0f} s ago"]
     over = False
     for name, value, limit in (("child processes", len(children), most_processes),
-                               ("work folders", space, most_space)):
+                               ("temporary", space, most_space)):
         if value > NEAR * limit:
             over |= value > limit
             where = "over" if value > limit else "near"
@@ -112,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-processes", type=at_least(1), default=256,
                         help="child processes over which it warns (256)")
     parser.add_argument("--max-space", type=at_least(0, float), default=50.0, metavar="GIB",
-                        help="space of all work folders over which it warns [GiB] (50)")
+                        help="space of temporary files over which it warns [GiB] (50)")
     try:
         args = parser.parse_args(argv)
         if not (args.run / "train_log.jsonl").is_file():
