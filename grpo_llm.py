@@ -31,6 +31,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -855,9 +856,10 @@ class VllmServers(Engine):
     def hand_over(self, url, name, path):
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            loaded = self.call(url, "/v1/models", read=lambda answer: [c["id"] for c in answer["data"]])
             self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-            if self.number > 1:
-                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=self.models[url]))
+            for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
+                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
         else:
             load = dict(method="reload_weights", kwargs=dict(weights_path=path))
             self.call(url, "/collective_rpc", load)
