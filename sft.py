@@ -112,7 +112,8 @@ class Args:
     lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
-    output_dir: str = ""  # folder of the finished model or adapter (default: model/ in the run's)
+    # folder of the finished model or adapter (default: model/ in the run's); what was there: <name>.previous
+    output_dir: str = ""
 
     # Sizes
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
@@ -1163,6 +1164,21 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
+def export(checkpoint, folder):
+    """Copy what is not for training alone; what was there becomes <name>.previous."""
+    temporary = folder.with_name(f".{folder.name}.writing")
+    previous = folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns("trainer_state.pt", "manifest.json"))
+    for path in (*temporary.iterdir(), temporary):
+        flush_to_disk(path)
+    if folder.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        folder.rename(previous)
+    temporary.rename(folder)
+    print(f"wrote {folder}")
+
+
 # Main: set-up, then the loop
 
 
@@ -1197,7 +1213,7 @@ def main(args):
         check_packing(model, args)
     output = Path(args.output_dir or run.dir / "model")
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # until it is written
     except OSError as error:
         raise BadInput(f"--output-dir {output}: cannot be written ({error})") from error
     optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate,
@@ -1310,9 +1326,7 @@ def main(args):
             print_rank_0(f"SIGTERM: stopped after step {step}; to go on, give the same command with "
                          f"--run-dir {run.dir}")
         elif RANK == 0:
-            shutil.copytree(run.dir / "checkpoints" / f"step_{step:06d}", output, dirs_exist_ok=True,
-                            ignore=shutil.ignore_patterns("trainer_state.pt", "manifest.json"))
-            print(f"wrote {output}")
+            export(run.dir / "checkpoints" / f"step_{step:06d}", output)
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:

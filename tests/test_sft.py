@@ -421,9 +421,11 @@ def test_the_exported_model_stands_alone(tmp_path):
     assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
     assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
 
-    again = train(sft, tmp_path / "again", output_dir=str(out), seed=2, steps=1, eval_every=0, eval_tasks=1)
-    other = (again / "checkpoints" / "step_000001" / weights).read_bytes()
-    assert exported != (out / weights).read_bytes() == other
+    # What was there before is kept beside it.
+    train(sft, tmp_path / "again", output_dir=str(out), seed=2, steps=1, eval_every=0, eval_tasks=1)
+    previous = tmp_path / "run-model.previous" / weights
+    assert previous.read_bytes() == exported != (out / weights).read_bytes()
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_a_run_goes_on_between_two_records(tmp_path):

@@ -425,7 +425,7 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
     for _ in range(2):
         with pytest.raises(sandbox.SandboxError, match="the tests did not start: bwrap: no"):
             testing.run_tests({}, {"test_never.py": b""})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(testing, "has_pytest", lambda: False)
     with pytest.raises(sandbox.SandboxError, match="has no pytest"):
         testing.run_tests({}, {"test_never.py": b""})
 

@@ -76,7 +76,7 @@ def test_a_run_is_known_by_its_flag_or_by_its_log(run, start, capsys, tmp_path):
     assert counts(capsys, run) == (4, 2, 0)
 
 
-def test_what_a_killed_run_leaves_is_measured_and_stale_after_an_hour(run, capsys):
+def test_what_a_killed_run_leaves_is_measured_and_stale_after_an_hour(run, start, capsys):
     for name, age in (("checkpoints/.step_10.writing", 3700), ("sync/4", 30), ("checkpoints/step_5", 3700)):
         (run / name).mkdir(parents=True)
         (run / name / "file").write_bytes(os.urandom(16 * 2**20))
@@ -85,6 +85,8 @@ def test_what_a_killed_run_leaves_is_measured_and_stale_after_an_hour(run, capsy
     assert code == 1 and "temporary 0.03 GiB | stale 1 (" in line and ".step_10.writing among them)" in line
     assert re.search(r"WARNING: temporary 0\.03\d*, over the limit of 0.001", line)
     assert counts(capsys, run) == (0, 0, 1)
+    start("--run-dir", run)
+    assert counts(capsys, run) == (1, 0, 0)
 
 
 def test_near_a_limit_it_warns_and_over_it_fails(run, start, capsys):

@@ -81,7 +81,8 @@ def look(run: Path, most_processes: int, most_space: float) -> tuple[str, bool]:
     """What there is to say now, and whether a limit is passed."""
     processes = run_processes(run)
     children = children_of(processes)
-    space, stale = temporary(run)
+    space, old = temporary(run)
+    stale = [] if processes else old  # a run that is alive may need what it has
     age = time.time() - (run / "train_log.jsonl").stat().st_mtime
     says = [f"processes {len(processes)} ({memory(processes):.2f} GiB)",
             f"child processes {len(children)} ({memory(children):.2f} GiB)", f"temporary {space:.2f} GiB",
