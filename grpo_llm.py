@@ -1090,18 +1090,17 @@ class Player:
     async def play(self, r, given=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
         limit = self.args.episode_timeout
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit) if limit else contextlib.nullcontext():
                 for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
-                    r.termination = await self.attempt(r, given)
+                    await self.attempt(r, given)
                     if r.termination != "error":
                         break
-        except TimeoutError:
-            r.termination = "timeout"
 
     async def attempt(self, r, given):
-        """-> how the episode ended, whatever its environment did"""
-        episode = None
+        """Play from the start, whatever the environment does; a timeout leaves r.termination as it begins."""
+        episode, r.termination, r.messages, r.segments = None, "timeout", [], []
+        r.turns, r.steps, r.children = [], [], []
         try:
             episode = given or await self.call(self.env.start, r.task, self.args.seed)
             termination = await self.play_turns(r, episode)
@@ -1110,10 +1109,10 @@ class Player:
                 if step := await self.call(episode.end, termination):
                     earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
                     r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
-            return termination
+            r.termination = termination
         except (Exception, SystemExit) as error:
             tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
-            return "error"
+            r.termination = "error"
         finally:
             if episode and not given:
                 await self.call.close([episode])
@@ -1126,7 +1125,6 @@ class Player:
             self.prompts[id(r.task)] = r.task, text, encode_prompt(text, self.tokenizer, self.args)
         _, r.text, prompt_ids = self.prompts[id(r.task)]
         r.messages, r.segments, r.start = list(r.task.messages), [Segment(prompt_ids)], 0
-        r.turns, r.steps, r.children = [], [], []
         if len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
         while True:
@@ -1836,7 +1834,8 @@ def main(args):
                 print_rank_0(f"{iteration}/{args.iterations} {numbers}")
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
-            save()  # the trainer is whole: only the rollout is lost
+            with contextlib.suppress(OSError):  # a full disk must not hide the first error
+                save()  # the trainer is whole: only the rollout is lost
         evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
         run.fail(error, {"evidence.json": json_bytes(evidence)})
     finally:

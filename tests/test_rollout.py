@@ -497,6 +497,10 @@ def test_what_starts_as_the_time_is_up_is_closed_all_the_same(visit):
     assert [r.termination for r in visit(world, 2, say=say, episode_timeout=0.2)] == ["timeout"] * 2
     until(lambda: len(world.closed) == len(world.started) == 2)
     assert world.all_closed_once
+    world = World(lambda episode, reply: go_on(1.0) if len(episode.replies) == 1 else 1 / 0,
+                  lambda world, task: len(world.attempts) == 2 and time.sleep(2))
+    (r,) = visit(world, episode_timeout=1.0)  # of its first attempt, which failed, nothing is left
+    assert (r.termination, r.retries, r.reward, r.turns) == ("timeout", 1, 0.0, [])
 
 
 def failing(times):
