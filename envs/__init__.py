@@ -29,8 +29,6 @@ import warnings
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
 
 ENVS = {
@@ -214,7 +212,9 @@ def shuffled(cursor: int, seed: int, size: int) -> int:
 
 
 @functools.lru_cache(2)
-def _permutation(seed: int, size: int) -> np.ndarray:
+def _permutation(seed: int, size: int):
+    import numpy as np  # here: sandboxes and tools import this module where there is nothing but Python
+
     return np.random.default_rng(seed).permutation(size)
 
 

@@ -411,13 +411,13 @@ def test_results_are_cached_and_waited_for(monkeypatch):
     monkeypatch.setattr(testing, "_cache", testing.collections.OrderedDict())
     monkeypatch.setattr(testing, "MOST_CACHED", 2)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(testing.run_tests, {"f.py": code}, {"t.py": b""}) for code in (b"1", b"1", b"2")]
+        jobs = [pool.submit(testing.run_tests, {"f.py": code}, {}, plain=True) for code in (b"1", b"1", b"2")]
         time.sleep(0.1)
         go.set()
-        assert [future.result() for future in asked] == [{"a": "PASSED"}] * 3 and len(calls) == 2
-    for code in (b"3", b"1"):  # the first is forgotten by then
-        testing.run_tests({"f.py": code}, {"t.py": b""})
-    assert len(calls) == 4
+        assert [future.result() for future in jobs] == [{"a": "PASSED"}] * 3 and len(calls) == 2
+    for code in (b"3", b"4", b"1"):  # the first is forgotten by then
+        testing.run_tests({"f.py": code}, {}, plain=True)
+    assert len(calls) == 5
 
 
 def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
