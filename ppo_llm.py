@@ -48,6 +48,7 @@ import time
 import traceback
 import zlib
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,7 +67,6 @@ import transformers
 import tyro
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -75,7 +75,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import envs
 from envs import BadInput, first_line
@@ -179,6 +179,8 @@ class Args:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
         if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
             raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
+        if self.vllm_url and self.vllm_kwargs:
+            raise BadInput("--vllm-kwargs: of vLLM in this process; the servers of --vllm-url have their own")
 
     @property
     def first_policy_iteration(self) -> int:
@@ -306,7 +308,7 @@ def hidden_states(decoder, batch):
     valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
     start = prompts.shape[1] - 1 if batch["share_prompts"] else 0  # what is computed once
-    cache = new_cache(decoder) if start else None
+    cache = DynamicCache(config=decoder.config) if start else None
     if start:
         decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
                 position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
@@ -466,7 +468,7 @@ def from_pretrained(kind, name, **options):
         if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
             raise ValueError("expected a folder with config.json and weights, or a hub id")
         return kind.from_pretrained(str(path), **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # each library has its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)})") from error
 
 
@@ -528,7 +530,7 @@ def add_lora(model, args, checkpoint=""):
         return peft.get_peft_model(model, peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha,
             target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
         raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
@@ -591,7 +593,8 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = new_cache(decoder, layer=GrowingLayer)
+    cache = DynamicCache(config=decoder.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     ids = torch.full((len(row), max_new_tokens), -1, device=device)
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos_ids(model, tokenizer), device=device)
@@ -623,35 +626,26 @@ def eos_ids(model, tokenizer):
     return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
-def new_cache(decoder, layer=DynamicLayer):
-    """An empty cache of `layer`s; models with other than plain attention bring their own kinds of layer."""
-    plain = set(getattr(decoder.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    return Cache(layer_class_to_replicate=layer) if plain else DynamicCache(config=decoder.config)
-
-
 class GrowingLayer(DynamicLayer):
     """Keys and values in a buffer with room to grow: a decode step writes one column and copies nothing."""
 
-    buffer = None
+    buffer = None  # (2, B, heads, room, D)
 
     def update(self, key_states, value_states, *args, **kwargs):
         """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if self.buffer is None or end > self.buffer.shape[-2]:
-            batch, heads, _, dim = key_states.shape
-            buffer = key_states.new_empty(2, batch, heads, end + max(8, end // 2), dim)
-            if start:
-                buffer[0, :, :, :start], buffer[1, :, :, :start] = self.keys, self.values
-            self.buffer = buffer
-        self.is_initialized = True
-        self.buffer[0, :, :, start:end], self.buffer[1, :, :, start:end] = key_states, value_states
-        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
+        start, new = self.get_seq_length(), torch.stack([key_states, value_states])
+        end = start + new.shape[3]
+        if self.buffer is None:
+            self.buffer, self.is_initialized = new, True
+        if end > self.buffer.shape[3]:
+            self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, max(8, end // 2)))
+        self.buffer[:, :, :, start:end] = new
+        self.keys, self.values = self.buffer[:, :, :, :end]
         return self.keys, self.values
 
     def batch_select_indices(self, indices):
         end, self.buffer = self.get_seq_length(), self.buffer.index_select(1, indices)  # with its room
-        self.keys, self.values = self.buffer[0, :, :, :end], self.buffer[1, :, :, :end]
+        self.keys, self.values = self.buffer[:, :, :, :end]
 
 
 class EngineError(OSError):
@@ -832,10 +826,10 @@ class VllmServers(Engine):
             if answer.ok:
                 return read(answer.json() if answer.text.startswith("{") else {})
             problem = f"answered {answer.status_code}: {answer.text[:300]}"
-        except requests.RequestException as error:
-            problem = f"does not answer: {first_line(error)}"
         except (LookupError, TypeError, ValueError) as error:
             problem = f"is not vLLM's: {error!r:.300}"
+        except requests.RequestException as error:
+            problem = f"does not answer: {first_line(error)}"
         raise EngineError(f"--vllm-url {url}: {path} {problem} (docs/engines.md)")
 
     def ask(self, url, prompt_ids, temperature, num_replies):
@@ -900,7 +894,8 @@ class VllmServers(Engine):
         else:
             load = dict(method="reload_weights", kwargs=dict(weights_path=path))
             self.call(url, "/collective_rpc", load)
-        self.call(url, "/reset_prefix_cache", {"reset": True})
+        # Requests of episodes that ran out of time may still be answered; they begin again.
+        self.call(url, "/reset_prefix_cache?reset_running_requests=true", {"reset": True})
 
 
 def write_weights(model, folder, writes=True):
@@ -1070,8 +1065,10 @@ def set_reward(r, rewards):
 def render(messages, tokenizer, args):
     """The text of a history and of the opening of the model's turn."""
     if args.chat_template == "plain":
-        return "".join(message["content"] for message in messages)
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = "".join(message["content"] for message in messages)
+    else:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text.encode(errors="replace").decode()  # no tokenizer takes half a surrogate pair
 
 
 def encode_prompt(text, tokenizer, args):
@@ -1091,13 +1088,9 @@ def check_prompts(env, tokenizer, args):
     if (unknown := ids.count(tokenizer.unk_token_id) / max(len(ids), 1)) > 0.1:
         raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
                        f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
-    long = sum(len(prompt) + args.max_response_tokens > args.max_context_tokens for prompt in prompts)
-    if long == len(prompts):
-        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the prompts have up to "
-                       f"{max(map(len, prompts))} tokens, and a reply up to {args.max_response_tokens}")
-    if long:
-        print_rank_0(f"{long} of the first {len(prompts)} prompts leave no room for a reply within "
-                     f"--max-context-tokens {args.max_context_tokens}: their episodes end at once")
+    if (shortest := min(map(len, prompts))) + args.max_response_tokens > args.max_context_tokens:
+        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
+                       f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
 def extension(text, seen, reply, tokenizer):
@@ -1122,7 +1115,11 @@ def observe(r, tokenizer, args):
     later = [i for i in range(max(r.start, len(r.task.messages)) + 1, last)
              if r.messages[i]["role"] == "assistant"]
     for start in (r.start, *later):
-        text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+        try:
+            text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+        except Exception as error:  # a template is a program; playing again would favour who got not so far
+            tqdm.write(f"task {r.task.id!r}: --chat-template: {error!r:.300}", sys.stderr)
+            return False
         reply = r.messages[last - 1]["content"]
         added = extension(text, r.text, reply, tokenizer) if start == r.start else None
         segment, ids = r.segments[-1], []
@@ -1556,14 +1553,14 @@ def describe_run(args, algo, env, source, **more):
 
     gpu, now = torch.cuda.is_available(), datetime.now(UTC)
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+    libraries = {"torch", "numpy", "transformers", "vllm"}
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
         config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
-        versions={name: sys.modules[name].__version__ for name in modules}
+        versions={found.name: found.version for found in distributions() if found.name in libraries}
         | dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 

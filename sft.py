@@ -38,6 +38,7 @@ import threading
 import time
 import traceback
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -58,7 +59,6 @@ import tyro
 from datasets.arrow_writer import ArrowWriter
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -370,7 +370,7 @@ def from_pretrained(kind, name, **options):
         if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
             raise ValueError("expected a folder with config.json and weights, or a hub id")
         return kind.from_pretrained(str(path), **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # each library has its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)})") from error
 
 
@@ -480,7 +480,7 @@ def add_lora(model, args, checkpoint=""):
         return peft.get_peft_model(model, peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha,
             target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
         raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
@@ -976,14 +976,14 @@ def describe_run(args, algo, env, source, **more):
 
     gpu, now = torch.cuda.is_available(), datetime.now(UTC)
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+    libraries = {"torch", "numpy", "transformers", "vllm"}
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
         config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
-        versions={name: sys.modules[name].__version__ for name in modules}
+        versions={found.name: found.version for found in distributions() if found.name in libraries}
         | dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 

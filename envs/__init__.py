@@ -22,6 +22,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
+import re
 import sys
 import threading
 import typing
@@ -112,6 +114,10 @@ class Env:
     def num_tasks(self, split: str) -> int:
         """BadInput where a split is empty and no option says that it shall be; it names one that helps."""
         raise NotImplementedError
+
+    def check_split(self, split: str) -> None:
+        if split not in self.splits:
+            raise BadInput(f"split: expected one of {', '.join(self.splits)}, got {split!r}")
 
     def task(self, split: str, index: int) -> Task:
         """The same index gives the same task, on every machine and in any order."""
@@ -298,7 +304,41 @@ def load_object(spec: str, flag: str):
 
 def source_of(obj) -> str:
     """Qualified name and source text of a function or class, for hashing."""
-    return f"{obj.__module__}.{obj.__qualname__}\n{inspect.getsource(obj)}"
+    try:
+        return f"{obj.__module__}.{obj.__qualname__}\n{inspect.getsource(obj)}"
+    except (AttributeError, TypeError, OSError) as error:
+        raise BadInput(f"{obj!r:.100}: expected a function or class whose source can be read") from error
+
+
+def read_rows(name: str, where: str, split: str = "train") -> typing.Iterator[tuple[int, object]]:
+    """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub.
+
+    where: what errors (BadInput) begin with. Of JSON lines, blank ones are left out and counted.
+    """
+    path, number = Path(name), 0
+    try:
+        if path.suffix in (".json", ".jsonl"):
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".json" and text.lstrip().startswith("["):
+                yield from enumerate(json.loads(text), 1)
+                return
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    yield number, json.loads(line)
+        elif path.suffix == ".parquet":
+            import pyarrow.parquet  # with `datasets`
+
+            yield from enumerate(pyarrow.parquet.ParquetFile(path).read().to_pylist(), 1)
+        elif not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.exists():
+            raise ValueError("expected a .jsonl, .json or .parquet file, or a hub id, owner/name")
+        else:
+            import datasets  # slow to import, and only a hub id needs it
+
+            yield from enumerate(datasets.load_dataset(name, split=split), 1)
+    except Exception as error:  # the readers raise what they like: connection, permission, format
+        row = f": row {number}" if number else ""
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise BadInput(f"{where}{row}: cannot be read ({reason})") from error
 
 
 def _hint(word: str, known) -> str:

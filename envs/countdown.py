@@ -20,17 +20,15 @@ import ast
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import random
 import re
 import warnings
 import zlib
 from fractions import Fraction
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from envs import BadInput, Env, Episode, Step, Task
+from envs import BadInput, Env, Episode, Step, Task, read_rows
 
 MAX_OPERANDS = 6  # the exact solver's time grows about tenfold with each further number
 MAX_VALUE = 1_000_000  # of a number or target
@@ -151,13 +149,13 @@ class Countdown(Env):
 
     def num_tasks(self, split: str) -> int:
         """Tasks in the split; fewer than test_tasks where there are not so many distinct problems."""
-        self._check_split(split)
+        self.check_split(split)
         if self._rows:
             return len(self._rows[split])
         return self.config.train_tasks if split == "train" else len(self._test_problems())
 
     def task(self, split: str, index: int) -> Task:
-        self._check_split(split)
+        self.check_split(split)
         if not 0 <= index < self.num_tasks(split):
             raise IndexError(f"countdown: {split} task {index} of {self.num_tasks(split)}")
         if self._rows:
@@ -202,11 +200,6 @@ class Countdown(Env):
         rng, room = random.Random(f"{self.config.seed} trace {task.id}").random, self.config.max_trace_steps
         stream, steps = search_stream(nums, target, steps_of(best), self._game_rules, room, rng)
         return self._reply(nums, steps, stream=stream)
-
-    def _check_split(self, split):
-        if split not in self.splits:
-            raise BadInput(f"environment countdown: split: expected one of {', '.join(self.splits)}, "
-                           f"got {split!r}")
 
     def _check_solvable(self):
         """Rows of the data without a solution under the options: told, and refused where they are many."""
@@ -868,46 +861,6 @@ def load_rows(config) -> dict[str, list]:
         raise BadInput(f"{where}: every problem after the test split's {cut} rows is in the test split too; "
                        "expected some that is not, for training")
     return {"test": rows[:cut], "train": train}
-
-
-def read_rows(data, where):
-    """Yields (row number from 1, row); blank lines count and are left out."""
-    if data.endswith(".jsonl"):
-        yield from read_jsonl(data, where)
-        return
-    try:
-        if data.endswith(".parquet"):
-            import pyarrow.parquet  # with `datasets`
-            rows = pyarrow.parquet.ParquetFile(data).read().to_pylist()
-        elif re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not Path(data).exists():
-            import datasets  # slow to import, and only a hub id needs it
-            rows = datasets.load_dataset(data, split="train").to_list()
-        else:
-            raise BadInput(f"{where}: expected a .jsonl or .parquet file, or a hub id (owner/name)")
-    except FileNotFoundError as error:
-        raise BadInput(f"{where}: no such file or data set") from error
-    except BadInput:
-        raise
-    except Exception as error:  # the readers raise what they like: connection, permission, format
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise BadInput(f"{where}: cannot be read ({reason})") from error
-    yield from enumerate(rows, 1)
-
-
-def read_jsonl(data, where):
-    try:
-        with open(data, encoding="utf-8") as file:
-            for k, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield k, json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        message = f"{where}: row {k}: expected a JSON object, got {shown(line)}"
-                        raise BadInput(message) from error
-    except FileNotFoundError as error:
-        raise BadInput(f"{where}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: cannot be read ({type(error).__name__}: {error})") from error
 
 
 def check_row(row, where, top) -> tuple[list[int], int]:

@@ -714,12 +714,12 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
     assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
 
     for rows, says in [
-            ([other, row | dict(commit_hash="")], "rows.json: row 1: expected instance_id, or repo_name"),
+            ([other, row | dict(commit_hash="")], "rows.json: row 2: expected instance_id, or repo_name"),
             ([row | dict(expected_output_json="x")], f"rows.json: {name}: expected_output_json"),
             ([other], "no instance")]:
         with pytest.raises(envs.BadInput, match=says):
             env_of(*rows)
-    with pytest.raises(envs.BadInput, match="option dataset:"):
+    with pytest.raises(envs.BadInput, match="option dataset="):
         make(dataset=str(tmp_path / "none.jsonl"), cache_dir=str(folder))
 
     (folder / "index.json").unlink()  # which of the rows' repositories are there is seen all the same

@@ -482,6 +482,11 @@ def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason
         assert r.reward == 0.5 + earned and "never read" not in texts(r)
     assert asked == [(reason, False)] * 2 and world.all_closed_once
 
+    answers = [{"role": "user", "content": "\ud800"}, {"no": "role"}]  # refused by tokenizers; by templates
+    world.behave = lambda episode, reply: Step([answers[len(episode.replies) - 1]], 0.25, False, False, {})
+    (r,) = visit(world)
+    assert (r.termination, r.retries, len(r.turns), r.reward) == ("context", 0, 2, 1.0)
+
     world.judge = lambda episode, reason: 1 / 0
     (r,) = visit(world, **flags)
     assert (r.termination, r.retries, r.correct) == ("error", 2, 0.0) and world.all_closed_once

@@ -670,7 +670,7 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     def load_dataset(name, split):
         if (name, split) != ("princeton-nlp/SWE-bench_Lite", "dev"):
             raise ConnectionError("no network")
-        return types.SimpleNamespace(to_list=lambda: many(4))
+        return many(4)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     dataset, cache = dict(dataset="princeton-nlp/SWE-bench_Lite", split="dev"), dict(cache_dir=str(tmp_path))
@@ -693,7 +693,7 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
 def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     for value in values:
         file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], many(1)[0] | {field: value}])
-        with pytest.raises(envs.BadInput, match=rf"rows.jsonl: row 1: field {field}: expected") as error:
+        with pytest.raises(envs.BadInput, match=rf"rows.jsonl: row 2: field {field}: expected") as error:
             ids(dataset=file)
         assert "\n" not in str(error.value)
 

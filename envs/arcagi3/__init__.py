@@ -218,9 +218,7 @@ class ArcAgi3(Env):
                 *"start score actions after bad error :".split()]  # the colon: before a reply
 
     def num_tasks(self, split: str) -> int:
-        if split not in self.splits:
-            raise BadInput(f"environment arcagi3: split: expected one of {', '.join(self.splits)}, "
-                           f"got {split!r}")
+        self.check_split(split)
         if self._generated:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
         ids = self._games()[split]

@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, first_line, hold_out
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, first_line, hold_out, read_rows
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
 from envs.code.testing import decides, run_tests
@@ -186,7 +186,7 @@ class Repl(Env):
         if config.scenarios == "tiny" and not config.cache_dir:
             self._ids = None
             return
-        self._rows = read_rows(Path(config.cache_dir or BUNDLED), config)
+        self._rows = load_rows(Path(config.cache_dir or BUNDLED), config)
         if config.instance_ids:
             wanted = [name.strip() for name in config.instance_ids.split(",")]
             if unknown := [name for name in wanted if name not in self._rows]:
@@ -206,9 +206,7 @@ class Repl(Env):
         return [*map(str, range(-8, 82)), *words.split(), *"finish run_tests passed True error".split()]
 
     def num_tasks(self, split: str) -> int:
-        if split not in self.splits:
-            raise BadInput(f"environment repl: split: expected one of {', '.join(self.splits)}, "
-                           f"got {split!r}")
+        self.check_split(split)
         if self._ids is None:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
         if split == "test" and not self._ids[split]:
@@ -559,7 +557,7 @@ def split_of(instance_id: str) -> str:
 # Scenarios on disk
 
 
-def read_rows(folder: Path, config: Config) -> dict[str, dict]:
+def load_rows(folder: Path, config: Config) -> dict[str, dict]:
     """index.json of a folder, instance_id -> row, with what a data set's rows add. Errors name the field."""
     index = folder / "index.json"
     added = {row["instance_id"]: row for row in data_rows(config)} if config.dataset else None
@@ -591,19 +589,9 @@ def read_rows(folder: Path, config: Config) -> dict[str, dict]:
 
 def data_rows(config: Config):
     """Rows of a file or a hub data set in R2E-Gym's form, each with an instance_id."""
-    import datasets  # slow to import, and seldom needed
-
     name = config.dataset
-    try:
-        if name.endswith((".jsonl", ".json", ".parquet")):
-            kind = "parquet" if name.endswith(".parquet") else "json"
-            rows = datasets.load_dataset(kind, data_files=name, split="train")
-        else:
-            rows = datasets.load_dataset(name, split=config.dataset_split)
-    except Exception as error:
-        raise BadInput(f"environment repl: option dataset: {name} cannot be read "
-                       f"({first_line(error)})") from error
-    for number, row in enumerate(rows):
+    for number, row in read_rows(name, f"environment repl: option dataset={name}", config.dataset_split):
+        row = row if isinstance(row, dict) else {}
         if not row.get("instance_id"):
             parts = row.get("repo_name"), row.get("commit_hash")
             if not all(isinstance(part, str) and part for part in parts):

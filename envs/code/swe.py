@@ -31,7 +31,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task, final_part, hold_out
+from envs import BadInput, Env, Episode, Step, Task, final_part, hold_out, read_rows
 from envs.code import sandbox, testing, trees
 from envs.code.executor import HttpExecutor
 
@@ -41,7 +41,6 @@ MAX_FILES = 100  # that a diff may touch
 MAX_CHANGED = 16 * sandbox.MIB  # bytes of the files that a diff gives
 TEXTS = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")  # a row must have
 OPTIONAL = ("version", "hints_text", "environment_setup_commit", "created_at")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 FENCE = re.compile(r"([ \t]*)```[ \t]*([\w+-]*)[ \t]*\r?")
 MODE = re.compile(r"(?:old mode|new mode|new file mode|deleted file mode|index \w+\.\.\w+) (\d{6})\s*")
@@ -165,8 +164,7 @@ class Swe(Env):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
 
     def num_tasks(self, split: str) -> int:
-        if split not in self.splits:
-            raise BadInput(f"environment swe: split: expected one of {', '.join(self.splits)}, got {split!r}")
+        self.check_split(split)
         if split == "train" and not self._split["train"]:
             raise BadInput("environment swe: every instance belongs to the test split; name more, or choose "
                            "with test_share (test_share=0: all train)")
@@ -630,13 +628,11 @@ def load_rows(config: Config) -> list[dict]:
     ids = [part.strip() for part in config.task_ids.split(",") if part.strip()]
     if config.use_cache_only:
         paths = sorted(Path(config.cache_dir).glob("task_*.json"))
-        rows = [read_json(path, "option cache_dir") for path in paths]
-        where = [str(path) for path in paths]
+        pairs = [(str(path), read_json(path, "option cache_dir")) for path in paths]
     else:
         name = config.dataset or str(BUNDLED / "rows.jsonl")
-        rows = read_rows(name, config.split)
-        where = [f"{name}: row {number}" for number in range(len(rows))]
-    pairs = list(zip(where, rows, strict=True))
+        where = f"environment swe: option dataset={name}"
+        pairs = [(f"{name}: row {number}", row) for number, row in read_rows(name, where, config.split)]
     if ids:
         known = {row.get("instance_id"): (place, row) for place, row in pairs if isinstance(row, dict)}
         if config.use_cache_only:
@@ -698,35 +694,6 @@ def check_row(row, where: str) -> dict:
     if not isinstance(row.setdefault("plain", False), bool):
         raise wrong("plain", "true or false")
     return row
-
-
-def read_rows(name: str, split: str) -> list:
-    where = f"environment swe: option dataset={name}"
-    path = Path(name)
-    try:
-        if path.suffix == ".jsonl" and path.is_file():
-            lines = path.read_text(encoding="utf-8").split("\n")
-            return [json.loads(line) for line in lines if line.strip()]
-        if path.suffix == ".parquet" and path.is_file():
-            import pyarrow.parquet  # with `datasets`
-
-            return pyarrow.parquet.ParquetFile(path).read().to_pylist()
-        if path.suffix == ".json" and path.is_file():
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(rows, list):
-                raise BadInput(f"{where}: expected a list of rows")
-            return rows
-        known = (".jsonl", ".json", ".parquet")
-        if HUB_ID.fullmatch(name) and path.suffix not in known and not path.exists():
-            import datasets  # slow to import, and only a hub id needs it
-
-            return datasets.load_dataset(name, split=split).to_list()
-    except BadInput:
-        raise
-    except Exception as error:  # the readers raise what they like: connection, permission, format
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise BadInput(f"{where}: cannot be read ({type(error).__name__}: {reason})") from error
-    raise BadInput(f"{where}: expected a .jsonl, .json or .parquet file, or a hub id (owner/name)")
 
 
 def read_json(path: Path, option: str):

@@ -191,7 +191,7 @@ class Logic(Env):
         return list(dict.fromkeys(" ".join(texts).split()))
 
     def num_tasks(self, split: str) -> int:
-        self._check_split(split)
+        self.check_split(split)
         return self.config.train_tasks if split == "train" else self.config.test_tasks
 
     def task(self, split: str, index: int) -> Task:
@@ -215,11 +215,6 @@ class Logic(Env):
 
     def solution(self, task: Task) -> str:
         return TYPES[task.data["type"]].reference(task.data, self.config.style)
-
-    def _check_split(self, split):
-        if split not in self.splits:
-            raise BadInput(f"environment logic: split: expected one of {', '.join(self.splits)}, "
-                           f"got {split!r}")
 
 
 class Attempt(Episode):

@@ -273,9 +273,7 @@ class OpenSpiel(Env):
 
     def _sizes(self, split) -> list[int]:
         """Tasks of each case."""
-        if split not in self.splits:
-            raise BadInput(f"environment openspiel: split: expected one of {', '.join(self.splits)}, "
-                           f"got {split!r}")
+        self.check_split(split)
         most = self.config.num_tasks_per_case
         return [most if few is None or few[split] and self.config.mode == "game" else
                 min(most, len(few[split])) for few in self._few]
