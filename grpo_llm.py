@@ -1260,6 +1260,8 @@ def collate(segments, pad_id, device):
     rows, prompts = {}, {}
     row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
     prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
+    # Prompt tokens that sharing saves, at the price of another pass: FSDP2 would gather each layer twice.
+    saved = (len(rows) - len(prompts)) * max(map(len, prompts))
     batch = dict(
         prompts=pad(prompts, pad_id, device, left=True),
         prompt_valid=pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True),
@@ -1267,7 +1269,7 @@ def collate(segments, pad_id, device):
         responses=pad([response for _, response, _ in rows], pad_id, device),
         valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
         chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
-        share_prompts=len(prompts) < len(rows) and not UNDER_TORCHRUN,  # FSDP2 would gather each layer twice
+        share_prompts=saved > 256 and not UNDER_TORCHRUN,
         row_of_segment=torch.tensor(row_of_segment, device=device),
         advantages=torch.tensor([[segment.advantage] for segment in segments], device=device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):

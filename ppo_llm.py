@@ -299,25 +299,15 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
 
 
 def hidden_states(decoder, batch):
-    """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
+    """The decoder's state at the position before each response token, which predicts it.  -> (B, T, H)
 
-    That shift by one happens here and nowhere else. Where responses share a prompt, it is computed once and
-    its keys and values handed to them, with gradient.
+    That shift by one happens here and nowhere else.
     """
-    prompts, rows = batch["prompts"], batch["prompt_of_row"]
-    valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
-    positions = (valid.cumsum(1) - 1).clamp(min=0)
-    start = prompts.shape[1] - 1 if batch["share_prompts"] else 0  # what is computed once
-    cache = DynamicCache(config=decoder.config) if start else None
-    if start:
-        decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
-                position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
-                past_key_values=cache, use_cache=True)
-        cache.batch_select_indices(rows)
-    inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
-    hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
-                     past_key_values=cache, use_cache=bool(start)).last_hidden_state
-    return hidden[:, prompts.shape[1] - 1 - start:]
+    tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)                # (B, P + T - 1)
+    valid = torch.cat([batch["prompt_valid"], batch["valid"][:, :-1]], 1)
+    hidden = decoder(input_ids=tokens, attention_mask=valid, position_ids=(valid.cumsum(1) - 1).clamp(min=0),
+                     use_cache=False).last_hidden_state
+    return hidden[:, batch["prompts"].shape[1] - 1:]
 
 
 def token_logprobs(model, batch, temperature, critic=None):
@@ -327,10 +317,10 @@ def token_logprobs(model, batch, temperature, critic=None):
     """
     def of_pass():
         decoder, head = decoder_and_head(model)
-        hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                  # (R, T, H), (R, T)
+        hidden, chosen = hidden_states(decoder, batch), batch["response_mask"].bool()    # (B, T, H), (B, T)
         found = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
         zeros = torch.zeros(chosen.shape, device=chosen.device)
-        found = [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in found]
+        found = [zeros.to(v.dtype).masked_scatter(chosen, v) for v in found]
         return [*found, critic(batch, hidden)] if critic else found
 
     return as_forward(model, of_pass)
@@ -934,7 +924,7 @@ class Critic(torch.nn.Module):
     def forward(self, batch, hidden=None):
         """-> (B, T); at the environment's tokens as well, where the values mean nothing.
 
-        hidden: the decoder's states (R, T, H), where they are computed already.
+        hidden: the decoder's states (B, T, H), where they are computed already.
         """
         if hidden is None and self.decoder:
             hidden = hidden_states(self.decoder, batch)
@@ -942,8 +932,7 @@ class Critic(torch.nn.Module):
             policy = self.policy[0]
             hidden = as_forward(policy, lambda: hidden_states(decoder_and_head(policy)[0], batch))
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
-            values = self.head(hidden.float()).squeeze(-1)
-        return values[batch["row_of_segment"]]
+            return self.head(hidden.float()).squeeze(-1)
 
 
 def make_critic(policy, backbone, args):
@@ -978,10 +967,6 @@ class Segment:
     @property
     def ids(self) -> list[int]:
         return self.prompt_ids + self.response_ids
-
-    @property
-    def key(self) -> tuple:
-        return tuple(self.prompt_ids), tuple(self.response_ids), tuple(self.response_mask)
 
     def append(self, ids, mask, logprobs):
         self.response_ids += ids
@@ -1303,12 +1288,10 @@ def trainable_episodes(rollouts, args):
 
 def microbatches(segments, budget):
     """Cut segments, by length, into passes of at most `budget` padded response tokens, or one response."""
-    parts, rows = [], set()
+    parts = []
     for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        rows.add(segment.key)  # equal ones are computed once
-        if not parts or len(segment.response_ids) * len(rows) > budget:
+        if not parts or len(segment.response_ids) * (len(parts[-1]) + 1) > budget:
             parts.append([])
-            rows = {segment.key}
         parts[-1].append(segment)
     return parts
 
@@ -1326,21 +1309,11 @@ def passes(segments, args, pad_id, device):
 
 
 def collate(segments, pad_id, device):
-    """Tensors of a pass. Prompts (U, P), padded left, and responses (R, T), padded right, each different one
-    once, since equal ones have equal log-probabilities; all else by segment, (B, T).
-    """
-    rows, prompts = {}, {}
-    row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
-    prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
-    batch = dict(
-        prompts=pad(prompts, pad_id, device, left=True),
-        prompt_valid=pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True),
-        prompt_of_row=torch.tensor(prompt_of_row, device=device),
-        responses=pad([response for _, response, _ in rows], pad_id, device),
-        valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
-        chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
-        share_prompts=len(prompts) < len(rows) and not UNDER_TORCHRUN,  # FSDP2 would gather each layer twice
-        row_of_segment=torch.tensor(row_of_segment, device=device))
+    """Tensors of a pass: prompts (B, P), padded left; responses, and what is known of them, (B, T)."""
+    prompts, responses = [s.prompt_ids for s in segments], [s.response_ids for s in segments]
+    batch = dict(prompts=pad(prompts, pad_id, device, left=True), responses=pad(responses, pad_id, device),
+                 prompt_valid=pad([[1] * len(ids) for ids in prompts], 0, device, left=True),
+                 valid=pad([[1] * len(ids) for ids in responses], 0, device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
         known = getattr(segments[0], name) is not None
         batch[name] = (pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32) if known

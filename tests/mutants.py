@@ -55,6 +55,7 @@ MUTANTS = {
         "GSPO: gradient of the mean": ("sequence.detach() + logprobs", "sequence + logprobs"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
         "padding is attended to": ("attention_mask=valid,", "attention_mask=None,"),
+        "keys of another prompt": ("batch_select_indices(rows)", "batch_select_indices(rows.flip(0))"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
         "the same number at each token": ("draws[live, t]", "draws[live, 0]"),
         "the same numbers in a retry": ("{r.retries} {len", "{len"),
