@@ -743,11 +743,16 @@ def tree(nums, steps) -> Node:
 
 class Attempt(Episode):
     def __init__(self, config, nums, target):
-        self.config, self.nums, self.target = config, nums, target
+        self.config, self.nums, self.target = config, tuple(nums), target
 
     def step(self, reply: str) -> Step:
-        judge = judge_steps if self.config.style == "compact" else judge_expression
-        well_formed, correct = judge(reply, self.nums, self.target, self.config)
+        config = self.config
+        if config.style == "compact":
+            steps = reply[reply.rfind("|") + 1:]  # what stands before the last | is a search
+            well_formed, correct = judge_steps(steps if len(steps) <= MAX_ANSWER else "", self.nums,
+                                               self.target, config.operators, config.max_intermediate)
+        else:
+            well_formed, correct = judge_expression(reply, self.nums, self.target, config.operators)
         info = {"correct": float(correct), "format": float(well_formed),
                 "score": 1.0 if correct else 0.1 if well_formed else 0.0}
         return Step([], float(correct), True, False, info)
@@ -758,20 +763,13 @@ STEP = re.compile(rf"[ \t\r\n]*{INTEGER}[ \t]*([-+*/])[ \t]*{INTEGER}[ \t]*=[ \t
 
 
 @functools.lru_cache(4096)  # many replies to a problem are the same
-def read_steps(text) -> tuple[tuple[int, str, int, int], ...]:
-    """(a, op, b, c) of each step of `a op b = c; ...`; none where the text is not of that form."""
+def judge_steps(text, nums, target, operators, limit) -> tuple[bool, bool]:
+    """(format, correct) of `a op b = c; ...`."""
     found = [STEP.fullmatch(part) for part in text.split(";")]
     if not all(found):
-        return ()
-    steps = tuple((int(a), op, int(b), int(c)) for a, op, b, c in (match.groups() for match in found))
-    return () if any(op == "/" and b == 0 for _, op, b, _ in steps) else steps
-
-
-def judge_steps(reply, nums, target, config) -> tuple[bool, bool]:
-    """(format, correct) of `a op b = c; ...`, after the last | if there is one."""
-    start = reply.rfind("|") + 1
-    steps = read_steps(reply[start:]) if len(reply) - start <= MAX_ANSWER else ()
-    if not steps:
+        return False, False
+    steps = [(int(a), op, int(b), int(c)) for a, op, b, c in (match.groups() for match in found)]
+    if any(op == "/" and b == 0 for _, op, b, _ in steps):
         return False, False
     pool = list(nums)
     for a, op, b, result in steps:
@@ -780,7 +778,7 @@ def judge_steps(reply, nums, target, config) -> tuple[bool, bool]:
                 return True, False
             pool.remove(n)
         right = {"+": a + b == result, "-": a - b == result, "*": a * b == result, "/": a == result * b}[op]
-        if not right or op not in config.operators or result > config.max_intermediate:
+        if not right or op not in operators or result > limit:
             return True, False
         pool.append(result)
     return True, pool == [target]
@@ -796,7 +794,7 @@ class Unreadable(Exception):
     """Not an expression of the task's grammar, or one without a value."""
 
 
-def judge_expression(reply, nums, target, config) -> tuple[bool, bool]:
+def judge_expression(reply, nums, target, operators) -> tuple[bool, bool]:
     """(format, correct) of the expression in the last complete <answer> </answer>."""
     start = reply.rfind("<answer>", 0, max(reply.rfind("</answer>"), 0))
     end = reply.find("</answer>", start)
@@ -806,12 +804,12 @@ def judge_expression(reply, nums, target, config) -> tuple[bool, bool]:
     text = re.sub(r"[ \t\r\n]+", " ", reply[start:end]).strip(" ")
     if not CHARACTERS.fullmatch(text) or LEADING_ZERO.search(text):
         return False, False
-    used, operators = [], set()
+    used, signs = [], set()
     try:
-        value = evaluate(ast.parse(text, mode="eval").body, used, operators, MAX_DEPTH)
+        value = evaluate(ast.parse(text, mode="eval").body, used, signs, MAX_DEPTH)
     except (Unreadable, SyntaxError, ValueError, MemoryError, RecursionError):  # the parser has many
         return False, False
-    return True, sorted(used) == sorted(nums) and operators <= set(config.operators) and value == target
+    return True, sorted(used) == sorted(nums) and signs <= set(operators) and value == target
 
 
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
