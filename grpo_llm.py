@@ -41,7 +41,6 @@ import time
 import traceback
 import zlib
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -601,7 +600,8 @@ class GrowingLayer(DynamicLayer):
         if self.buffer is None:
             self.buffer, self.is_initialized = new, True
         if end > self.buffer.shape[3]:
-            self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, max(8, end // 2)))
+            room = end - self.buffer.shape[3] + max(8, end // 2)
+            self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, room))
         self.buffer[:, :, :, start:end] = new
         self.keys, self.values = self.buffer[:, :, :, :end]
         return self.keys, self.values
@@ -1423,15 +1423,13 @@ def describe_run(args, algo, env, source, **more):
 
     gpu, now = torch.cuda.is_available(), datetime.now(UTC)
     flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-    libraries = {"torch", "numpy", "transformers", "vllm"}
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
         config_hash=sha256(json.dumps(flags) + source),
         source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
         git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
-        versions={found.name: found.version for found in distributions() if found.name in libraries}
-        | dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
+        versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
 
@@ -1503,6 +1501,8 @@ class Run:
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+        self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
         if RANK:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing

@@ -334,7 +334,7 @@ def read_rows(name: str, where: str, split: str = "train") -> typing.Iterator[tu
         else:
             import datasets  # slow to import, and only a hub id needs it
 
-            yield from enumerate(datasets.load_dataset(name, split=split), 1)
+            yield from enumerate(datasets.load_dataset(name, split=split).to_list(), 1)
     except Exception as error:  # the readers raise what they like: connection, permission, format
         row = f": row {number}" if number else ""
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -670,7 +670,7 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
     def load_dataset(name, split):
         if (name, split) != ("princeton-nlp/SWE-bench_Lite", "dev"):
             raise ConnectionError("no network")
-        return many(4)
+        return types.SimpleNamespace(to_list=lambda: many(4))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     dataset, cache = dict(dataset="princeton-nlp/SWE-bench_Lite", split="dev"), dict(cache_dir=str(tmp_path))

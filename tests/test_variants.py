@@ -50,6 +50,7 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     shutil.copy(base, tmp_path)
     subprocess.run(["git", "apply", path], cwd=tmp_path, check=True)
     assert (tmp_path / script).read_text() == (tmp_path / name).read_text()
+    assert diff != "overlap_hf.diff" or load_script(variants()[name]).Args().max_staleness
 
     lines = path.read_text().splitlines()[2:]
     added = [line[1:] for line in lines if line.startswith("+")]
@@ -79,9 +80,7 @@ def words(flags):
 
 @pytest.fixture
 def made(diff, teacher):
-    """The path of a variant, and flags -> those among them that it has, with those that some cannot run
-    without, or not exactly.
-    """
+    """The path of a variant, and flags -> those that it has, with those that some need or are exact with."""
     script, name = COMMANDS[diff]
     path = variants()[name]
     known = [flag.name for flag in docs_tables.flags(path)]
