@@ -460,11 +460,7 @@ def describe_run(args, algo, env, source, **more):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued.
-
-    Whatever a kill could tear is written beside its place, flushed to the disk and renamed. The first process
-    writes; the others hold a copy, for its numbers.
-    """
+    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
     log = writer = state = checkpoint = None
 
@@ -588,10 +584,7 @@ class Run:
             self.log.flush()
 
     def save(self, state, save_model):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
-
-        save_model(folder) writes what belongs to the model.
-        """
+        """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"

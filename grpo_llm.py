@@ -159,9 +159,6 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
-        if self.max_context_tokens <= self.max_response_tokens:
-            raise BadInput(f"--max-context-tokens {self.max_context_tokens}: expected more than "
-                           f"--max-response-tokens {self.max_response_tokens}")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
         if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
@@ -291,19 +288,13 @@ def hidden_states(decoder, batch):
 def token_logprobs(model, batch, temperature):
     """Log-probability and entropy of each response token of each segment.  -> two (B, T)."""
     def of_pass():
-        decoder, head = decoder_and_head(model)
-        hidden, chosen = hidden_states(decoder, batch), batch["chosen"]                  # (R, T, H), (R, T)
+        head = model.get_output_embeddings()
+        hidden, chosen = hidden_states(model.get_decoder(), batch), batch["chosen"]      # (R, T, H), (R, T)
         values = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
         zeros = torch.zeros(chosen.shape, device=chosen.device)
         return [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in values]
 
     return as_forward(model, of_pass)
-
-
-def decoder_and_head(model):
-    """The transformer without its head, and the head, beneath PEFT's wrapper if there is one."""
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    return base.get_decoder(), base.get_output_embeddings()
 
 
 def learning_rate(iteration, args):
@@ -475,15 +466,12 @@ def weights_sha256(model, adapter=""):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
-
-    Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
-    """
+    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
-            config.lora_dropout, config.inference_mode = 0.0, False
+            config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
             model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
             names = set(load_file(Path(folder, "adapter_model.safetensors")))
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
@@ -546,7 +534,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None)
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
-    decoder, head = decoder_and_head(model)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     device, size, unique = model.device, head.out_features, {}
     draws = (torch.rand(len(prompts), max_new_tokens, dtype=torch.float64) if seeds is None
              else uniform(seeds, max_new_tokens)).to(device)
@@ -970,11 +958,6 @@ def episode_reward(rollout: Rollout) -> float:
     return sum(step.reward for step in rollout.steps)
 
 
-def set_reward(r, reward):
-    """Write what the reward function says that an episode is worth into its Rollout."""
-    r.reward = float(reward)
-
-
 def render(messages, tokenizer, args):
     """The text of a history and of the opening of the model's turn."""
     if args.chat_template == "plain":
@@ -1192,9 +1175,9 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
-        set_reward(r, score(r) if r.termination != "error" else 0.0)
+        r.reward = float(score(r)) if r.termination != "error" else 0.0
         for child in r.family[1:]:
-            set_reward(child, r.reward)
+            child.reward = r.reward
     return rollouts
 
 
@@ -1229,25 +1212,20 @@ def trainable_groups(rollouts, args):
     return groups
 
 
-def microbatches(segments, budget):
-    """Cut segments, by length, into passes of at most `budget` padded response tokens, or one response."""
-    parts, rows = [], set()
-    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        rows.add(segment.key)  # equal ones are computed once
-        if not parts or len(segment.response_ids) * len(rows) > budget:
-            parts.append([])
-            rows = {segment.key}
-        parts[-1].append(segment)
-    return parts
-
-
 def passes(segments, args, pad_id, device):
-    """This process's passes over its segments.  -> (segments, what collate makes of them) of each
+    """This process's segments, by length, in passes of at most --microbatch-tokens padded response tokens, or
+    of one response.  -> (segments, what collate makes of them) of each
 
     All processes call the model equally often, since FSDP2 gathers its weights: one that has fewer passes
     adds some that count 0.
     """
-    parts = microbatches(segments, args.microbatch_tokens)
+    parts, rows = [], set()
+    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
+        rows.add(segment.key)  # equal ones are computed once
+        if not parts or len(segment.response_ids) * len(rows) > args.microbatch_tokens:
+            parts.append([])
+            rows = {segment.key}
+        parts[-1].append(segment)
     missing = max(gather([len(parts)])) - len(parts)
     for part in parts + missing * [[Segment([pad_id], [pad_id], [0], [0.0])]]:
         yield part, collate(part, pad_id, device)
@@ -1434,11 +1412,7 @@ def describe_run(args, algo, env, source, **more):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued.
-
-    Whatever a kill could tear is written beside its place, flushed to the disk and renamed. The first process
-    writes; the others hold a copy, for its numbers.
-    """
+    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
     log = writer = state = checkpoint = None
 
@@ -1562,10 +1536,7 @@ class Run:
             self.log.flush()
 
     def save(self, state, save_model):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
-
-        save_model(folder) writes what belongs to the model.
-        """
+        """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"

@@ -171,9 +171,6 @@ class Args:
     def __post_init__(self):
         if self.kl_target and not self.kl_coef:
             raise BadInput(f"--kl-target {self.kl_target}: needs a --kl-coef to start from")
-        if self.max_context_tokens <= self.max_response_tokens:
-            raise BadInput(f"--max-context-tokens {self.max_context_tokens}: expected more than "
-                           f"--max-response-tokens {self.max_response_tokens}")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
         if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
@@ -315,7 +312,7 @@ def token_logprobs(model, batch, temperature, critic=None):
     With a critic that shares the model's states, its values as well: they are computed once for both.
     """
     def of_pass():
-        decoder, head = decoder_and_head(model)
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
         hidden, chosen = hidden_states(decoder, batch), batch["response_mask"].bool()    # (B, T, H), (B, T)
         found = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
         zeros = torch.zeros(chosen.shape, device=chosen.device)
@@ -323,12 +320,6 @@ def token_logprobs(model, batch, temperature, critic=None):
         return [*found, critic(batch, hidden)] if critic else found
 
     return as_forward(model, of_pass)
-
-
-def decoder_and_head(model):
-    """The transformer without its head, and the head, beneath PEFT's wrapper if there is one."""
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    return base.get_decoder(), base.get_output_embeddings()
 
 
 def learning_rate(peak, iteration, start, args):
@@ -502,15 +493,12 @@ def weights_sha256(model, adapter=""):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
-
-    Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
-    """
+    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
-            config.lora_dropout, config.inference_mode = 0.0, False
+            config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
             model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
             names = set(load_file(Path(folder, "adapter_model.safetensors")))
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
@@ -573,7 +561,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None)
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
-    decoder, head = decoder_and_head(model)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     device, size, unique = model.device, head.out_features, {}
     draws = (torch.rand(len(prompts), max_new_tokens, dtype=torch.float64) if seeds is None
              else uniform(seeds, max_new_tokens)).to(device)
@@ -930,19 +918,18 @@ class Critic(torch.nn.Module):
             hidden = hidden_states(self.decoder, batch)
         elif hidden is None:
             policy = self.policy[0]
-            hidden = as_forward(policy, lambda: hidden_states(decoder_and_head(policy)[0], batch))
+            hidden = as_forward(policy, lambda: hidden_states(policy.get_decoder(), batch))
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
 
 
 def make_critic(policy, backbone, args):
     """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
-    decoder, head = decoder_and_head(policy)
     if args.critic == "none":
         return None
-    if args.critic == "own":
-        decoder, _ = decoder_and_head(add_lora(backbone, args) if args.lora else backbone)
-    critic = Critic(decoder, head.in_features, policy if args.critic == "shared" else None)
+    model = policy if args.critic == "shared" else add_lora(backbone, args) if args.lora else backbone
+    critic = Critic(model.get_decoder(), model.get_output_embeddings().in_features,
+                    policy if args.critic == "shared" else None)
     return distribute(critic, policy.device)
 
 
@@ -1286,23 +1273,18 @@ def trainable_episodes(rollouts, args):
     return [segments for segments in episodes if segments]
 
 
-def microbatches(segments, budget):
-    """Cut segments, by length, into passes of at most `budget` padded response tokens, or one response."""
-    parts = []
-    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        if not parts or len(segment.response_ids) * (len(parts[-1]) + 1) > budget:
-            parts.append([])
-        parts[-1].append(segment)
-    return parts
-
-
 def passes(segments, args, pad_id, device):
-    """This process's passes over its segments.  -> (segments, what collate makes of them) of each
+    """This process's segments, by length, in passes of at most --microbatch-tokens padded response tokens, or
+    of one response.  -> (segments, what collate makes of them) of each
 
     All processes call the model equally often, since FSDP2 gathers its weights: one that has fewer passes
     adds some that count 0.
     """
-    parts = microbatches(segments, args.microbatch_tokens)
+    parts = []
+    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
+        if not parts or len(segment.response_ids) * (len(parts[-1]) + 1) > args.microbatch_tokens:
+            parts.append([])
+        parts[-1].append(segment)
     missing = max(gather([len(parts)])) - len(parts)
     for part in parts + missing * [[Segment([pad_id], [pad_id], [0], [0.0])]]:
         yield part, collate(part, pad_id, device)
@@ -1537,11 +1519,7 @@ def describe_run(args, algo, env, source, **more):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued.
-
-    Whatever a kill could tear is written beside its place, flushed to the disk and renamed. The first process
-    writes; the others hold a copy, for its numbers.
-    """
+    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
     log = writer = state = checkpoint = None
 
@@ -1665,10 +1643,7 @@ class Run:
             self.log.flush()
 
     def save(self, state, save_model):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
-
-        save_model(folder) writes what belongs to the model.
-        """
+        """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"

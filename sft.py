@@ -228,18 +228,12 @@ def response_loss(model, batch):
     chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
 
     def of_pass():
-        decoder, head = decoder_and_head(model)
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
         hidden = decoder(input_ids=tokens[:, :-1], use_cache=False,
                          position_ids=None if positions is None else positions[:, :-1]).last_hidden_state
         return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()               # (B, T - 1, H)
 
     return as_forward(model, of_pass)
-
-
-def decoder_and_head(model):
-    """The transformer without its head, and the head, beneath PEFT's wrapper if there is one."""
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    return base.get_decoder(), base.get_output_embeddings()
 
 
 def learning_rate(step, steps, args):
@@ -462,15 +456,12 @@ def make_tokenizer(args, env):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one.
-
-    Without dropout: the ratio of an update must compare two policies, not two draws of a mask.
-    """
+    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
-            config.lora_dropout, config.inference_mode = 0.0, False
+            config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
             model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
             names = set(load_file(Path(folder, "adapter_model.safetensors")))
             if odd := names ^ set(peft.get_peft_model_state_dict(model)):
@@ -504,7 +495,7 @@ def check_packing(model, args):
 
     The second of two packed rows must come out the same, whatever the first one is, but for rounding.
     """
-    decoder, head = decoder_and_head(model)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     ids = torch.arange(64, device=model.device) % head.out_features
     positions = torch.arange(32, device=model.device).repeat(2)[None]
 
@@ -721,10 +712,7 @@ def cut(ids, mask, args):
 
 
 def encode_rows(rows, path, tokenizer, args, eos):
-    """Rows to tokens, into an Arrow file that is read as it is needed, with the counts beside it.
-
-    Memory holds a few rows, whatever there are.
-    """
+    """Rows to tokens, a few in memory at a time, into an Arrow file with the counts beside it."""
     path.parent.mkdir(exist_ok=True)
     temporary, counts = path.with_name(f".{path.name}.writing"), dict(truncated=0, dropped=0, bad=0)
     features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
@@ -986,11 +974,7 @@ def describe_run(args, algo, env, source, **more):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued.
-
-    Whatever a kill could tear is written beside its place, flushed to the disk and renamed. The first process
-    writes; the others hold a copy, for its numbers.
-    """
+    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
     log = writer = state = checkpoint = None
 
@@ -1114,10 +1098,7 @@ class Run:
             self.log.flush()
 
     def save(self, state, save_model):
-        """checkpoints/step_<iteration>, complete or not at all; then drop the oldest.
-
-        save_model(folder) writes what belongs to the model.
-        """
+        """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -1335,15 +1316,10 @@ def main(args):
         signal.signal(signal.SIGTERM, handler)
 
 
-def default_args(words):
-    """The defaults of a command line: with --model those of REAL_MODEL, else the small model's."""
-    real = any(word == "--model" or word.startswith("--model=") for word in words)
-    return Args(**REAL_MODEL) if real else Args()
-
-
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, default=default_args(sys.argv)))
+        real = any(word.partition("=")[0] == "--model" for word in sys.argv)
+        main(tyro.cli(Args, default=Args(**REAL_MODEL) if real else Args()))
     except BadInput as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:

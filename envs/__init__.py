@@ -252,13 +252,10 @@ def make(name: str, **options) -> Env:
     """
     if "," in name or "=" in name:
         return load_object(MIXTURE, "--env")(name, options, make)
-    if ":" in name:
-        cls = load_object(name, "--env")
-    elif name in ENVS:
-        cls = load_object(ENVS[name], "--env")
-    else:
-        raise BadInput(f"unknown environment {name!r}{_hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
+    if ":" not in name and name not in ENVS:
+        raise BadInput(f"unknown environment {name!r}{hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
                        "path/to/file.py:Class, or several of them with commas")
+    cls = load_object(ENVS.get(name, name), "--env")
     return cls(make_config(cls.Config, name, options))
 
 
@@ -267,10 +264,17 @@ def make_config(config: type, name: str, options: dict):
     hints = typing.get_type_hints(config)
     for key in options:
         if key not in hints:
-            raise BadInput(f"environment {name}: unknown option {key!r}{_hint(key, hints)}; "
+            raise BadInput(f"environment {name}: unknown option {key!r}{hint(key, hints)}; "
                            f"known: {', '.join(hints)}")
         options[key] = _convert(options[key], hints[key], f"environment {name}: option {key}")
     return config(**options)
+
+
+def check_option(name: str, config, fine, option: str, expected: str) -> None:
+    """BadInput unless an option of environment `name` is `fine`."""
+    if not fine:
+        raise BadInput(f"environment {name}: option {option}: expected {expected}, "
+                       f"got {getattr(config, option)!r}")
 
 
 def parse_options(pairs: typing.Iterable[str]) -> dict[str, str]:
@@ -341,7 +345,7 @@ def read_rows(name: str, where: str, split: str = "train") -> typing.Iterator[tu
         raise BadInput(f"{where}{row}: cannot be read ({reason})") from error
 
 
-def _hint(word: str, known) -> str:
+def hint(word: str, known) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

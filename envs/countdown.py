@@ -28,7 +28,7 @@ import zlib
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from envs import BadInput, Env, Episode, Step, Task, read_rows
+from envs import BadInput, Env, Episode, Step, Task, check_option, read_rows
 
 MAX_OPERANDS = 6  # the exact solver's time grows about tenfold with each further number
 MAX_VALUE = 1_000_000  # of a number or target
@@ -86,11 +86,7 @@ class Config:
     test_tasks: int = 512
 
     def __post_init__(self):
-        def check(fine, option, expected):
-            if not fine:
-                raise BadInput(f"environment countdown: option {option}: expected {expected}, "
-                               f"got {getattr(self, option)!r}")
-
+        check = functools.partial(check_option, "countdown", self)
         check(2 <= self.min_operands <= MAX_OPERANDS, "min_operands", f"2 to {MAX_OPERANDS}")
         check(self.min_operands <= self.max_operands <= MAX_OPERANDS, "max_operands",
               f"min_operands ({self.min_operands}) to {MAX_OPERANDS}")
@@ -155,7 +151,6 @@ class Countdown(Env):
         return self.config.train_tasks if split == "train" else len(self._test_problems())
 
     def task(self, split: str, index: int) -> Task:
-        self.check_split(split)
         if not 0 <= index < self.num_tasks(split):
             raise IndexError(f"countdown: {split} task {index} of {self.num_tasks(split)}")
         if self._rows:

@@ -5,7 +5,7 @@
 
 LOG is the file, or the run folder that holds it. The verdict is JSON on standard output; the exit status is 0
 for a sound log and 1 otherwise. Any file gets a verdict, however broken. METRICS says what every metric is
-and means; the tables in docs/ are made from it. Tests call `validate(path)` and `known(algo, key)`.
+and means; the tables in docs/ are made from it. Tests call `validate(path)` and `name_of(algo, key)`.
 """
 
 from __future__ import annotations
@@ -239,11 +239,6 @@ def name_of(algo: str, key: str) -> str | None:
     found = [(each.count("<"), name) for name, (kind, _) in METRICS[algo].items()
              for each in keys_of(name, kind) if re.fullmatch(pattern(each), key)]
     return min(found, default=(0, None), key=lambda pair: pair[0])[1]
-
-
-def known(algo: str, key: str) -> bool:
-    """Whether METRICS tells what a key of a record means."""
-    return name_of(algo, key) is not None
 
 
 COMMON = required(_EVERY)

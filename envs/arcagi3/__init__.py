@@ -34,7 +34,7 @@ from typing import Literal
 
 import numpy as np
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hold_out, play
+from envs import BadInput, Env, Episode, Message, Step, Task, check_option, final_part, hold_out, play
 from envs.arcagi3 import games
 
 DEFAULT_ROOT = "https://three.arcprize.org"
@@ -123,11 +123,7 @@ class Config:
     """a request with all its tries takes no longer [s]"""
 
     def __post_init__(self):
-        def check(fine, option, expected):
-            if not fine:
-                raise BadInput(f"environment arcagi3: option {option}: expected {expected}, "
-                               f"got {getattr(self, option)!r}")
-
+        check = functools.partial(check_option, "arcagi3", self)
         check(not (self.session and (self.live or self.root_url)), "session",
               "none together with live or root_url")
         check(not self.root_url or URL.fullmatch(self.root_url), "root_url", "the form http://host:port")
@@ -155,7 +151,6 @@ class Config:
             check(0 < getattr(self, option) < float("inf"), option, "more than 0")
         for option in ("train_tasks", "test_tasks"):
             check(getattr(self, option) >= 1, option, "1 or more")
-
 
     @property
     def offline(self) -> bool:
@@ -239,17 +234,13 @@ class ArcAgi3(Env):
 
     def task_of(self, game_id: str, task_id: str = "") -> Task:
         """The task to play one game. Its prompt holds the first screen where no server has to be asked."""
-        view = View(self.config)
-        if not self.config.first_screen:
-            frame = None
-        elif self.config.offline:
+        frame = None
+        if self.config.first_screen and self.config.offline:
             game = games.new_game(game_id, self.config.levels)
             frame = Frame(game_id, "", (game.frame(),), game.state, 0, game.num_levels, game.actions)
-        elif self._session:
+        elif self.config.first_screen and self._session:
             frame = read_frame(self._session["reset"])
-        else:
-            frame = None
-        messages = view.prompt(game_id, frame)
+        messages = View(self.config).prompt(game_id, frame)
         return Task(task_id or f"arcagi3-{game_id}", f"arcagi3/{game_id.partition('-')[0]}", messages,
                     {"game_id": game_id, "begun": frame is not None})
 
@@ -638,7 +629,6 @@ class Frame:
     score: int  # levels completed
     win_score: int  # levels there are
     actions: tuple[int, ...]  # available ones; () where the server does not say
-    full_reset: bool = False
 
 
 def read_frame(reply) -> Frame:
@@ -680,7 +670,7 @@ def read_frame(reply) -> Frame:
     check(isinstance(reply.get("full_reset", False), (bool, type(None))), "full_reset", "true or false")
     check(isinstance(reply.get("action_input"), (dict, type(None))), "action_input", "an object")
     return Frame(reply["game_id"], reply["guid"], tuple(grids), STATES[reply["state"]], *counts,
-                 tuple(sorted(set(numbers) - {0})), bool(reply.get("full_reset")))
+                 tuple(sorted(set(numbers) - {0})))
 
 
 def refuse_error(reply):
@@ -716,12 +706,9 @@ class Client:
             raise ClientError(f"the list of games: expected [{{game_id, title}}], got {shown(games)}")
         return games
 
-    def open_scorecard(self, tags=(), source_url="", opaque=None) -> str:
+    def open_scorecard(self, tags=()) -> str:
         """-> card_id"""
-        payload = {"tags": list(tags)}
-        payload |= {"source_url": source_url} if source_url else {}
-        payload |= {"opaque": opaque} if opaque is not None else {}
-        reply = self.ask("POST", "/api/scorecard/open", payload)
+        reply = self.ask("POST", "/api/scorecard/open", {"tags": list(tags)})
         card_id = reply.get("card_id") if isinstance(reply, dict) else None
         if not isinstance(card_id, str) or not 0 < len(card_id) <= 200:
             raise ClientError(f"field card_id of the reply: expected a text, got {shown(card_id)}")
@@ -1048,8 +1035,5 @@ class Recorder:
         parts += [{"failures": session["failures"]}] if session["failures"] else []
         return [json.dumps(part) + "\n" for part in parts]
 
-    def hurry(self):
-        getattr(self.transport, "hurry", lambda: None)()
-
-    def close(self):
-        getattr(self.transport, "close", lambda: None)()
+    def __getattr__(self, name):  # hurry and close, where the other one has them
+        return getattr(self.transport, name)

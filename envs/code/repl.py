@@ -28,6 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
+import envs
 from envs import BadInput, Env, Episode, Message, Step, Task, final_part, first_line, hold_out, read_rows
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
@@ -134,18 +135,13 @@ class Config:
     """service that runs the final tests in the instance's container image, in place of the sandbox"""
 
     def __post_init__(self):
+        check = functools.partial(envs.check_option, "repl", self)
         for name in ("max_turns", "max_output_chars", "max_queries", "max_sub_agents", "train_tasks",
                      "test_tasks", "memory", "processes"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"environment repl: option {name}: expected 1 or more, "
-                               f"got {getattr(self, name)}")
+            check(getattr(self, name) >= 1, name, "1 or more")
         for name in ("turn_timeout", "test_timeout"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise BadInput(f"environment repl: option {name}: expected seconds above 0, got "
-                               f"{getattr(self, name)}")
-        if not 0 <= self.max_sub_agent_depth <= 8:
-            raise BadInput(f"environment repl: option max_sub_agent_depth: expected 0 to 8, got "
-                           f"{self.max_sub_agent_depth}")
+            check(0 < getattr(self, name) < 1e6, name, "seconds above 0")
+        check(0 <= self.max_sub_agent_depth <= 8, "max_sub_agent_depth", "0 to 8")
         if (self.prompt == "short") != (self.scenarios == "tiny" and not self.cache_dir):
             raise BadInput(f"environment repl: option prompt: {self.prompt} with scenarios={self.scenarios}; "
                            "short and tiny go together, and without cache_dir")

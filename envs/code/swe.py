@@ -31,7 +31,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task, final_part, hold_out, read_rows
+from envs import BadInput, Env, Episode, Step, Task, check_option, final_part, hold_out, read_rows
 from envs.code import sandbox, testing, trees
 from envs.code.executor import HttpExecutor
 
@@ -113,11 +113,7 @@ class Config:
     """address space of a process in the sandbox [MiB]"""
 
     def __post_init__(self):
-        def check(fine, option, expected):
-            if not fine:
-                raise BadInput(f"environment swe: option {option}: expected {expected}, "
-                               f"got {getattr(self, option)!r}")
-
+        check = functools.partial(check_option, "swe", self)
         check(not self.use_cache_only or self.cache_dir, "use_cache_only", "cache_dir beside it")
         check(not (self.use_cache_only and self.dataset), "use_cache_only", "no dataset beside it")
         check(re.fullmatch(r"(\d{1,9}-\d{1,9})?", self.task_id_range), "task_id_range", "first-last")

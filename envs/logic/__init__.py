@@ -24,7 +24,7 @@ import random
 import zlib
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Step, Task, final_part
+from envs import BadInput, Env, Episode, Step, Task, check_option, final_part
 from envs.logic.boolean_expressions import LABELS, Boolean
 from envs.logic.common import Unreadable
 from envs.logic.cryptarithm import Cryptarithm
@@ -136,11 +136,7 @@ class Config:
     """dyck_language_reasoning_errors: most corrupted lines"""
 
     def __post_init__(self):
-        def check(fine, option, expected):
-            if not fine:
-                raise BadInput(f"environment logic: option {option}: expected {expected}, "
-                               f"got {getattr(self, option)!r}")
-
+        check = functools.partial(check_option, "logic", self)
         for least, most, low, high in BOUNDS:
             check(low <= getattr(self, most) <= high, most, f"{low} to {high}")
             check(low <= getattr(self, least) <= getattr(self, most), least,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -30,7 +29,7 @@ import zlib
 from concurrent.futures import Future
 from typing import Literal
 
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, play
+from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hint, play
 from envs.openspiel.worker import shared_pool
 
 CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" for n in (9, 13)),
@@ -528,9 +527,7 @@ def load_case(text, option) -> Case:
                        f"({error})") from error
     name, known = text.partition("(")[0], sorted(pyspiel.registered_names())
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise BadInput(f"environment openspiel: option {option}: unknown game {name!r}{hint}; "
+        raise BadInput(f"environment openspiel: option {option}: unknown game {name!r}{hint(name, known)}; "
                        f"known: {', '.join(known)}")
     failures = (pyspiel.SpielError, RuntimeError, LookupError, TypeError, ValueError, MemoryError)
     try:
