@@ -116,8 +116,10 @@ class Env:
         raise NotImplementedError
 
     def check_split(self, split: str) -> None:
+        """Raises BadInput where there is no such split."""
         if split not in self.splits:
-            raise BadInput(f"split: expected one of {', '.join(self.splits)}, got {split!r}")
+            raise BadInput(f"environment {type(self).__name__.lower()}: split: expected one of "
+                           f"{', '.join(self.splits)}, got {split!r}")
 
     def task(self, split: str, index: int) -> Task:
         """The same index gives the same task, on every machine and in any order."""
