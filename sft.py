@@ -49,7 +49,6 @@ import datasets
 import numpy as np
 import peft
 import psutil
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
@@ -546,37 +545,13 @@ def data_sha256(args):
     return "".join(sha256(Path(name)) for name in (*args.train_files, *args.val_files, *template))
 
 
-def parquet_rows(name, columns):
-    file = pyarrow.parquet.ParquetFile(name, page_checksum_verification=True, buffer_size=2**16,
-                                       pre_buffer=False)
-    number, names = 0, file.schema_arrow.names
-    if missing := set(columns).difference(names):
-        raise BadInput(f"no column {', '.join(missing)}; it has {', '.join(names)}")
-    for table in file.iter_batches(batch_size=16, columns=list(columns)):
-        yield from table.to_pylist()
-        number += table.num_rows
-    if number != file.metadata.num_rows:  # a torn page header: its page was passed over
-        raise OSError(f"it should have {file.metadata.num_rows} rows")
-
-
 def read_rows(args, side):
     """Rows of files or of a hub data set, a few in memory at a time.  -> (where, row or line of JSON), ..."""
+    split = args.splits[side == "val"] if args.dataset else ""
     for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
-        number, where = 0, f"--{side}-files {name}"
-        try:
-            if args.dataset:
-                split, (path, _, config) = args.splits[side == "val"], name.partition(":")
-                where = f"--dataset {name}, split {split}"
-                rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
-                if set(args.columns) <= set(rows.column_names or ()):
-                    rows = rows.select_columns(list(args.columns))
-            else:
-                rows = parquet_rows(name, args.columns) if name.endswith(".parquet") else open(name, "rb")
-            for number, row in enumerate(rows, 1):
-                if not (isinstance(row, bytes) and row.isspace()):
-                    yield f"{where}, row {number}", row
-        except Exception as error:  # offline, no such data set, a torn file: each reader has its own
-            raise BadInput(f"{where}: cannot be read after row {number} ({first_line(error)})") from error
+        where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
+        for number, row in envs.read_rows(name, where, split, args.columns, parse=bytes, streaming=True):
+            yield f"{where}, row {number}", row
 
 
 def plain_text(content, where):

@@ -316,35 +316,61 @@ def source_of(obj) -> str:
         raise BadInput(f"{obj!r:.100}: expected a function or class whose source can be read") from error
 
 
-def read_rows(name: str, where: str, split: str = "train") -> typing.Iterator[tuple[int, object]]:
-    """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub.
+def read_rows(name: str, where: str, split: str = "train", columns: typing.Collection[str] = (),
+              parse: typing.Callable = json.loads, streaming: bool = False) -> typing.Iterator[tuple]:
+    """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub, owner/name or
+    owner/name:config. Of .jsonl, .parquet and what is streamed, a few rows are in memory at a time.
 
-    where: what errors (BadInput) begin with. Of JSON lines, blank ones are left out and counted.
+    where: what errors (BadInput) begin with. columns: those to read; none: all. parse: of a line of JSON, as
+    bytes; blank ones are left out and counted. streaming: leave no copy of the data set on the disk.
     """
     path, number = Path(name), 0
     try:
-        if path.suffix in (".json", ".jsonl"):
-            text = path.read_text(encoding="utf-8")
-            if path.suffix == ".json" and text.lstrip().startswith("["):
-                yield from enumerate(json.loads(text), 1)
-                return
-            for number, line in enumerate(text.split("\n"), 1):
-                if line.strip():
-                    yield number, json.loads(line)
-        elif path.suffix == ".parquet":
-            import pyarrow.parquet  # with `datasets`
-
-            yield from enumerate(pyarrow.parquet.ParquetFile(path).read().to_pylist(), 1)
-        elif not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.exists():
+        if path.suffix == ".parquet":
+            rows = _parquet_rows(path, columns)
+        elif path.suffix in (".json", ".jsonl"):
+            rows = _json_rows(path)
+        elif not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?", name) or path.is_file():
             raise ValueError("expected a .jsonl, .json or .parquet file, or a hub id, owner/name")
         else:
             import datasets  # slow to import, and only a hub id needs it
 
-            yield from enumerate(datasets.load_dataset(name, split=split).to_list(), 1)
+            repository, _, config = name.partition(":")
+            data = datasets.load_dataset(repository, config or None, split=split, streaming=streaming)
+            if columns and set(columns) <= set(data.column_names or ()):
+                data = data.select_columns(list(columns))
+            rows = data if streaming else data.to_list()
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, bytes):
+                yield number, row
+            elif not row.isspace():
+                yield number, parse(row)
     except Exception as error:  # the readers raise what they like: connection, permission, format
-        row = f": row {number}" if number else ""
+        row = f" at row {number}" if number else ""
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise BadInput(f"{where}{row}: cannot be read ({reason})") from error
+        raise BadInput(f"{where}: cannot be read{row} ({reason})") from error
+
+
+def _json_rows(path):
+    with path.open("rb") as file:
+        start = file.read(2**16).lstrip() if path.suffix == ".json" else b""
+        file.seek(0)
+        yield from json.load(file) if start.startswith(b"[") else file
+
+
+def _parquet_rows(path, columns):
+    import pyarrow.parquet  # with `datasets`
+
+    file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, buffer_size=2**16,
+                                       pre_buffer=False)
+    number, names = 0, file.schema_arrow.names
+    if missing := set(columns).difference(names):
+        raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
+    for table in file.iter_batches(batch_size=64, columns=list(columns) or None):
+        yield from table.to_pylist()
+        number += table.num_rows
+    if number != file.metadata.num_rows:  # a torn page header: its page was passed over
+        raise OSError(f"it should have {file.metadata.num_rows} rows")
 
 
 def hint(word: str, known) -> str:

@@ -375,7 +375,7 @@ ROWS = [{"nums": [a, b, 2], "target": abs(a - b) + 2, "extra": "kept out"}
 
 def test_data_files_and_sets_of_the_hub_split_by_position(tmp_path, monkeypatch):
     parquet, sets = str(tmp_path / "rows.parquet"), {("some/rows", "train"): datasets.Dataset.from_list(ROWS)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: sets[name, split])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split, streaming: sets[name, split])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
     for data in (write_jsonl(tmp_path / "rows.jsonl", ROWS), parquet, "some/rows"):
         env = envs.make("countdown", data=data, difficulty=True)
@@ -412,7 +412,7 @@ def test_rows_that_the_options_make_unsolvable_are_told_and_refused_where_they_a
     ([{"nums": [3, 10**7], "target": 3}], "row 1: field nums: .* from 1 to 1000000"),
     ([{"nums": [3, 4], "target": 7.5}], "row 1: field target: expected an integer from 0 .* got 7.5"),
     ([[3, 4, 7]], "row 1: expected an object with the fields nums and target"),
-    ([b"[" * 100_000], "row 1: cannot be read .Recursion"), ([b"\xff\xfe"], "cannot be read"),
+    ([b"[" * 100_000], "cannot be read at row 1 .Recursion"), ([b"\xff\xfe"], "cannot be read"),
     (ROWS[:1], "expected at least 2 rows"), (ROWS[:1] * 2, ".* in the test split too"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_is_wrong_with_rows_is_named(rows, expected, tmp_path):

@@ -667,7 +667,7 @@ def test_which_rows_are_taken(tmp_path):
 
 
 def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
-    def load_dataset(name, split):
+    def load_dataset(name, config, split, streaming):
         if (name, split) != ("princeton-nlp/SWE-bench_Lite", "dev"):
             raise ConnectionError("no network")
         return types.SimpleNamespace(to_list=lambda: many(4))
