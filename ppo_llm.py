@@ -1810,7 +1810,7 @@ def main(args):
     if run.state:
         cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
         if critic:
-            dcp.set_model_state_dict(critic, run.state["critic"], options=PART)
+            dcp.set_model_state_dict(critic, run.state.pop("critic"), options=PART)
         for name in (name for name in optimizers if run.state[name]):
             dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()

@@ -117,9 +117,6 @@ def vocabulary(max_intermediate: int) -> list[str]:
     return [str(n) for n in range(max_intermediate + 1)] + "+ - * / -> : | x".split()  # x: a dead end
 
 
-VOCABULARY: list[str] = vocabulary(Config.max_intermediate)
-
-
 class Countdown(Env):
     """One reply per task; reward 1 if it is correct, else 0."""
 

@@ -359,12 +359,11 @@ def test_tries_tell_all_that_a_first_step_leaves_until_one_succeeds(good):
 
 
 def test_vocabulary_covers_prompts_and_replies():
-    assert countdown.VOCABULARY == envs.make("countdown").vocabulary and len(set(countdown.VOCABULARY)) == 108
+    assert len(set(envs.make("countdown").vocabulary)) == 108
     assert envs.make("countdown", **CHAT).vocabulary is None
     env = envs.make("countdown", max_intermediate=30, max_target=30)
     assert "30" in env.vocabulary and "31" not in env.vocabulary
-    for k in range(50):
-        task = env.task("train", k)
+    for task in (env.task("train", k) for k in range(50)):
         text = f"{task.messages[0]['content']} : {env.solution(task)}"
         assert set(text.replace("=", "").replace(";", "").split()) <= set(env.vocabulary)
 

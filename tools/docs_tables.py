@@ -87,9 +87,8 @@ def flags(script: Path, name: str = "Args") -> list[Flag]:
         if not text:
             where = f"{script.name}:{node.lineno}: {name}.{node.target.id}"
             raise DocsError(f"{where} has no docstring or comment")
-        default = None if node.value is None else shown(default_of(node.value))
-        kind = ", ".join(filter(None, (shown_type(node.annotation, aliases), limit(node.value))))
-        result.append(Flag(node.target.id, kind, default, text))
+        default = None if node.value is None else shown(node.value)
+        result.append(Flag(node.target.id, shown_type(node.annotation, aliases), default, text))
     return result
 
 
@@ -147,24 +146,13 @@ def limit(mark: ast.expr | None) -> str:
     return ", ".join(text.format(bounds[name]) for name, text in says.items() if name in bounds)
 
 
-def default_of(node: ast.expr) -> ast.expr:
-    """The default of a field, also where field(default=...) or Field(default_factory=...) holds it."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("field", "Field"):
-        values = {keyword.arg: keyword.value for keyword in node.keywords}
-        node = node.args[0] if node.args else values.get("default", values.get("default_factory", node))
-        return node.body if isinstance(node, ast.Lambda) else node
-    return node
-
-
 def shown(node: ast.expr) -> str:
-    """A default as one would type it after the flag: a b for ("a", "b"), runs for Path("runs")."""
+    """A default as one would type it after the flag: a b for ("a", "b")."""
     if isinstance(node, ast.Constant):
         text = isinstance(node.value, str) and node.value != ""
         return node.value if text else ast.unparse(node).replace("'", '"')
     if isinstance(node, (ast.Tuple, ast.List)) and node.elts:
         return " ".join(map(shown, node.elts))
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Path") and len(node.args) == 1:
-        return shown(node.args[0])
     return ast.unparse(node)
 
 
@@ -275,7 +263,7 @@ def figures(root: Path = ROOT) -> list[Figure]:
 def changed_since(figure: Figure, root: Path = ROOT) -> dict[str, int]:
     """The files of a figure's sources that are not as they were, with the number of lines added or removed.
 
-    None where git does not know the commit.
+    None are where git is missing or does not know the commit.
     """
     command = ["git", "diff", "--numstat", figure.commit, "--", *figure.sources]
     try:

@@ -217,7 +217,7 @@ def points(run: Run, key: str, x: str, smoothing: int) -> tuple[np.ndarray, np.n
     found = {record[x]: record[key] for record in run.records if key in record}  # at one x the last counts
     xs = np.array(sorted(found))
     ys = np.array([found[at] for at in xs])
-    if key.startswith("val/") or not len(xs):
+    if key.startswith(("val/", "eval/")) or not len(xs):
         return xs, ys
     size = math.ceil(len(xs) / MOST_POINTS)
     return chunk_means(xs, size), chunk_means(smooth(ys, smoothing), size)

@@ -56,8 +56,8 @@ _EVERY = {
     "env_steps": ("count", "so far: environment steps (a2c), generated tokens (grpo, ppo), trained tokens "
                   "(sft)"),
     "opt_steps": ("count", "optimiser steps so far"),
-    "wall_time_s": ("amount", "training time so far, earlier parts of a continued run included [s]"),
-    "sps": ("amount", "env_steps per second since the record before (a2c: evaluation included)"),
+    "wall_time_s": ("amount", "time so far, evaluations and earlier parts of a continued run included [s]"),
+    "sps": ("amount", "env_steps per second since the record before, evaluation included"),
 }
 _SYSTEM = {
     "system/processes": ("amount?", "processes of torchrun; 1 without it"),
@@ -149,7 +149,7 @@ METRICS = {
     },
     "ppo": _GRPO_AND_PPO | {
         "train/policy_loss": ("number", "policy loss without the entropy bonus, mean over the tokens trained "
-                              "on"),
+                              "on (here and below, and on those of a minibatch that --target-kl stops at)"),
         "train/value_loss": ("number", "the critic's loss, half of critic/vf_loss"),
         "train/kl_loss": ("number", "k3 estimate of KL(policy || starting model) before the update, 0 "
                           "without a reference [nats/token]"),
@@ -250,11 +250,6 @@ _TEXT_FAMILIES = {"rollout/termination/<reason>": "rollout/termination/.+", "sys
 FAMILIES = {
     "sft": {}, "ppo": _TEXT_FAMILIES, "grpo": _TEXT_FAMILIES,
     "a2c": {"<name>_loss": ".*loss", "grad_norm": ".*grad_norm"},
-}
-# Keys that have a kind when they are there, in the log of any algorithm.
-OPTIONAL = {
-    "rate": "rollout/termination/.+|val/.+/(pass@[0-9]+|greedy|correct)|(val|eval)/(.+[/_])?success_rate",
-    "number": "(val|eval)/.+",
 }
 PASS_AT = re.compile(r"val/(.+)/pass@([1-9][0-9]*)")
 
@@ -485,11 +480,8 @@ def optional_keys(record: dict, algo: str | None) -> dict[str, str]:
     """The keys of a record that need not be there but have a kind -> that kind."""
     found = {}
     for key in record:
-        kind = next((kind for kind, pattern in OPTIONAL.items() if re.fullmatch(pattern, key)), None)
-        if kind is None and algo and (name := name_of(algo, key)):
-            kind = METRICS[algo][name][0].split()[0].rstrip("?")
-        if kind:
-            found[key] = kind
+        if algo and (name := name_of(algo, key)):
+            found[key] = METRICS[algo][name][0].split()[0].rstrip("?")
     return found
 
 

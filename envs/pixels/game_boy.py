@@ -106,7 +106,6 @@ class GameBoy(VecEnv):
             "state_path": config.state or None, "state_sha256": hashes.get("state")}
         self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=torch.uint8)
         self._start_workers(dataclasses.asdict(config) | {"rom": rom, "state": start})
-        self.reset(seed=0)
 
     def reset(self, seed: int) -> torch.Tensor:
         self._resets[:] = 1  # the workers load the state when they next step
