@@ -511,14 +511,16 @@ class Run:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
         if algo != self.meta["algo"]:
             raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
-        changed = [f"--{name.replace('_', '-')} {value} (it was {flags.get(name)})"
-                   for name, value in self.meta["args"].items()
-                   if name not in self.args.may_change and flags.get(name) != value]
+        now = self.meta["args"]  # a variant of this script may have had other flags
+        changed = [f"--{name.replace('_', '-')} {now.get(name)} (it was {flags.get(name)})"
+                   for name in flags | now
+                   if name not in self.args.may_change and flags.get(name) != now.get(name)]
         if changed:
             raise BadInput(f"{', '.join(changed)}: use another --run-dir than {self.dir}, or its flags")
-        for what in ("model", "goal", "source"):  # the source of the reward, the data and the chat template
+        for what in ("model", "goal", "source"):
             if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
-                raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started")
+                raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started "
+                               "(source: of the reward function, the data files, the chat template)")
         self.meta["run_id"] = run_id
 
     def open(self):
@@ -539,7 +541,7 @@ class Run:
         data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
         lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
                  *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                   and line.startswith((b'{"resume"', b'{"trace_id"')))]
+                   and line.startswith((b'{"resume"' if end else b'{"trace_id"', b'{"trace_id"')))]
         if self.state:
             mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
                         checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],

@@ -258,6 +258,8 @@ def make(name: str, **options) -> Env:
         raise BadInput(f"unknown environment {name!r}{hint(name, ENVS)}; known: {', '.join(sorted(ENVS))}, "
                        "path/to/file.py:Class, or several of them with commas")
     cls = load_object(ENVS.get(name, name), "--env")
+    if not (isinstance(cls, type) and issubclass(cls, Env) and hasattr(cls, "Config")):
+        raise BadInput(f"--env {name}: expected a class derived from envs.Env, with a Config")
     return cls(make_config(cls.Config, name, options))
 
 
@@ -269,7 +271,10 @@ def make_config(config: type, name: str, options: dict):
             raise BadInput(f"environment {name}: unknown option {key!r}{hint(key, hints)}; "
                            f"known: {', '.join(hints)}")
         options[key] = _convert(options[key], hints[key], f"environment {name}: option {key}")
-    return config(**options)
+    try:
+        return config(**options)
+    except TypeError as error:  # one without a default
+        raise BadInput(f"environment {name}: {first_line(error)}") from error
 
 
 def check_option(name: str, config, fine, option: str, expected: str) -> None:
@@ -303,7 +308,7 @@ def load_object(spec: str, flag: str):
         else:
             module = importlib.import_module(place)
         return getattr(module, name)
-    except (OSError, ImportError, AttributeError, SyntaxError, ValueError, TypeError) as error:
+    except Exception as error:  # of a file of one's own, whatever it does when it is imported
         reason = f"{type(error).__name__}: {error}"
         raise BadInput(f"{flag} {spec}: expected path/to/file.py:name ({reason})") from error
 
@@ -313,7 +318,8 @@ def source_of(obj) -> str:
     try:
         return f"{obj.__module__}.{obj.__qualname__}\n{inspect.getsource(obj)}"
     except (AttributeError, TypeError, OSError) as error:
-        raise BadInput(f"{obj!r:.100}: expected a function or class whose source can be read") from error
+        expected = "expected a function or class with readable source"
+        raise BadInput(f"--reward-fn {obj!r:.100}: {expected}") from error
 
 
 def read_rows(name: str, where: str, split: str = "train", columns: typing.Collection[str] = (),

@@ -126,7 +126,7 @@ def test_observation_kinds(kind, shape, dtype, high):
 
 def test_a_picture_without_pygame_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
-    env = make_vec("CartPole-v1", 2, render_mode="rgb_array")
+    env = make_vec("gymnasium.envs.classic_control:CartPole-v1", 2, render_mode="rgb_array")
     env.reset(seed=1)
     with pytest.raises(BadInput, match="pygame"):
         env.frames(1)

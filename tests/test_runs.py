@@ -110,7 +110,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1827, "ppo_llm.py": 1974, "sft.py": 1304, "a2c_vecenv.py": 786}  # at most
+LINES = {"grpo_llm.py": 1833, "ppo_llm.py": 1980, "sft.py": 1306, "a2c_vecenv.py": 788}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -322,6 +322,14 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
             train(ppo_llm, folder)
     assert timeless(folder) == before
 
+    log = (folder / "train_log.jsonl").read_bytes()
+    (folder / "train_log.jsonl").write_bytes(log.replace(b'"args": {', b'"args": {"pool": 9, ', 1))
+    with pytest.raises(envs.BadInput, match="--pool None .it was 9.: use another"):  # of a variant
+        go_on(script, folder, whole)
+    (folder / "train_log.jsonl").write_bytes(log)
+    shutil.rmtree(folder / "checkpoints")  # so all begins anew, without the marks of earlier resumes
+    assert validate(go_on(script, folder, whole))["resumes"] == 0 and validate(folder)["ok"]
+
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
@@ -470,6 +478,8 @@ BAD = [
     ([grpo_llm], "--model {d}/adapter", r"--model \S*adapter: .*as --lora-adapter-path"),
     ([grpo_llm], "--model gpt2", r"--model gpt2: .*connect to 'https://huggingface.co'"),
     ([grpo_llm], "--chat-template {d}/no.jinja", r"--chat-template \S*no\.jinja: expected model"),
+    ([grpo_llm], "--chat-template {d}/file", r"--chat-template \S*file: no prompt .one without a token"),
+    ([grpo_llm], "--env tests/two_turn.py:Chances", r"--env tests/two_turn\.py:Chances: .*derived from envs"),
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
     ([grpo_llm], "--model {d}/mute", r"--model \S*mute.*--chat-template plain"),
     ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),

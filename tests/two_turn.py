@@ -7,6 +7,8 @@ Small enough for the word-level model: the answer is the problem itself, such as
 
 import zlib
 
+import numpy as np
+
 from envs import Episode, Step
 from envs.countdown import Countdown
 
@@ -56,4 +58,4 @@ class Chances(Episode):
         step = self.attempt().step(reply)
         if step.info["correct"] or not self.left:
             return step
-        return Step([self.problem], 0.0, False, False, step.info)
+        return Step([self.problem], np.float32(0), np.bool_(False), False, step.info)

@@ -339,6 +339,8 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
     if note:
         figure.supxlabel(note, fontsize=8, color="0.35", x=0.01, ha="left")
     try:
+        if not out.suffix:
+            raise ValueError("expected a suffix, such as .png")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture format

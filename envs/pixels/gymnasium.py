@@ -7,6 +7,7 @@ of a CartPole step on copies and on its info dictionary. CartPole itself uses Gy
 from __future__ import annotations
 
 import ast
+import importlib
 import types
 
 import numpy as np
@@ -36,7 +37,10 @@ class GymnasiumVec(VecEnv):
             raise BadInput(f"environment {env_id}: max_episode_steps: expected at least 1, got {limit!r}")
         self._cartpole = None
         try:
-            vectorised = str(gymnasium.spec(env_id).vector_entry_point)
+            module, _, name = env_id.rpartition(":")
+            if module:  # as gymnasium.make has it: the module registers the environment
+                importlib.import_module(module)
+            vectorised = str(gymnasium.spec(name).vector_entry_point)
             if vectorised.endswith("cartpole:CartPoleVectorEnv") and "render_mode" not in options:
                 self._vector = gymnasium.make_vec(env_id, num_envs, "vector_entry_point", **options)
                 self._cartpole = self._vector.unwrapped
