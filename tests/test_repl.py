@@ -344,9 +344,9 @@ CHEATS = {
     "a file named tests": "import shutil; shutil.rmtree('tests'); open('tests', 'w').write('')",
     "links the module": "import os, shutil; shutil.move('shop/price.py', '/tmp/p')\n"
                         "os.symlink('/tmp/p', 'shop/price.py')",
-    "runs on": "import os, subprocess\nsize = os.path.getsize('shop/price.py')\nsubprocess.Popen(['sh', '-c', "
-               "'while true; do echo >> shop/price.py; sleep 0.01; done'])\n"
-               "while os.path.getsize('shop/price.py') == was:\n    pass",
+    "runs on": "import os, subprocess\nsize = os.path.getsize('shop/price.py')\n"
+               "subprocess.Popen(['sh', '-c', 'while true; do echo >> shop/price.py; sleep 0.01; done'])\n"
+               "while os.path.getsize('shop/price.py') == size:\n    pass",
 }
 
 
