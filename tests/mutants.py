@@ -206,11 +206,6 @@ MUTANTS = {
 }
 
 
-def source_of(mutant):
-    file, name = mutant
-    return (ROOT / file).read_text(), *MUTANTS[file][name]
-
-
 def pytest_arguments(file):
     """pytest's arguments for a file: the entry of TESTS that names it most closely."""
     names, chosen = TESTS[max((place for place in TESTS if file.startswith(place)), key=len)]
@@ -288,7 +283,7 @@ def main():
             if failed := first_failure(folder, file):
                 sys.exit(f"{file}: {failed} fails as it is")
             for mutant in (mutant for mutant in chosen if mutant[0] == file):
-                text, old, new = source_of(mutant)
+                text, (old, new) = (ROOT / file).read_text(), MUTANTS[file][mutant[1]]
                 Path(folder, file).write_text(text.replace(old, new))
                 began = time.perf_counter()
                 failed = first_failure(folder, file)

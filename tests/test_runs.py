@@ -321,14 +321,12 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
         with pytest.raises(envs.BadInput, match="a run of another script, grpo"):
             train(ppo_llm, folder)
     assert timeless(folder) == before
-
-    log = (folder / "train_log.jsonl").read_bytes()
-    (folder / "train_log.jsonl").write_bytes(log.replace(b'"args": {', b'"args": {"pool": 9, ', 1))
-    with pytest.raises(envs.BadInput, match="--pool None .it was 9.: use another"):  # of a variant
-        go_on(script, folder, whole)
-    (folder / "train_log.jsonl").write_bytes(log)
     shutil.rmtree(folder / "checkpoints")  # so all begins anew, without the marks of earlier resumes
     assert validate(go_on(script, folder, whole))["resumes"] == 0 and validate(folder)["ok"]
+    log = folder / "train_log.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"args": {', b'"args": {"pool": 9, ', 1))
+    with pytest.raises(envs.BadInput, match="--pool None .it was 9.: use another"):  # of a variant
+        go_on(script, folder, whole)
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
