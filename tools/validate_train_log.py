@@ -114,6 +114,7 @@ _GRPO_AND_PPO = {
              "since the record before) [s]"),
     **_SYSTEM,
     **_ACCURACY,
+    "val/<source>/correct": ("rate?", "correct, a part of info, over the responses of pass@1"),
     "val/<source>/<part>": ("number?", "mean of each named part of the environment's info"),
 }
 METRICS = {
