@@ -24,6 +24,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import itertools
@@ -616,12 +617,17 @@ class Engine:
         # `playing`: how many episodes wait for the engine or soon will, and not for a sub-agent.
         self.requests, self.playing, self.changed = [], 0, asyncio.Event()
 
-    async def sample(self, prompt_ids, temperature, seed=0, order=()):
+    def sample(self, prompt_ids, temperature, seed=0, order=()):
         """-> response_ids, logprobs"""
         request = Request(order, asyncio.get_running_loop().create_future(), prompt_ids, temperature, seed)
         self.requests.append(request)
         self.changed.set()
-        return await request.future
+        return request.future
+
+    def leave(self):
+        """An episode asks no more."""
+        self.playing -= 1
+        self.changed.set()
 
     async def next_requests(self):
         """Wait for a change.  -> what is asked by then, in order; a timeout may have ended who asked."""
@@ -872,7 +878,7 @@ def make_engine(model, tokenizer, args, folder):
 # Rollout: tasks to scored token sequences, one coroutine for each episode
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Segment:
     """What the model saw and said without a break; the lists from response_ids on are equally long."""
 
@@ -899,7 +905,7 @@ class Segment:
         assert len(self.response_ids) == len(self.response_mask) == len(self.rollout_logprobs)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Rollout:
     """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
 
@@ -907,11 +913,12 @@ class Rollout:
     number: int  # within the group; of a sub-agent, among its parent's
     order: tuple  # among all episodes of the rollout
     draws: str  # names its random numbers
-    messages: list[dict] = dataclasses.field(default_factory=list)
-    segments: list[Segment] = dataclasses.field(default_factory=list)
-    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
-    steps: list[envs.Step] = dataclasses.field(default_factory=list)
-    children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
+    prompt: tuple[str, list[int]]  # the task's messages as text and as ids
+    messages: list[dict] = dataclasses.field(init=False)
+    segments: list[Segment] = dataclasses.field(init=False)
+    turns: list[tuple] = dataclasses.field(init=False)  # (segment, start, end) of a reply's tokens
+    steps: list[envs.Step] = dataclasses.field(init=False)
+    children: list["Rollout"] = dataclasses.field(init=False)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
     termination: str = "timeout"  # one of TERMINATIONS
@@ -959,32 +966,32 @@ def episode_reward(rollout: Rollout) -> float:
 
 
 def render(messages, tokenizer, args):
-    """The text of a history and of the opening of the model's turn."""
-    if args.chat_template == "plain":
-        text = "".join(message["content"] for message in messages)
-    else:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    """The text of a history and of the opening of the model's turn; none where the template refuses it."""
+    try:
+        if args.chat_template == "plain":
+            text = "".join(message["content"] for message in messages)
+        else:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program
+        tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
+        return ""
     return text.encode(errors="replace").decode()  # no tokenizer takes half a surrogate pair
 
 
-def encode_prompt(text, tokenizer, args):
-    if len(text) > 100 * args.max_context_tokens:
-        return [tokenizer.pad_token_id] * args.max_context_tokens  # megabytes do not fit, and take long
-    return tokenizer.encode(text, add_special_tokens=args.chat_template == "plain")
+def encode_prompts(texts, tokenizer, args):
+    """The ids of whole histories; of one without a text, none."""
+    ids = tokenizer(texts, add_special_tokens=args.chat_template == "plain").input_ids if texts else []
+    return [ids if text else [] for text, ids in zip(texts, ids, strict=True)]
 
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model that cannot read the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-    try:
-        prompts = [encode_prompt(render(task.messages, tokenizer, args), tokenizer, args) for task in tasks]
-        if not all(prompts):
-            raise ValueError("one without a token")
-    except Exception as error:  # a template is a program
-        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt "
-                       f"({first_line(error)})") from error
+    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
+    if not all(prompts):
+        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: a prompt without a token")
     ids = [token for prompt in prompts for token in prompt]
-    if (unknown := ids.count(tokenizer.unk_token_id) / max(len(ids), 1)) > 0.1:
+    if (unknown := ids.count(tokenizer.unk_token_id) / len(ids)) > 0.1:
         raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
                        f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
     if (shortest := min(map(len, prompts))) + args.max_response_tokens > args.max_context_tokens:
@@ -1014,18 +1021,14 @@ def observe(r, tokenizer, args):
     later = [i for i in range(max(r.start, len(r.task.messages)) + 1, last)
              if r.messages[i]["role"] == "assistant"]
     for start in (r.start, *later):
-        try:
-            text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
-        except Exception as error:  # a template is a program; playing again would favour who got not so far
-            tqdm.write(f"task {r.task.id!r}: --chat-template: {error!r:.300}", sys.stderr)
+        text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+        if not text:  # playing again would favour who got not so far
             return False
         reply = r.messages[last - 1]["content"]
         added = extension(text, r.text, reply, tokenizer) if start == r.start else None
         segment, ids = r.segments[-1], []
         if added is None:
-            segment = Segment(encode_prompt(text, tokenizer, args))
-        elif len(added) > 100 * args.max_context_tokens:
-            continue
+            segment = Segment(*encode_prompts([text], tokenizer, args))
         else:
             ids = tokenizer(added, add_special_tokens=False).input_ids
             if ids[:1] == segment.response_ids[-1:]:
@@ -1045,21 +1048,27 @@ class Player:
     def __init__(self, engine, tokenizer, env, args, temperature):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
         self.temperature, self.call = temperature, envs.Calls(env)
-        self.prompts, self.texts = {}, {}  # of tasks, and of replies: many are alike
+        self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
+
+    def prompts(self, tasks):
+        """The (text, ids) of each task."""
+        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
+        return zip(texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
-        queue, bar = iter(rollouts), tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
+        queue, limit = iter(rollouts), self.args.episode_timeout
         self.engine.playing = self.args.max_concurrent or len(rollouts)
+        progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
 
         async def worker():
-            try:
-                for r in queue:
-                    await self.play(r)
-                    bar.update()
-            finally:
-                self.engine.playing -= 1
-                self.engine.changed.set()
+            for r in queue:
+                try:
+                    await (asyncio.wait_for(self.play(r), limit) if limit else self.play(r))
+                except TimeoutError:
+                    r.termination = "timeout"
+                progress.update()
+            self.engine.leave()
 
         async def work():
             for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing)]:
@@ -1072,47 +1081,39 @@ class Player:
 
     async def play(self, r, given=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
-        limit = self.args.episode_timeout
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit) if limit else contextlib.nullcontext():
-                for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
-                    await self.attempt(r, given)
-                    if r.termination != "error":
-                        break
-
-    async def attempt(self, r, given):
-        """Play from the start, whatever the environment does; a timeout leaves r.termination as it begins."""
-        episode, r.termination, r.messages, r.segments = None, "timeout", [], []
-        r.turns, r.steps, r.children = [], [], []
-        try:
-            episode = given or await self.call(self.env.start, r.task, self.args.seed)
-            termination = await self.play_turns(r, episode)
-            if r.steps and termination in ("length", "context", "turns"):
-                # A limit of ours ended it: its environment judges what there is.
-                if step := await self.call(episode.end, termination):
-                    earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
-                    r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
-            r.termination = termination
-        except (Exception, SystemExit) as error:
-            tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
-            r.termination = "error"
-        finally:
-            if episode and not given:
-                await self.call.close([episode])
+        for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
+            episode, r.messages, r.segments, r.turns, r.steps, r.children = None, [], [], [], [], []
+            try:
+                episode = given or await self.call(self.env.start, r.task, self.args.seed)
+                r.termination = await self.play_turns(r, episode)
+                if r.steps and r.termination in ("length", "context", "turns"):
+                    # A limit of ours ended it: its environment judges what there is.
+                    if step := await self.call(episode.end, r.termination):
+                        earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
+                        r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+                return
+            except (Exception, SystemExit) as error:
+                tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
+                r.termination = "error"
+            finally:
+                if episode and not given:
+                    await self.call.close([episode])
 
     async def play_turns(self, r, episode):
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
-        if id(r.task) not in self.prompts:  # those who play the same task share its prompt
-            text = render(r.task.messages, self.tokenizer, self.args)
-            # With the task, or another one could have its id.
-            self.prompts[id(r.task)] = r.task, text, encode_prompt(text, self.tokenizer, self.args)
-        _, r.text, prompt_ids = self.prompts[id(r.task)]
-        r.messages, r.segments, r.start = list(r.task.messages), [Segment(prompt_ids)], 0
-        if len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
+        r.text, prompt_ids = r.prompt
+        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], 0
+        if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
         while True:
-            reply = await self.reply(r)
-            if reply is None:
+            segment, start = r.segments[-1], len(r.segments[-1].response_ids)
+            seed = f"{r.draws} {r.retries} {len(r.turns)}"
+            ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
+            segment.append(ids, 1, logprobs)
+            r.turns.append((len(r.segments) - 1, start, start + len(ids)))
+            reply = self.decode(tuple(ids))
+            r.messages.append({"role": "assistant", "content": reply})
+            if ids[-1] not in self.engine.eos:
                 return "length"
             step = await self.call(episode.step, reply)
             while step.children:
@@ -1126,40 +1127,30 @@ class Player:
             if not observe(r, self.tokenizer, self.args):
                 return "context"
 
-    async def reply(self, r):
-        """Append the model's reply.  -> its text; None where the length limit cut it off"""
-        segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-        seed = f"{r.draws} {r.retries} {len(r.turns)}"
-        ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
-        segment.append(ids, 1, logprobs)
-        r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-        if (text := self.texts.get(tuple(ids))) is None:
-            text = self.texts[tuple(ids)] = self.tokenizer.decode(ids, skip_special_tokens=True)
-        r.messages.append({"role": "assistant", "content": text})
-        return text if ids[-1] in self.engine.eos else None
-
     async def play_children(self, r, pairs):
         """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
-        children = [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}")
-                    for number, (task, _) in enumerate(pairs, len(r.children))]
-        episodes = [episode for _, episode in pairs]
-        r.children += children
-        left = len(children)
+        first, left = len(r.children), len(pairs)
+        tasks, episodes = zip(*pairs, strict=True)
+        r.children += [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}", prompt)
+                       for number, (task, prompt) in enumerate(zip(tasks, self.prompts(tasks), strict=True), first)]
         self.engine.playing += left - 1  # they wait for the engine, and it for them
 
-        def ended(_):
+        async def play_child(child, episode):
             nonlocal left
-            left -= 1
-            self.engine.playing -= left > 0  # the last one leaves its place to its parent, which goes on
-            self.engine.changed.set()
+            try:
+                await self.play(child, episode)
+            finally:
+                left -= 1
+                if left:  # the last one leaves its place to its parent, which goes on
+                    self.engine.leave()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for child, episode in zip(children, episodes, strict=True):
-                    group.create_task(self.play(child, episode)).add_done_callback(ended)
+                for child, episode in zip(r.children[first:], episodes, strict=True):
+                    group.create_task(play_child(child, episode))
         finally:
             await self.call.close(episodes)
-        return [child.last_reply for child in children]
+        return [child.last_reply for child in r.children[first:]]
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1167,19 +1158,21 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
 
     kind, and the number of the first task among all of that kind, name the random numbers of the replies.
     """
-    rollouts = [Rollout(task, number, (position, number), f"{args.seed} {kind} {position} {number}")
-                for position, task in enumerate(tasks, first) for number in range(num_samples)]
+    player = Player(engine, tokenizer, env, args, temperature)
+    rollouts = [Rollout(task, number, (position, number), f"{args.seed} {kind} {position} {number}", prompt)
+                for position, (task, prompt) in enumerate(zip(tasks, player.prompts(tasks), strict=True), first)
+                for number in range(num_samples)]
     problem = ""
     engine.begin_rollout()
     try:
-        asyncio.run(Player(engine, tokenizer, env, args, temperature).play_all(rollouts))
+        asyncio.run(player.play_all(rollouts))
     except* EngineError as errors:
         problem = str(errors.exceptions[0])
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
         r.reward = float(score(r)) if r.termination != "error" else 0.0
-        for child in r.family[1:]:
+        for child in r.family if r.children else ():
             child.reward = r.reward
     return rollouts
 
@@ -1603,7 +1596,7 @@ def describe_episode(r):
                 info=r.info, termination=r.termination, retries=r.retries, messages=r.messages,
                 turns=[dict(segment=segment, start=start, end=end, reward=reward)
                        for (segment, start, end), reward in zip(r.turns, rewards, strict=False)],
-                segments=[vars(segment) for segment in r.segments],
+                segments=[dataclasses.asdict(segment) for segment in r.segments],
                 sub_agents=[describe_episode(child) for child in r.children])
 
 

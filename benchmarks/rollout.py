@@ -75,7 +75,7 @@ def random_prompts(count, shortest, longest):
 def countdown_prompts(count, tokenizer, args):
     env = envs.make("countdown")
     texts = [grpo_llm.render(env.task("train", i).messages, tokenizer, args) for i in range(count)]
-    return [grpo_llm.encode_prompt(text, tokenizer, args) for text in texts]
+    return grpo_llm.encode_prompts(texts, tokenizer, args)
 
 
 def ours(model, prompts, max_new_tokens, tokenizer):

@@ -331,7 +331,8 @@ def until(condition):
 
 
 def kept(r):
-    return vars(r) | dict(children=[kept(child) for child in r.children])
+    fields = {field.name: getattr(r, field.name) for field in dataclasses.fields(r)}
+    return fields | dict(children=[kept(child) for child in r.children])
 
 
 @pytest.fixture(autouse=True)
