@@ -685,9 +685,8 @@ class VllmEngine(Engine):
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
             options = dict(kv_cache_memory_bytes=2**28, enforce_eager=True)
         if args.lora:
-            sizes = (8, 16, 32, 64, 128, 256, 320, 512)
-            largest = next((size for size in sizes if size >= model.peft_config["default"].r), 512)
-            options |= dict(enable_lora=True, max_loras=1, max_lora_rank=largest)
+            largest = 2 ** math.ceil(math.log2(model.peft_config["default"].r))  # vLLM knows powers of 2
+            options |= dict(enable_lora=True, max_loras=1, max_lora_rank=max(8, largest))
         try:
             import vllm  # not installed with the others
             for name, text in envs.parse_options(args.vllm_kwargs).items():
@@ -737,10 +736,10 @@ class VllmEngine(Engine):
         if self.args.lora:
             # An adapter under the name or number of an earlier one would be that one.
             number = self.lora.lora_int_id + 1 if self.lora else 1
-            path = write_weights(model, self.folder / str(number))
+            path = write_weights(model, self.folder)
             self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
             self.llm.llm_engine.add_lora(self.lora)
-            shutil.rmtree(self.folder / str(number - 1), ignore_errors=True)
+            shutil.rmtree(path)
         else:
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=trained_weights(model)))
         if self.asleep:
@@ -762,10 +761,9 @@ class VllmServers(Engine):
 
     def __init__(self, model, tokenizer, args, folder):
         super().__init__(model, tokenizer, args)
-        self.session, self.folder, self.number = requests.Session(), folder, 0
+        self.session, self.folder = requests.Session(), folder
         self.session.trust_env = False  # a proxy for the web is not for these
         self.session.adapters = {"http": requests.adapters.HTTPAdapter(pool_maxsize=256)}
-        self.tag = gather([os.urandom(4).hex()])[0]
         self.models = {}  # the name to ask for, by server
         for url in (url.rstrip("/") for url in args.vllm_url):
             # The base's card; those of adapters come after it.
@@ -826,9 +824,8 @@ class VllmServers(Engine):
 
     def sync_weights(self, model):
         """Hand the weights to each server. What it had cached was computed with older ones."""
-        self.number += 1
-        before, name = self.folder / f"{self.tag}-{self.number - 1}", f"policy-{self.tag}-{self.number}"
-        path, problem = write_weights(model, self.folder / f"{self.tag}-{self.number}", RANK == 0), ""
+        name, problem = gather([f"policy-{os.urandom(8).hex()}"])[0], ""
+        path = write_weights(model, self.folder / name, RANK == 0)
         try:
             for url in self.models if RANK == 0 else ():
                 self.hand_over(url, name, path)
@@ -838,15 +835,14 @@ class VllmServers(Engine):
             raise EngineError(problem)
         if self.args.lora:
             self.models = dict.fromkeys(self.models, name)
-        if RANK == 0:
-            shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
     def hand_over(self, url, name, path):
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
             loaded = self.call(url, "/v1/models", read=lambda answer: [c["id"] for c in answer["data"]])
             self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-            for old in (old for old in loaded if re.match("policy-[0-9a-f]{8}-", old)):
+            for old in (old for old in loaded if re.match("policy-[0-9a-f]{16}", old)):
                 self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
         else:
             load = dict(method="reload_weights", kwargs=dict(weights_path=path))
@@ -913,7 +909,7 @@ class Rollout:
     number: int  # within the group; of a sub-agent, among its parent's
     order: tuple  # among all episodes of the rollout
     draws: str  # names its random numbers
-    prompt: tuple[str, list[int]]  # the task's messages as text and as ids
+    prompt: list  # the text of the task's messages, and its ids
     messages: list[dict] = dataclasses.field(init=False)
     segments: list[Segment] = dataclasses.field(init=False)
     turns: list[tuple] = dataclasses.field(init=False)  # (segment, start, end) of a reply's tokens
@@ -921,28 +917,18 @@ class Rollout:
     children: list["Rollout"] = dataclasses.field(init=False)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
     start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
+    reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
+    # What it is worth: the last step's info, and whether the task was solved.
+    info: dict = dataclasses.field(init=False)
+    correct: float = 0.0
     reward: float = 0.0
-
-    @property
-    def info(self) -> dict:
-        return self.steps[-1].info if self.steps else {}
-
-    @property
-    def correct(self) -> float:
-        return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
 
     @property
     def family(self) -> list["Rollout"]:
         """Itself, then its sub-agents, each followed by its own."""
         return [self, *(member for child in self.children for member in child.family)]
-
-    @property
-    def last_reply(self) -> str:
-        """Empty where there is none, and where the environment failed."""
-        said = [m["content"] for m in self.messages[len(self.task.messages):] if m["role"] == "assistant"]
-        return said[-1] if said and self.termination != "error" else ""
 
     @property
     def num_generated(self) -> int:
@@ -989,7 +975,7 @@ def check_prompts(env, tokenizer, args):
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
     prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
     if not all(prompts):
-        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: a prompt without a token")
+        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
     ids = [token for prompt in prompts for token in prompt]
     if (unknown := ids.count(tokenizer.unk_token_id) / len(ids)) > 0.1:
         raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
@@ -1024,8 +1010,7 @@ def observe(r, tokenizer, args):
         text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
         if not text:  # playing again would favour who got not so far
             return False
-        reply = r.messages[last - 1]["content"]
-        added = extension(text, r.text, reply, tokenizer) if start == r.start else None
+        added = extension(text, r.text, r.reply, tokenizer) if start == r.start else None
         segment, ids = r.segments[-1], []
         if added is None:
             segment = Segment(*encode_prompts([text], tokenizer, args))
@@ -1051,9 +1036,9 @@ class Player:
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
 
     def prompts(self, tasks):
-        """The (text, ids) of each task."""
+        """-> (task, its text, its ids), ..."""
         texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
-        return zip(texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
+        return zip(tasks, texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
 
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
@@ -1111,11 +1096,11 @@ class Player:
             ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
             segment.append(ids, 1, logprobs)
             r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-            reply = self.decode(tuple(ids))
-            r.messages.append({"role": "assistant", "content": reply})
+            r.reply = self.decode(tuple(ids))
+            r.messages.append({"role": "assistant", "content": r.reply})
             if ids[-1] not in self.engine.eos:
                 return "length"
-            step = await self.call(episode.step, reply)
+            step = await self.call(episode.step, r.reply)
             while step.children:
                 step = await self.call(episode.resume, await self.play_children(r, step.children))
             r.steps.append(step)
@@ -1132,7 +1117,7 @@ class Player:
         first, left = len(r.children), len(pairs)
         tasks, episodes = zip(*pairs, strict=True)
         r.children += [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}", prompt)
-                       for number, (task, prompt) in enumerate(zip(tasks, self.prompts(tasks), strict=True), first)]
+                       for number, (task, *prompt) in enumerate(self.prompts(tasks), first)]
         self.engine.playing += left - 1  # they wait for the engine, and it for them
 
         async def play_child(child, episode):
@@ -1150,7 +1135,7 @@ class Player:
                     group.create_task(play_child(child, episode))
         finally:
             await self.call.close(episodes)
-        return [child.last_reply for child in r.children[first:]]
+        return [child.reply if child.termination != "error" else "" for child in r.children[first:]]
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1160,7 +1145,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     """
     player = Player(engine, tokenizer, env, args, temperature)
     rollouts = [Rollout(task, number, (position, number), f"{args.seed} {kind} {position} {number}", prompt)
-                for position, (task, prompt) in enumerate(zip(tasks, player.prompts(tasks), strict=True), first)
+                for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
     problem = ""
     engine.begin_rollout()
@@ -1171,9 +1156,12 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
-        r.reward = float(score(r)) if r.termination != "error" else 0.0
-        for child in r.family if r.children else ():
-            child.reward = r.reward
+        for member in r.family:
+            member.info = member.steps[-1].info if member.steps else {}
+            member.correct = float(member.info.get("correct", 0.0)) if member.termination != "error" else 0.0
+        reward = float(score(r)) if r.termination != "error" else 0.0
+        for member in r.family:
+            member.reward = reward
     return rollouts
 
 
@@ -1374,14 +1362,6 @@ def sha256(data):
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def replace_file(path, data):
-    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_bytes(data)
-    flush_to_disk(temporary)
-    temporary.replace(path)
-
-
 def flush_to_disk(path):
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -1390,19 +1370,14 @@ def flush_to_disk(path):
 
 def describe_run(args, algo, env, source, **more):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    def git(*command):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy without git runs too
-            return subprocess.check_output(["git", *command], text=True, stderr=subprocess.DEVNULL,
-                                           cwd=Path(__file__).parent).strip()
-
-    gpu, now = torch.cuda.is_available(), datetime.now(UTC)
-    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    now, flags, gpu = datetime.now(UTC), json.loads(json.dumps(vars(args))), torch.cuda.is_available()
+    git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
+                         capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": there is no git
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
-        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
-        config_hash=sha256(json.dumps(flags) + source),
-        source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
-        git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
+        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
+        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
         versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
@@ -1452,24 +1427,21 @@ class Run:
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
+        def identity(meta):
+            data = {"script": meta["algo"]}
+            data |= {what: meta.get(f"{what}_sha256") for what in ("model", "goal", "source")}
+            return data | {f"--{name.replace('_', '-')}": value for name, value in meta["args"].items()
+                           if name not in self.args.may_change}
+
         try:
             old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
-            flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
-        except (ValueError, LookupError, TypeError) as error:
+            before, now, self.meta["run_id"] = identity(old), identity(self.meta), old["run_id"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
-        if algo != self.meta["algo"]:
-            raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
-        now = self.meta["args"]  # a variant of this script may have had other flags
-        changed = [f"--{name.replace('_', '-')} {now.get(name)} (it was {flags.get(name)})"
-                   for name in flags | now
-                   if name not in self.args.may_change and flags.get(name) != now.get(name)]
-        if changed:
-            raise BadInput(f"{', '.join(changed)}: use another --run-dir than {self.dir}, or its flags")
-        for what in ("model", "goal", "source"):
-            if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
-                raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started "
-                               "(source: of the reward function, the data files, the chat template)")
-        self.meta["run_id"] = run_id
+        # Either may lack a name: a variant of this script has other flags.
+        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
+            told = [f"{name} {now.get(name)} (it was {before.get(name)})" for name in changed[:5]]
+            raise BadInput(f"{', '.join(told)}: use another --run-dir than {self.dir}, or its own")
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -1485,18 +1457,22 @@ class Run:
                            sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        path = self.dir / "train_log.jsonl"
-        data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
-        lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
-                 *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                   and line.startswith((b'{"resume"' if end else b'{"trace_id"', b'{"trace_id"')))]
+        end = self.state["log_bytes"] if self.state else 0
+        self.log = (self.dir / "train_log.jsonl").open("rb+")
+        self.log.seek(end)
+        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
+        lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
+        self.log.truncate(end)
+        self.log.seek(end)
+        if not self.state:
+            self.write({"meta": self.meta})
+        self.log.writelines(lines)
         if self.state:
-            mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
-                        checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
-                        at=self.meta["started_at"])
-            lines.append(json.dumps({"resume": mark}).encode() + b"\n")
-        replace_file(path, b"".join(lines))
-        self.log = path.open("ab")
+            self.write({"resume": dict(
+                run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
+                at=self.meta["started_at"], **self.counters,
+                checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
         self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
 
     @property
@@ -1539,29 +1515,30 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
+        named = folder.with_name(".state.json.writing")
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
+        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             save_model(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            for path in (*temporary.iterdir(), temporary):
+            named.write_text(json.dumps(names))
+            for path in (*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl"):
                 flush_to_disk(path)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
-            replace_file(folder.parent / "state.json", json.dumps(names).encode())
+            named.rename(folder.with_name("state.json"))
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
         complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
         for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
-            if old.name != state.get("best"):
+            if old.name not in names.values():
                 shutil.rmtree(old)
 
     def fail(self, error, evidence):
@@ -1613,7 +1590,7 @@ def write_episodes(run, kind, rollouts, args):
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, b"".join(json_bytes(line) + b"\n" for line in lines))
+        path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
 
 
 def print_samples(rollouts, args, title):

@@ -931,19 +931,14 @@ def flush_to_disk(path):
 
 def describe_run(args, algo, env, source, **more):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    def git(*command):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy without git runs too
-            return subprocess.check_output(["git", *command], text=True, stderr=subprocess.DEVNULL,
-                                           cwd=Path(__file__).parent).strip()
-
-    gpu, now = torch.cuda.is_available(), datetime.now(UTC)
-    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
+    now, flags, gpu = datetime.now(UTC), json.loads(json.dumps(vars(args))), torch.cuda.is_available()
+    git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
+                         capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": there is no git
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
-        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv,
-        config_hash=sha256(json.dumps(flags) + source),
-        source_sha256=sha256(source), git_sha=git("rev-parse", "HEAD"), started_at=now.isoformat(),
-        git_dirty=None if (changes := git("status", "--porcelain")) is None else bool(changes),
+        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
+        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
         versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
@@ -993,24 +988,21 @@ class Run:
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
+        def identity(meta):
+            data = {"script": meta["algo"]}
+            data |= {what: meta.get(f"{what}_sha256") for what in ("model", "goal", "source")}
+            return data | {f"--{name.replace('_', '-')}": value for name, value in meta["args"].items()
+                           if name not in self.args.may_change}
+
         try:
             old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
-            flags, run_id, algo = dict(old["args"]), str(old["run_id"]), old["algo"]
-        except (ValueError, LookupError, TypeError) as error:
+            before, now, self.meta["run_id"] = identity(old), identity(self.meta), old["run_id"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
-        if algo != self.meta["algo"]:
-            raise BadInput(f"--run-dir {self.dir}: it holds a run of another script, {algo}")
-        now = self.meta["args"]  # a variant of this script may have had other flags
-        changed = [f"--{name.replace('_', '-')} {now.get(name)} (it was {flags.get(name)})"
-                   for name in flags | now
-                   if name not in self.args.may_change and flags.get(name) != now.get(name)]
-        if changed:
-            raise BadInput(f"{', '.join(changed)}: use another --run-dir than {self.dir}, or its flags")
-        for what in ("model", "goal", "source"):
-            if old.get(f"{what}_sha256") != self.meta.get(f"{what}_sha256"):
-                raise BadInput(f"--run-dir {self.dir}: the {what} changed since that run was started "
-                               "(source: of the reward function, the data files, the chat template)")
-        self.meta["run_id"] = run_id
+        # Either may lack a name: a variant of this script has other flags.
+        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
+            told = [f"{name} {now.get(name)} (it was {before.get(name)})" for name in changed[:5]]
+            raise BadInput(f"{', '.join(told)}: use another --run-dir than {self.dir}, or its own")
 
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
@@ -1026,18 +1018,22 @@ class Run:
                            sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        path = self.dir / "train_log.jsonl"
-        data, end = path.read_bytes(), self.state["log_bytes"] if self.state else 0
-        lines = [data[:end] or json.dumps({"meta": self.meta}).encode() + b"\n",
-                 *(line for line in data[end:].splitlines(True) if line.endswith(b"\n")
-                   and line.startswith((b'{"resume"' if end else b'{"trace_id"', b'{"trace_id"')))]
+        end = self.state["log_bytes"] if self.state else 0
+        self.log = (self.dir / "train_log.jsonl").open("rb+")
+        self.log.seek(end)
+        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
+        lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
+        self.log.truncate(end)
+        self.log.seek(end)
+        if not self.state:
+            self.write({"meta": self.meta})
+        self.log.writelines(lines)
         if self.state:
-            mark = dict(run_id=self.meta["run_id"], trace_id=self.trace_id, **self.counters,
-                        checkpoint=f"checkpoints/{Path(self.checkpoint).name}", git_sha=self.meta["git_sha"],
-                        at=self.meta["started_at"])
-            lines.append(json.dumps({"resume": mark}).encode() + b"\n")
-        replace_file(path, b"".join(lines))
-        self.log = path.open("ab")
+            self.write({"resume": dict(
+                run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
+                at=self.meta["started_at"], **self.counters,
+                checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
         self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
 
     @property
@@ -1080,29 +1076,30 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
+        named = folder.with_name(".state.json.writing")
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
+        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            os.fsync(self.log.fileno())
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             save_model(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            for path in (*temporary.iterdir(), temporary):
+            named.write_text(json.dumps(names))
+            for path in (*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl"):
                 flush_to_disk(path)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
-            replace_file(folder.parent / "state.json", json.dumps(names).encode())
+            named.rename(folder.with_name("state.json"))
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
         complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
         for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
-            if old.name != state.get("best"):
+            if old.name not in names.values():
                 shutil.rmtree(old)
 
     def fail(self, error, evidence):

@@ -72,7 +72,7 @@ MUTANTS = {
         "failed ones are trained": ('not cut and "error" not in', 'not cut and "none" not in'),
         "the environment's tokens are trained": (
             "segment.append(ids, 0, [0.0]", "segment.append(ids, 1, [0.0]"),
-        "cut replies reach the environment": ("if ids[-1] in self.engine.eos else None", ""),
+        "cut replies reach the environment": ("if ids[-1] not in self.engine.eos:", "if False:"),
         "what was earned is lost": ("reward=earned + step.reward", "reward=step.reward"),
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
         "the optimiser is not restored": ('if run.state["optimizer"]:', "if False:"),
@@ -80,7 +80,7 @@ MUTANTS = {
         "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
-        "the log is not cut": ("lines = [data[:end] or", "lines = [data or"),
+        "the log is not cut": ("self.log.truncate(end)", "end = self.log.tell()"),
         "TensorBoard keeps what is made again": ("+ bool(self.state)", ""),
         "a stop is not saved": ("(last or stopped or iteration %", "(last or iteration %"),
     },
@@ -115,7 +115,7 @@ MUTANTS = {
         "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
         "val/loss by rows": ("/ sum(sum(mask) for _, mask in held_out)", "/ len(held_out)"),
         "spaces before a turn are learned": ("offsets[first][1] <= start", "offsets[first][1] < start"),
-        "a log is not on the disk": ("os.fsync(self.log.fileno())", "pass"),
+        "a log is not on the disk": (', named, self.dir / "train_log.jsonl")', ", named)"),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (

@@ -70,7 +70,7 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
     else:
         train(script, folder, **SHORT, eval_tasks=1, eval_samples=1)
     assert disk.torn == []
-    assert {"step_000001", "step_000002", "state.json", "train_log.jsonl"} <= set(disk.renamed)
+    assert {"step_000001", "step_000002", "state.json"} <= set(disk.renamed)
     assert script is not sft or {"train.arrow", "train.json", "model"} <= set(disk.renamed)
 
 

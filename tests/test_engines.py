@@ -193,8 +193,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
     for server in servers:
         assert len(server.asked("/v1/load_lora_adapter" if lora_rank else "/collective_rpc")) == 3
         assert len(server.asked("/reset_prefix_cache")) == 3 and len(server.adapters) == bool(lora_rank)
-    (newest,) = (folder / "sync").iterdir()  # what was handed over before is gone
-    assert list(newest.glob("*.safetensors"))
+    assert not list((folder / "sync").iterdir())  # what was handed over is gone
 
 
 def words_of(script, folder, **flags):
@@ -358,7 +357,7 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdo
     same_end(whole, folder, "step_000002")
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
-    with pytest.raises(envs.BadInput, match="the model changed"):
+    with pytest.raises(envs.BadInput, match=r"model \w+ \(it was"):
         train(script, folder, **flags)
 
 
@@ -421,7 +420,7 @@ def test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_e
         assert largest_difference(model, played, 0.8) < 1e-4
         assert before is None or largest_difference(before, played, 0.8) > 1e-2  # other weights give others
         before = model
-    assert len(list((folder / "sync").glob("*/*"))) == bool(lora_rank)  # of hand-overs nothing but the newest
+    assert not list(folder.glob("sync/*"))  # nothing is left of hand-overs
 
     if not lora_rank:
         again = killed_after(folder, tmp_path / "again", 2)
@@ -447,7 +446,7 @@ def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path):
                    lora_rank=8, iterations=60, group_size=2, prompts_per_iteration=2)
     memory = [record["system/memory_usage"] for record in records(folder)]
     assert memory[59] - memory[20] < 0.03  # GiB
-    assert len(list((folder / "sync").glob("*/*"))) == 1
+    assert not list(folder.glob("sync/*"))
 
 
 class Server:
