@@ -970,8 +970,7 @@ class Rollout:
 
     task: envs.Task
     number: int  # within the group; of a sub-agent, among its parent's
-    order: tuple  # among all episodes of the rollout
-    draws: str  # names its random numbers
+    order: tuple  # among all episodes of its kind; with the turn it names the random numbers of a reply
     prompt: list  # the text of the task's messages, and its ids
     messages: list[dict] = dataclasses.field(init=False)
     segments: list[Segment] = dataclasses.field(init=False)
@@ -1105,9 +1104,9 @@ def observe(r, tokenizer, args):
 class Player:
     """Plays episodes: asks the engine for replies and hands them to the environment."""
 
-    def __init__(self, engine, tokenizer, env, args, temperature):
+    def __init__(self, engine, tokenizer, env, args, temperature, kind):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
-        self.temperature, self.call = temperature, envs.Calls(env)
+        self.temperature, self.kind, self.call = temperature, kind, envs.Calls(env)
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
 
     def prompts(self, tasks):
@@ -1167,7 +1166,7 @@ class Player:
             return "context"
         while True:
             segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-            seed = f"{r.draws} {r.retries} {len(r.turns)}"
+            seed = " ".join(map(str, (self.args.seed, self.kind, *r.order, r.retries, len(r.turns))))
             ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
             segment.append(ids, 1, logprobs)
             r.turns.append((len(r.segments) - 1, start, start + len(ids)))
@@ -1191,7 +1190,7 @@ class Player:
         """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
         first, left = len(r.children), len(pairs)
         tasks, episodes = zip(*pairs, strict=True)
-        r.children += [Rollout(task, number, (*r.order, number), f"{r.draws} {r.retries}.{number}", prompt)
+        r.children += [Rollout(task, number, (*r.order, r.retries, number), prompt)
                        for number, (task, *prompt) in enumerate(self.prompts(tasks), first)]
         self.engine.playing += left - 1  # they wait for the engine, and it for them
 
@@ -1218,8 +1217,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
 
     kind, and the number of the first task among all of that kind, name the random numbers of the replies.
     """
-    player = Player(engine, tokenizer, env, args, temperature)
-    rollouts = [Rollout(task, number, (position, number), f"{args.seed} {kind} {position} {number}", prompt)
+    player = Player(engine, tokenizer, env, args, temperature, kind)
+    rollouts = [Rollout(task, number, (position, number), prompt)
                 for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
     problem = ""
@@ -1250,10 +1249,31 @@ def trainable_episodes(rollouts, args):
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+<<<<<<< ppo_llm.py
     members = [member for r in rollouts for member in (r.family if args.train_sub_agents else [r])
                if "error" not in (r.termination, member.termination)]
     episodes = [[segment for segment in member.segments if any(segment.response_mask)] for member in members]
     return [segments for segments in episodes if segments]
+=======
+    rewards = torch.tensor([r.reward for r in rollouts]).view(-1, args.group_size)       # (groups, group)
+    played = torch.tensor([r.termination != "error" for r in rollouts], dtype=torch.bool)  # of none, too
+    played = played.view(-1, args.group_size)
+    advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance, played)
+    groups = []
+    for start, row in zip(range(0, len(rollouts), args.group_size), advantages.tolist(), strict=True):
+        members = rollouts[start:start + args.group_size]
+        if len({r.reward for r in members if r.termination != "error"}) < 2:
+            continue
+        groups.append([])
+        for r, advantage in zip(members, row, strict=True):
+            for member in r.family if args.train_sub_agents else [r]:
+                for segment in member.segments:
+                    segment.advantage = advantage
+                cut = args.mask_truncated and member.termination in ("length", "context")
+                if not cut and "error" not in (r.termination, member.termination):
+                    groups[-1] += [segment for segment in member.segments if any(segment.response_mask)]
+    return groups
+>>>>>>> grpo_llm.py
 
 
 def passes(segments, args, pad_id, device):
