@@ -1249,31 +1249,10 @@ def trainable_episodes(rollouts, args):
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-<<<<<<< ppo_llm.py
     members = [member for r in rollouts for member in (r.family if args.train_sub_agents else [r])
                if "error" not in (r.termination, member.termination)]
     episodes = [[segment for segment in member.segments if any(segment.response_mask)] for member in members]
     return [segments for segments in episodes if segments]
-=======
-    rewards = torch.tensor([r.reward for r in rollouts]).view(-1, args.group_size)       # (groups, group)
-    played = torch.tensor([r.termination != "error" for r in rollouts], dtype=torch.bool)  # of none, too
-    played = played.view(-1, args.group_size)
-    advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance, played)
-    groups = []
-    for start, row in zip(range(0, len(rollouts), args.group_size), advantages.tolist(), strict=True):
-        members = rollouts[start:start + args.group_size]
-        if len({r.reward for r in members if r.termination != "error"}) < 2:
-            continue
-        groups.append([])
-        for r, advantage in zip(members, row, strict=True):
-            for member in r.family if args.train_sub_agents else [r]:
-                for segment in member.segments:
-                    segment.advantage = advantage
-                cut = args.mask_truncated and member.termination in ("length", "context")
-                if not cut and "error" not in (r.termination, member.termination):
-                    groups[-1] += [segment for segment in member.segments if any(segment.response_mask)]
-    return groups
->>>>>>> grpo_llm.py
 
 
 def passes(segments, args, pad_id, device):

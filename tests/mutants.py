@@ -58,7 +58,7 @@ MUTANTS = {
         "keys of another prompt": ("batch_select_indices(rows)", "batch_select_indices(rows.flip(0))"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),
         "the same number at each token": ("draws[live, t]", "draws[live, 0]"),
-        "the same numbers in a retry": ("{r.retries} {len", "{len"),
+        "the same numbers in a retry": ("r.retries, len(r.turns)", "len(r.turns)"),
         "the same numbers in each iteration": ('"train", drawn + mine.start)', '"train", mine.start)'),
         "dynamic sampling draws again the same": ("training_task(drawn + i", "training_task(cursor + i"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
@@ -66,7 +66,7 @@ MUTANTS = {
         "no old log-probabilities": ("if not args.on_policy:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
-        "groups without signal": ("(highest > lowest)", "(highest >= lowest)"),
+        "groups without signal": ('if r.termination != "error"}) < 2', 'if r.termination != "error"}) < 1'),
         "cut by the context is not cut": (
             'termination in ("length", "context")\n', 'termination == "length"\n'),
         "failed ones are trained": ('not cut and "error" not in', 'not cut and "none" not in'),
