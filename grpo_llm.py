@@ -1155,11 +1155,12 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
-        for member in r.family:
+        family = r.family
+        for member in family:
             member.info = member.steps[-1].info if member.steps else {}
             member.correct = float(member.info.get("correct", 0.0)) if member.termination != "error" else 0.0
         reward = float(score(r)) if r.termination != "error" else 0.0
-        for member in r.family:
+        for member in family:
             member.reward = reward
     return rollouts
 
