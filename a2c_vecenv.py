@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -197,19 +198,16 @@ class Agent(nn.Module):
     def __init__(self, env, network="small", hidden_size=128):
         super().__init__()
         self.decode, self.high = env.decode, env.obs_high
-        size, body = env.obs_shape[0], []
         if len(env.obs_shape) == 1:
-            body += [nn.Linear(size, hidden_size), nn.Tanh(), nn.Linear(hidden_size, hidden_size), nn.Tanh()]
+            layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
         else:
-            for width, kernel, stride in CONVOLUTIONS[network]:
-                body += [nn.Conv2d(size, width, kernel, stride), nn.ReLU()]
-                size = width
-            try:
-                size = nn.Sequential(*body)(torch.zeros(1, *env.obs_shape)).numel()
-            except RuntimeError as error:
-                raise BadInput(f"--network {network}: {env.obs_shape} pictures are too small") from error
-            body += [nn.Flatten(), nn.Linear(size, hidden_size), nn.ReLU()]
-        self.body = nn.Sequential(*body)
+            layers = [layer for sizes in CONVOLUTIONS[network] for layer in (nn.LazyConv2d(*sizes), nn.ReLU())]
+            layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
+        self.body = nn.Sequential(*layers)
+        try:
+            self.body(torch.zeros(1, *env.obs_shape))  # tells the layers their input sizes
+        except RuntimeError as error:
+            raise BadInput(f"--network {network}: {env.obs_shape} pictures are too small") from error
         self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -225,14 +223,13 @@ class Agent(nn.Module):
 
 def forward(agent, obs, args):
     """The agent on any number of rows, in chunks that stay in the cache."""
-    if not torch.is_grad_enabled():
-        parts = [agent.forward(part) for part in obs.split(args.chunk)]  # not compiled: the rows may vary
-    elif args.recompute:  # what a pass keeps must outlive the environment's buffer
-        parts = [recompute(agent, part, use_reentrant=False, preserve_rng_state=False)
-                 for part in obs.clone().split(args.chunk)]
-    else:
-        parts = [agent(part) for part in obs.split(args.chunk)]
-    return parts[0] if len(parts) == 1 else [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
+    network = agent if torch.is_grad_enabled() else agent.forward  # the latter not compiled: the rows may vary
+    if args.recompute and torch.is_grad_enabled():
+        obs = obs.clone()  # the backward pass reads it again, and the environment overwrites its buffer
+        network = partial(recompute, agent, use_reentrant=False, preserve_rng_state=False)
+    with precision(args, obs.device):
+        outputs = [network(rows) for rows in obs.split(args.chunk)]
+    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
 
 def precision(args, device):
@@ -338,7 +335,6 @@ def rollout(agent, env, obs, episodes, args):
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
-    # Autocast keeps the weights it has cast, so this pass must come after one with gradient.
     with torch.no_grad():
         last_values = forward(agent, obs, args)[1]
     next_values = torch.cat([batch["values"].detach()[1:], last_values[None]])
@@ -672,8 +668,7 @@ def main(args):
             torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
 
             # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
-            with precision(args, device):
-                obs, batch = rollout(agent, env, obs, episodes, args)
+            obs, batch = rollout(agent, env, obs, episodes, args)
 
             # 2. Advantages, and the returns that the values should have predicted.
             values = batch["values"].detach()
@@ -692,11 +687,8 @@ def main(args):
             (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
             batch["grad_norm"] = torch.zeros_like(loss)
             if iteration % args.update_every == 0:
-                if UNDER_TORCHRUN:  # one sum of one flat tensor
-                    grads = [weight.grad for weight in agent.parameters()]
-                    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]))
-                    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                        grad.copy_(part.view_as(grad))  # channels_last stays so
+                for weight in agent.parameters():
+                    all_reduce(weight.grad)
                 batch["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.param_groups[0]["lr"] = args.learning_rate * left
                 optimizer.step()
@@ -714,7 +706,7 @@ def main(args):
             # 4. Log, evaluate, checkpoint.
             metrics, window = window_metrics(window, batch, args, env), []
             if last or args.eval_every and iteration % args.eval_every == 0:
-                with run.timed("eval"), precision(args, device):
+                with run.timed("eval"):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
             # glibc keeps the pieces between tensors that are alive: 2 MiB an update with 16,384 environments.
             with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
