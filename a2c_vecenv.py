@@ -227,8 +227,7 @@ def forward(agent, obs, args):
     if args.recompute and torch.is_grad_enabled():
         obs = obs.clone()  # the backward pass reads it again, and the environment overwrites its buffer
         network = partial(recompute, agent, use_reentrant=False, preserve_rng_state=False)
-    with precision(args, obs.device):
-        outputs = [network(rows) for rows in obs.split(args.chunk)]
+    outputs = [network(rows) for rows in obs.split(args.chunk)]
     return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
 
@@ -335,6 +334,7 @@ def rollout(agent, env, obs, episodes, args):
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
+    # Autocast keeps the weights it has cast, so this pass must come after one with gradient.
     with torch.no_grad():
         last_values = forward(agent, obs, args)[1]
     next_values = torch.cat([batch["values"].detach()[1:], last_values[None]])
@@ -668,7 +668,8 @@ def main(args):
             torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
 
             # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
-            obs, batch = rollout(agent, env, obs, episodes, args)
+            with precision(args, device):
+                obs, batch = rollout(agent, env, obs, episodes, args)
 
             # 2. Advantages, and the returns that the values should have predicted.
             values = batch["values"].detach()
@@ -706,7 +707,7 @@ def main(args):
             # 4. Log, evaluate, checkpoint.
             metrics, window = window_metrics(window, batch, args, env), []
             if last or args.eval_every and iteration % args.eval_every == 0:
-                with run.timed("eval"):
+                with run.timed("eval"), precision(args, device):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
             # glibc keeps the pieces between tensors that are alive: 2 MiB an update with 16,384 environments.
             with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
