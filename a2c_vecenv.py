@@ -21,7 +21,6 @@ Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampl
 import contextlib
 import ctypes
 import hashlib
-import io
 import json
 import math
 import os
@@ -49,7 +48,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # later, its functions' defaults would hold the process group open at exit
 import tyro
-from PIL import Image
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -60,7 +58,7 @@ from tqdm import tqdm
 
 import envs
 from envs import BadInput
-from envs.pixels import VEC_ENVS, join_states, make_vec, state_of_rows
+from envs.pixels import VEC_ENVS, RecordEpisodeStatistics, join_states, make_vec, state_of_rows
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -299,16 +297,16 @@ def make_env(args, num_envs, device):
     goal = {"alpha": args.alpha} if args.env_id in VEC_ENVS else {}
     env = make_vec(args.env_id, len(rows), device, **goal | envs.parse_options(args.env_kwargs))
     env.others = rows.start, num_envs - rows.stop
-    return env
+    return RecordEpisodeStatistics(env)
 
 
-def rollout(agent, env, obs, episodes, args):
+def rollout(agent, env, obs, args):
     """num_steps of every environment with the current policy.
 
     -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry
-    the graph. episodes (2, num_envs), the return and length so far, is updated.
+    the graph.
     """
-    steps, (returns, lengths) = [], episodes
+    steps = []
     for _ in range(args.num_steps):
         logits, values = forward(agent, obs, args)
         actions = choose_actions(logits.detach(), others=env.others)
@@ -322,13 +320,10 @@ def rollout(agent, env, obs, episodes, args):
             with torch.no_grad():
                 cut_values[truncated] = forward(agent, info["final_obs"][truncated[done]], args)[1]
 
-        returns += rewards
-        lengths += 1
         steps.append(dict(
             logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
-            truncated=truncated, done=done, cut_values=cut_values, ended_return=returns * done,
-            ended_length=lengths * done, dist=info.get("dist", torch.zeros_like(rewards)).clone()))
-        episodes.masked_fill_(done, 0)
+            truncated=truncated, done=done, cut_values=cut_values, ended_return=info["episode_return"],
+            ended_length=info["episode_length"], dist=info.get("dist", torch.zeros_like(rewards)).clone()))
 
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
@@ -346,22 +341,17 @@ def rollout(agent, env, obs, episodes, args):
 def evaluate(agent, env, args, greedy=False):
     """Exactly eval_episodes episodes, the same number in each environment: short ones are not preferred."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    rows = shard(args.eval_envs)
-    obs = env.reset(args.seed + 1_000_000 + rows.start)  # starts that training seeds do not begin with
-    due = torch.tensor([-((row - args.eval_episodes) // args.eval_envs) for row in rows], device=env.device)
-    played, returns, lengths = torch.zeros(3, env.num_envs, device=env.device)
+    obs = env.reset(args.seed + 1_000_000 + env.others[0])  # starts that training seeds do not begin with
+    due = torch.tensor([len(range(row, args.eval_episodes, args.eval_envs)) for row in shard(args.eval_envs)],
+                       device=env.device)  # episodes that each environment has yet to play
     found = [torch.zeros(0, 3, device=env.device)]
-    while (played < due).any():
+    while (due > 0).any():
         logits, _ = forward(agent, obs, args)
-        obs, rewards, terminated, truncated, _ = env.step(choose_actions(logits, greedy, env.others))
+        obs, _, terminated, truncated, info = env.step(choose_actions(logits, greedy, env.others))
         done = terminated | truncated
-        returns += rewards
-        lengths += 1
-        numbers = torch.stack([terminated & env.has_goal, lengths, returns], -1)             # (E, 3)
-        found.append(numbers[done & (played < due)])
-        played += done
-        returns *= ~done
-        lengths *= ~done
+        numbers = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
+        found.append(numbers[done & (due > 0)])                                              # (ended, 3)
+        due -= done.long()
 
     success, lengths, returns = torch.cat(gather([torch.cat(found).cpu()])).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
@@ -379,11 +369,10 @@ MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncate
 
 
 def rollout_means(batch, num_actions):
-    """What one rollout adds to a record: its means and its count of actions.  -> (len(MEANS) + A,) float64"""
+    """The means of one rollout, and the share of each action.  -> (len(MEANS) + num_actions,) float64"""
     means = [batch[name].mean(dtype=torch.float64) for name in MEANS.values()]
-    actions = torch.arange(num_actions, device=means[0].device)
-    counts = (batch["actions"][..., None] == actions).sum((0, 1), dtype=torch.float64)
-    return torch.cat([torch.stack(means), counts])
+    chosen = batch["actions"][..., None] == torch.arange(num_actions, device=means[0].device)  # (T, E, A)
+    return torch.cat([torch.stack(means), chosen.mean((0, 1), dtype=torch.float64)])
 
 
 def window_metrics(window, batch, args, env):
@@ -391,18 +380,18 @@ def window_metrics(window, batch, args, env):
 
     All is computed on the device, of all processes' rows, and crosses to the host in one tensor.
     """
+    means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
     distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
     percentiles = distances.flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
     errors = (returns - values).var(correction=0)
     explained = 1 - errors / returns.var(correction=0).clamp(min=1e-8)
     last = torch.stack([*percentiles, values.mean(), values.std(correction=0), explained]).double()
-    means = torch.stack(window).mean(0)
-    means[:len(MEANS)] *= env.num_envs / args.num_envs
 
-    numbers = torch.cat([last, all_reduce(means)]).tolist()
+    numbers = torch.cat([last, means]).tolist()
     names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
     metrics = dict(zip(names, numbers, strict=False))
-    metrics["action_hist"] = [round(count * len(window)) for count in numbers[len(names):]]
+    num_steps = len(window) * args.num_steps * args.num_envs
+    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
     metrics["grad_norm"] *= args.update_every  # rollouts without an optimiser step count as 0
     episodes = max(metrics["reset_rate"], 1e-12)  # ended per step
     metrics["episode_return"] /= episodes
@@ -644,14 +633,11 @@ def main(args):
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, describe_run(args, "a2c", args.env_id, "", num_envs=args.num_envs, **env.log_meta))
     obs = env.reset(args.seed + env.others[0])
-    episodes = torch.zeros(2, env.num_envs, device=device)  # return and length so far
     if run.state:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
         if run.state["env"] is not None:
-            rows = shard(args.num_envs)
-            obs = env.load_state_dict(state_of_rows(run.state["env"], rows))
-            episodes = run.state["episodes"][:, rows.start:rows.stop].to(device)
+            obs = env.load_state_dict(state_of_rows(run.state["env"], shard(args.num_envs)))
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open()
@@ -669,7 +655,7 @@ def main(args):
 
             # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
             with precision(args, device):
-                obs, batch = rollout(agent, env, obs, episodes, args)
+                obs, batch = rollout(agent, env, obs, args)
 
             # 2. Advantages, and the returns that the values should have predicted.
             values = batch["values"].detach()
@@ -726,8 +712,7 @@ def main(args):
                     raise FloatingPointError("a weight is not finite any more")
                 with run.timed("checkpoint"):
                     state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                                 env=join_states(gather([env.state_dict()])),
-                                 episodes=all_rows(episodes, env))
+                                 env=join_states(gather([env.state_dict()])))
                     run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
             if stopped:
                 print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
@@ -750,15 +735,10 @@ def main(args):
 def evidence(env, batch):
     """For a receipt: what four environments did last, and how they look.  -> {file name: bytes}"""
     files = {}
-    with contextlib.suppress(Exception):  # an environment that cannot draw itself must not hide the error
+    with contextlib.suppress(Exception):  # a lost device, or an environment that cannot draw itself
         steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
-        steps = json.loads(json.dumps(steps), parse_constant=lambda name: None)  # JSON has no NaN
         files["batch.json"] = json.dumps(steps).encode()
-        for row in range(min(4, env.num_envs)):
-            if (frame := env.frames(row)) is not None:
-                picture = io.BytesIO()
-                Image.fromarray(frame).save(picture, "png")
-                files[f"frame_{row}.png"] = picture.getvalue()
+        files |= env.png_files(range(min(4, env.num_envs)))
     return files
 
 

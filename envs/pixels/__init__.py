@@ -16,7 +16,10 @@ the same step (autoreset), so that `obs` is already the first observation of tha
 
 from __future__ import annotations
 
+import io
+
 import torch
+from PIL import Image
 
 import envs
 from envs.pixels.goals import recorded_options
@@ -72,6 +75,16 @@ class VecEnv:
         """The goal of a row for people, uint8 (H, W) grey; None where there is none."""
         return None
 
+    def png_files(self, rows: range) -> dict[str, bytes]:
+        """What rows look like now: {frame_<row>.png: its bytes}; nothing of one that has no picture."""
+        files = {}
+        for row in rows:
+            if (frame := self.frames(row)) is not None:
+                picture = io.BytesIO()
+                Image.fromarray(frame).save(picture, "png")
+                files[f"frame_{row}.png"] = picture.getvalue()
+        return files
+
     def close(self) -> None:
         """Release processes and windows."""
 
@@ -92,6 +105,39 @@ class VecEnv:
         else:  # a device-side assertion, which does not wait for the device
             torch._assert_async(((actions >= 0) & (actions < self.num_actions)).all())
         return actions.long()
+
+
+class RecordEpisodeStatistics:
+    """Around a VecEnv, as Gymnasium's wrapper of this name: how each episode went, in the step that ended it.
+
+    info["episode_return"], info["episode_length"]    sum of its rewards, and steps; 0 in rows where none ended
+    """
+
+    def __init__(self, env: VecEnv):
+        self.env = env
+        self.so_far = torch.zeros(2, env.num_envs, device=env.device)  # return and length
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, seed: int) -> torch.Tensor:
+        self.so_far.zero_()
+        return self.env.reset(seed)
+
+    def step(self, actions: torch.Tensor):
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        self.so_far += torch.stack([rewards, torch.ones_like(rewards)])
+        info["episode_return"], info["episode_length"] = self.so_far * info["reset_mask"]
+        self.so_far.masked_fill_(info["reset_mask"], 0)
+        return obs, rewards, terminated, truncated, info
+
+    def state_dict(self) -> dict | None:
+        state = self.env.state_dict()
+        return state and state | {"so_far": self.so_far.T.cpu()}
+
+    def load_state_dict(self, state: dict) -> torch.Tensor:
+        self.so_far.copy_(state["so_far"].T)
+        return self.env.load_state_dict(state)
 
 
 def join_states(states: list[dict | None]) -> dict | None:
