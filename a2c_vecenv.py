@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -57,8 +56,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import envs
-from envs import BadInput
-from envs.pixels import VEC_ENVS, RecordEpisodeStatistics, join_states, make_vec, state_of_rows
+from envs import BadInput, pixels
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -72,8 +70,7 @@ class Args:
     # Environment
     env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as key=value (docs/pixel_goal.md)
-    # goal environments: reward of coming closer, per distance; one step comes 0.03 closer
-    alpha: float = 5.0
+    alpha: float = 5.0  # goal environments: reward of coming closer, per distance (one step: 0.03)
     num_envs: Count = 32  # environments, stepped together
 
     # Algorithm
@@ -84,12 +81,10 @@ class Args:
     gae_lambda: Share = 0.95  # 1: n-step returns; 0: one-step TD
     bootstrap_truncated: bool = True  # a time limit is not an end: the value of the last observation counts
     normalize_advantages: bool = True  # mean 0, standard deviation 1 over the rollout
-    # weight of the squared error of the values; returns reach 12 here, and 0.5 would drown the policy
-    value_coef: NotNegative = 0.05
+    value_coef: NotNegative = 0.05  # weight of the value loss; returns reach 12: 0.5 would drown the policy
     entropy_coef: NotNegative = 0.05  # weight of the policy's entropy [per nat]
     learning_rate: NotNegative = 1e-3  # of Adam
-    # learning rate and entropy bonus fall linearly to 0; without it the greedy policy lags behind
-    anneal: bool = True
+    anneal: bool = True  # learning rate and entropy bonus fall linearly to 0, else the greedy policy lags
     max_grad_norm: Positive = 0.5  # the gradient is clipped to this norm
 
     # Network
@@ -98,8 +93,7 @@ class Args:
 
     # Speed: none of these changes the result beyond rounding
     chunk: Count = 256  # rows per forward and backward pass, so that they stay in the cache
-    # bfloat16: autocast; the weights, the losses and the sums stay in float32
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and losses in float32
     recompute: bool = False  # keep observations instead of activations: less memory, a quarter slower
     compile: bool = False  # torch.compile of the network
     cudagraphs: bool = False  # compile it into CUDA graphs (mode reduce-overhead)
@@ -120,9 +114,10 @@ class Args:
     def __post_init__(self):
         for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
                            ("iterations", "update_every"), ("log_every", "update_every")):
-            if getattr(self, name) % getattr(self, unit):  # no gradient is left half full
-                raise BadInput(f"--{name.replace('_', '-')} {getattr(self, name)}: expected a multiple of "
-                               f"--{unit.replace('_', '-')} {getattr(self, unit)}")
+            value, divisor = getattr(self, name), getattr(self, unit)
+            if value % divisor:  # no gradient is left half full
+                message = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
+                raise BadInput(message.replace("_", "-"))
         if self.normalize_advantages and self.num_envs * self.num_steps < 2:
             raise BadInput("--normalize-advantages needs two steps or more in a rollout")
         if min(self.num_envs, self.eval_envs) < WORLD_SIZE:
@@ -199,7 +194,9 @@ class Agent(nn.Module):
         if len(env.obs_shape) == 1:
             layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
         else:
-            layers = [layer for sizes in CONVOLUTIONS[network] for layer in (nn.LazyConv2d(*sizes), nn.ReLU())]
+            layers = []
+            for width, kernel, stride in CONVOLUTIONS[network]:
+                layers += [nn.LazyConv2d(width, kernel, stride), nn.ReLU()]
             layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         try:
@@ -209,7 +206,7 @@ class Agent(nn.Module):
         self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
-                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, math.sqrt(2))  # first, act at random
+                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, 2**0.5)  # first, act at random
                 nn.init.orthogonal_(layer.weight, gain)
                 nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
@@ -219,12 +216,11 @@ class Agent(nn.Module):
         return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
-def forward(agent, obs, args):
-    """The agent on any number of rows, in chunks that stay in the cache."""
-    network = agent if torch.is_grad_enabled() else agent.forward  # the latter not compiled: the rows may vary
-    if args.recompute and torch.is_grad_enabled():
+def forward(network, obs, args):
+    """The network on any number of rows, in chunks that stay in the cache."""
+    if args.recompute:
         obs = obs.clone()  # the backward pass reads it again, and the environment overwrites its buffer
-        network = partial(recompute, agent, use_reentrant=False, preserve_rng_state=False)
+        network = partial(recompute, network, use_reentrant=False, preserve_rng_state=False)
     outputs = [network(rows) for rows in obs.split(args.chunk)]
     return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
@@ -294,17 +290,17 @@ def all_rows(rows, env):
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
     rows = shard(num_envs)
-    goal = {"alpha": args.alpha} if args.env_id in VEC_ENVS else {}
-    env = make_vec(args.env_id, len(rows), device, **goal | envs.parse_options(args.env_kwargs))
+    goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
+    env = pixels.make_vec(args.env_id, len(rows), device, **goal | envs.parse_options(args.env_kwargs))
     env.others = rows.start, num_envs - rows.stop
-    return RecordEpisodeStatistics(env)
+    return pixels.RecordEpisodeStatistics(env)
 
 
 def rollout(agent, env, obs, args):
     """num_steps of every environment with the current policy.
 
     -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry
-    the graph.
+    the graph. What is compiled is agent(...), not agent.forward(...), whose number of rows varies.
     """
     steps = []
     for _ in range(args.num_steps):
@@ -318,7 +314,7 @@ def rollout(agent, env, obs, args):
         cut_values = torch.zeros_like(rewards)
         if args.bootstrap_truncated and bool(truncated.any()):
             with torch.no_grad():
-                cut_values[truncated] = forward(agent, info["final_obs"][truncated[done]], args)[1]
+                cut_values[truncated] = forward(agent.forward, info["final_obs"][truncated[done]], args)[1]
 
         steps.append(dict(
             logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
@@ -331,7 +327,7 @@ def rollout(agent, env, obs, args):
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
     # Autocast keeps the weights it has cast, so this pass must come after one with gradient.
     with torch.no_grad():
-        last_values = forward(agent, obs, args)[1]
+        last_values = forward(agent.forward, obs, args)[1]
     next_values = torch.cat([batch["values"].detach()[1:], last_values[None]])
     batch["next_values"] = torch.where(batch["truncated"], batch.pop("cut_values"), next_values)
     return obs, batch
@@ -346,7 +342,7 @@ def evaluate(agent, env, args, greedy=False):
                        device=env.device)  # episodes that each environment has yet to play
     found = [torch.zeros(0, 3, device=env.device)]
     while (due > 0).any():
-        logits, _ = forward(agent, obs, args)
+        logits, _ = forward(agent.forward, obs, args)
         obs, _, terminated, truncated, info = env.step(choose_actions(logits, greedy, env.others))
         done = terminated | truncated
         numbers = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
@@ -619,7 +615,6 @@ class Run:
 
 # Main: set-up, then the loop
 
-
 def main(args):
     """Train.  -> the last record's numbers"""
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
@@ -637,13 +632,12 @@ def main(args):
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
         if run.state["env"] is not None:
-            obs = env.load_state_dict(state_of_rows(run.state["env"], shard(args.num_envs)))
+            obs = env.load_state_dict(pixels.state_of_rows(run.state["env"], shard(args.num_envs)))
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open()
     print_rank_0(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
-                 f"{args.num_envs * args.num_steps} steps a rollout, {args.update_every} of them an "
-                 f"optimiser step; {sum(p.numel() for p in agent.parameters()):,} weights on {device}"
+                 f"{args.num_envs * args.num_steps} steps a rollout, on {device}"
                  + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
     progress = tqdm(total=args.iterations, initial=run.counters["iteration"], unit="it",
                     disable=bool(RANK) or None)
@@ -701,25 +695,21 @@ def main(args):
             run.record(metrics)
             shown = ("episode_return", "success_rate", "eval/success_rate", "eval/greedy_success_rate",
                      "entropy_mean", "grad_norm")
-            shown = {name: f"{metrics[name]:.3f}" for name in shown if name in metrics}
-            progress.set_postfix(shown, refresh=False)
-            if progress.disable:
-                numbers = " ".join(f"{name} {number}" for name, number in shown.items())
-                print_rank_0(f"{iteration}/{args.iterations} {numbers}")
+            shown = " ".join(f"{name} {metrics[name]:.3f}" for name in shown if name in metrics)
+            print_rank_0(f"{iteration}/{args.iterations} {shown}")
             stopped = any(gather([stop.is_set()]))
             if last or stopped or iteration % args.checkpoint_every == 0:
                 if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
                     raise FloatingPointError("a weight is not finite any more")
                 with run.timed("checkpoint"):
                     state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                                 env=join_states(gather([env.state_dict()])))
+                                 env=pixels.join_states(gather([env.state_dict()])))
                     run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
-                             f"with --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on: --run-dir {run.dir}")
                 break
     except (Exception, KeyboardInterrupt) as error:
-        run.fail(error, evidence(env, batch))
+        run.fail(error, pixels.receipt_files(env, batch))
     finally:
         progress.close()
         if run.writer:
@@ -732,24 +722,13 @@ def main(args):
     return metrics
 
 
-def evidence(env, batch):
-    """For a receipt: what four environments did last, and how they look.  -> {file name: bytes}"""
-    files = {}
-    with contextlib.suppress(Exception):  # a lost device, or an environment that cannot draw itself
-        steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
-        files["batch.json"] = json.dumps(steps).encode()
-        files |= env.png_files(range(min(4, env.num_envs)))
-    return files
-
-
 def self_test():
     """Learn a toy world in some 20 s; the verdict as JSON on the last line, and as exit code."""
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=500,
                             eval_every=0, run_dir=folder))
     ok = metrics["eval/success_rate"] >= 0.95
-    print(json.dumps(dict(ok=ok, seconds=round(time.perf_counter() - began, 1)) | metrics))
+    print(json.dumps(dict(ok=ok) | metrics))
     return 0 if ok else 1
 
 

@@ -16,7 +16,9 @@ the same step (autoreset), so that `obs` is already the first observation of tha
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 
 import torch
 from PIL import Image
@@ -75,16 +77,6 @@ class VecEnv:
         """The goal of a row for people, uint8 (H, W) grey; None where there is none."""
         return None
 
-    def png_files(self, rows: range) -> dict[str, bytes]:
-        """What rows look like now: {frame_<row>.png: its bytes}; nothing of one that has no picture."""
-        files = {}
-        for row in rows:
-            if (frame := self.frames(row)) is not None:
-                picture = io.BytesIO()
-                Image.fromarray(frame).save(picture, "png")
-                files[f"frame_{row}.png"] = picture.getvalue()
-        return files
-
     def close(self) -> None:
         """Release processes and windows."""
 
@@ -108,9 +100,10 @@ class VecEnv:
 
 
 class RecordEpisodeStatistics:
-    """Around a VecEnv, as Gymnasium's wrapper of this name: how each episode went, in the step that ended it.
+    """Around a VecEnv, as Gymnasium's wrapper of this name: how an episode went, in the step that ended it.
 
-    info["episode_return"], info["episode_length"]    sum of its rewards, and steps; 0 in rows where none ended
+    info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
+    info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
     """
 
     def __init__(self, env: VecEnv):
@@ -158,6 +151,24 @@ def state_of_rows(state: dict, rows: range) -> dict:
     rows = slice(rows.start, rows.stop)
     return {name: value[rows] if isinstance(value, torch.Tensor | list) else value
             for name, value in state.items()}
+
+
+def receipt_files(env: VecEnv, batch: dict) -> dict[str, bytes]:
+    """What four rows did in a rollout, tensors (num_steps, num_envs) by name, and how they look now.
+
+    -> {file name: content}: batch.json and frame_<row>.png, as far as they can be had: a receipt is written
+    when something has failed, be it the device or the environment that should draw itself.
+    """
+    files = {}
+    with contextlib.suppress(Exception):
+        steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
+        files["batch.json"] = json.dumps(steps).encode()
+        for row in range(min(4, env.num_envs)):
+            if (frame := env.frames(row)) is not None:
+                picture = io.BytesIO()
+                Image.fromarray(frame).save(picture, "png")
+                files[f"frame_{row}.png"] = picture.getvalue()
+    return files
 
 
 VEC_ENVS = {"pixel-goal": "envs.pixels.pixel_goal:PixelGoal", "pyboy": "envs.pixels.game_boy:GameBoy"}
