@@ -55,8 +55,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-import envs
-from envs import BadInput, pixels
+from envs import BadInput, parse_options, pixels
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -127,8 +126,8 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
-        length = set() if self.anneal else {"iterations"}
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        return flags if self.anneal else flags | {"iterations"}
 
 
 TIMES = ("eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
@@ -291,7 +290,7 @@ def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
     rows = shard(num_envs)
     goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
-    env = pixels.make_vec(args.env_id, len(rows), device, **goal | envs.parse_options(args.env_kwargs))
+    env = pixels.make_vec(args.env_id, len(rows), device, **goal | parse_options(args.env_kwargs))
     env.others = rows.start, num_envs - rows.stop
     return pixels.RecordEpisodeStatistics(env)
 
@@ -343,11 +342,10 @@ def evaluate(agent, env, args, greedy=False):
     found = [torch.zeros(0, 3, device=env.device)]
     while (due > 0).any():
         logits, _ = forward(agent.forward, obs, args)
-        obs, _, terminated, truncated, info = env.step(choose_actions(logits, greedy, env.others))
-        done = terminated | truncated
+        obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
         numbers = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
-        found.append(numbers[done & (due > 0)])                                              # (ended, 3)
-        due -= done.long()
+        found.append(numbers[info["reset_mask"] & (due > 0)])                                # (ended, 3)
+        due -= info["reset_mask"].long()
 
     success, lengths, returns = torch.cat(gather([torch.cat(found).cpu()])).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
@@ -379,11 +377,10 @@ def window_metrics(window, batch, args, env):
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
     distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
     percentiles = distances.flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
-    errors = (returns - values).var(correction=0)
-    explained = 1 - errors / returns.var(correction=0).clamp(min=1e-8)
-    last = torch.stack([*percentiles, values.mean(), values.std(correction=0), explained]).double()
+    unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
+    last = torch.stack([*percentiles, values.mean(), values.std(correction=0), 1 - unexplained])
 
-    numbers = torch.cat([last, means]).tolist()
+    numbers = torch.cat([last.double(), means]).tolist()
     names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
     metrics = dict(zip(names, numbers, strict=False))
     num_steps = len(window) * args.num_steps * args.num_envs

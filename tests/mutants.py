@@ -126,7 +126,7 @@ MUTANTS = {
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
         "a resume forgets the worlds": ('if run.state["env"] is not None:', "if False:"),
-        "short episodes are preferred": ("numbers[done & (due > 0)]", "numbers[done]"),
+        "short episodes are preferred": ('["reset_mask"] & (due > 0)', '["reset_mask"]'),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
