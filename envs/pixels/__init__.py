@@ -162,6 +162,7 @@ def receipt_files(env: VecEnv, batch: dict) -> dict[str, bytes]:
     files = {}
     with contextlib.suppress(Exception):
         steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
+        steps = json.loads(json.dumps(steps), parse_constant=lambda name: None)  # JSON has no NaN
         files["batch.json"] = json.dumps(steps).encode()
         for row in range(min(4, env.num_envs)):
             if (frame := env.frames(row)) is not None:
