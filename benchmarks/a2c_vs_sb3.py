@@ -342,7 +342,7 @@ def work_check(job, gate):
         return result
 
     recorded.obs, env.step = obs.numpy().copy(), recorded
-    obs, batch = script.rollout(agent, env, obs, torch.zeros(2, args.num_envs), args)
+    obs, batch = script.rollout(agent, env, obs, args)
     values = batch["values"].detach()
     advantages = script.gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
                             batch["done"], args.gamma, args.gae_lambda)

@@ -126,7 +126,7 @@ MUTANTS = {
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
         "a resume forgets the worlds": ('if run.state["env"] is not None:', "if False:"),
-        "short episodes are preferred": ("numbers[done & (played < due)]", "numbers[done]"),
+        "short episodes are preferred": ('["reset_mask"] & (due > 0)', '["reset_mask"]'),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
@@ -183,6 +183,10 @@ MUTANTS = {
     },
     "envs/code/doubles.py": {
         "canaries that are expected to fail": ('"xfail" in mark or', ""),
+    },
+    "envs/pixels/__init__.py": {
+        "a resume forgets how far episodes are": ('self.so_far.copy_(state["so_far"].T)', "pass"),
+        "an episode's return goes on": ('self.so_far.masked_fill_(info["reset_mask"], 0)', "pass"),
     },
     "envs/pixels/goals.py": {
         "farther is better": ("(previous_dist - dist)", "(dist - previous_dist)"),

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import a2c_vecenv as a2c
-from envs.pixels import VecEnv, make_vec
+from envs.pixels import RecordEpisodeStatistics, VecEnv, make_vec
 from tests.run_folders import records
 
 torch.set_num_threads(1)
@@ -70,8 +70,9 @@ class Double(torch.nn.Module):
 
 def played(*rows, **flags):
     """A rollout of scripted rows. -> what came of it, the observation after it"""
-    args, env = args_for(num_steps=len(rows[0]), num_envs=len(rows), **flags), Script(*rows)
-    obs, batch = a2c.rollout(Double(), env, env.reset(0), torch.zeros(2, env.num_envs), args)
+    args = args_for(num_steps=len(rows[0]), num_envs=len(rows), **flags)
+    env = RecordEpisodeStatistics(Script(*rows))
+    obs, batch = a2c.rollout(Double(), env, env.reset(0), args)
     return batch, obs
 
 
@@ -176,7 +177,8 @@ def lively_agent(env, scale=30.0):
 
 def update_gradient(second_pass=False, **flags):
     """The float64 gradient of an update on the pixel goal. second_pass: from copies of the observations."""
-    env = make_vec("pixel-goal", 12, max_steps=5, stack_k=2, goal_in_obs=True, pack="2bpp")
+    env = RecordEpisodeStatistics(make_vec("pixel-goal", 12, max_steps=5, stack_k=2, goal_in_obs=True,
+                                           pack="2bpp"))
     args = args_for(num_steps=6, **flags)
     agent, step = lively_agent(env).double(), env.step
     agent.decode = lambda obs, decode=agent.decode: decode(obs).double()
@@ -190,7 +192,7 @@ def update_gradient(second_pass=False, **flags):
     torch.manual_seed(11)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(env, "step", copied)
-        _, batch = a2c.rollout(agent, env, env.reset(3), torch.zeros(2, 12).double(), args)
+        _, batch = a2c.rollout(agent, env, env.reset(3), args)
     if second_pass:
         policies, predicted = zip(*(agent(obs) for obs in observations[:6]), strict=True)
         policy = torch.distributions.Categorical(logits=torch.stack(policies))
@@ -370,7 +372,8 @@ def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_it
     successes = sorted(length for length, success in lengths if success)
     expected = (len(successes) / episodes, successes[(len(successes) - 1) // 2] if successes else 0,
                 sum(length for length, _ in lengths) / episodes)
-    env = Script(*([step(row, time) for time in range(1, 60)] for row in range(num_envs)))
+    env = RecordEpisodeStatistics(
+        Script(*([step(row, time) for time in range(1, 60)] for row in range(num_envs))))
     args = args_for(eval_episodes=episodes, eval_envs=num_envs)
     env.has_goal = True
     for prefix, greedy in (("eval/greedy_", True), ("eval/", False)):
@@ -385,7 +388,7 @@ def test_an_evaluation_is_exactly_so_many_episodes_and_each_environment_plays_it
 
 def test_evaluations_are_alike_whenever_they_happen():
     args = args_for(eval_episodes=9, eval_envs=4)
-    env = make_vec("pixel-goal", 4, difficulty=6, max_steps=20)
+    env = RecordEpisodeStatistics(make_vec("pixel-goal", 4, difficulty=6, max_steps=20))
     agent = lively_agent(env, scale=3.0)
     told = []
     for seed in (1, 2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from envs import BadInput
-from envs.pixels import make_vec
+from envs.pixels import RecordEpisodeStatistics, make_vec
 
 
 class Counter(gymnasium.Env):
@@ -182,3 +182,22 @@ def test_a_saved_environment_of_other_size_is_refused():
     env.reset(seed=1)
     with pytest.raises(BadInput, match="shape"):
         make_vec("Counter-v0", 3).load_state_dict(env.state_dict())
+
+
+def test_statistics_of_episodes_are_sums_over_their_steps_and_go_on_from_a_state():
+    env = RecordEpisodeStatistics(make_vec("Counter-v0", 3, end=5))
+    env.reset(0)
+    actions, returns = torch.randint(3, (14, 3), generator=torch.Generator().manual_seed(0)), []
+    for step, action in enumerate(actions, 1):
+        if step == 8:  # in the middle of an episode
+            state = env.state_dict()
+            env = RecordEpisodeStatistics(make_vec("Counter-v0", 3, end=5))
+            env.load_state_dict(state)
+        *_, info = env.step(action)
+        returns.append(info["episode_return"])
+        assert info["episode_length"].tolist() == [5.0 * (step % 5 == 0)] * 3
+    expected = torch.zeros(14, 3)
+    expected[4], expected[9] = actions[:5].sum(0), actions[5:10].sum(0)
+    assert torch.equal(torch.stack(returns), expected)
+    env.reset(0)
+    assert [float(env.step(action)[-1]["episode_length"][0]) for action in actions[:5]] == [0, 0, 0, 0, 5]

@@ -16,7 +16,12 @@ the same step (autoreset), so that `obs` is already the first observation of tha
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+
 import torch
+from PIL import Image
 
 import envs
 from envs.pixels.goals import recorded_options
@@ -94,6 +99,40 @@ class VecEnv:
         return actions.long()
 
 
+class RecordEpisodeStatistics:
+    """Around a VecEnv, as Gymnasium's wrapper of this name: how an episode went, in the step that ended it.
+
+    info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
+    info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
+    """
+
+    def __init__(self, env: VecEnv):
+        self.env = env
+        self.so_far = torch.zeros(2, env.num_envs, device=env.device)  # return and length
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, seed: int) -> torch.Tensor:
+        self.so_far.zero_()
+        return self.env.reset(seed)
+
+    def step(self, actions: torch.Tensor):
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        self.so_far += torch.stack([rewards, torch.ones_like(rewards)])
+        info["episode_return"], info["episode_length"] = self.so_far * info["reset_mask"]
+        self.so_far.masked_fill_(info["reset_mask"], 0)
+        return obs, rewards, terminated, truncated, info
+
+    def state_dict(self) -> dict | None:
+        state = self.env.state_dict()
+        return state and state | {"so_far": self.so_far.T.cpu()}
+
+    def load_state_dict(self, state: dict) -> torch.Tensor:
+        self.so_far.copy_(state["so_far"].T)
+        return self.env.load_state_dict(state)
+
+
 def join_states(states: list[dict | None]) -> dict | None:
     """The state of all rows, from those of environments that hold some of them each."""
     if any(state is None for state in states):
@@ -112,6 +151,25 @@ def state_of_rows(state: dict, rows: range) -> dict:
     rows = slice(rows.start, rows.stop)
     return {name: value[rows] if isinstance(value, torch.Tensor | list) else value
             for name, value in state.items()}
+
+
+def receipt_files(env: VecEnv, batch: dict) -> dict[str, bytes]:
+    """What four rows did in a rollout, tensors (num_steps, num_envs) by name, and how they look now.
+
+    -> {file name: content}: batch.json and frame_<row>.png, as far as they can be had: a receipt is written
+    when something has failed, be it the device or the environment that should draw itself.
+    """
+    files = {}
+    with contextlib.suppress(Exception):
+        steps = {name: batch[name][:, :4].tolist() for name in ("actions", "dist", "rewards") if batch}
+        steps = json.loads(json.dumps(steps), parse_constant=lambda name: None)  # JSON has no NaN
+        files["batch.json"] = json.dumps(steps).encode()
+        for row in range(min(4, env.num_envs)):
+            if (frame := env.frames(row)) is not None:
+                picture = io.BytesIO()
+                Image.fromarray(frame).save(picture, "png")
+                files[f"frame_{row}.png"] = picture.getvalue()
+    return files
 
 
 VEC_ENVS = {"pixel-goal": "envs.pixels.pixel_goal:PixelGoal", "pyboy": "envs.pixels.game_boy:GameBoy"}
