@@ -601,6 +601,7 @@ class Run:
 
 # Main: set-up, then the loop
 
+
 def main(args):
     """Train.  -> the last record's numbers"""
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
