@@ -248,9 +248,8 @@ def learning_rate(step, steps, args):
 def parameter_groups(model, weight_decay):
     """Trained parameters for AdamW: matrices decay, vectors (norms and biases) do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
-              dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
-    return [group for group in groups if group["params"]]
+    return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
+            dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
 
 
 # Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2) and learns from
@@ -819,32 +818,26 @@ def batches(rows, args, pad_id, model):
 
     A pass ends early rather than be more than a quarter padding. Packed rows are short for kernels that
     compute the whole square and mask it; those that skip what lies between rows get one long row a pass.
+    FSDP2 gathers weights in each pass, so a process that has fewer than others adds some that learn nothing.
     """
-    budget = args.microbatch_tokens
-    long = args.packing and model.config._attn_implementation in SKIPPING_KERNELS
-    size = 0 if not args.packing else budget if long else max([128, *(len(ids) for ids, _ in rows)])
-    rows = pack(rows, size)
-    while rows:
-        longest, count, real = len(rows[0][0]), 0, 0
-        for ids, *_ in rows[:1 if long else max(1, budget // len(rows[0][0]))]:
-            count, real = count + 1, real + len(ids)
-            if real < 0.75 * longest * count:
-                count -= 1
-                break
-        part, rows = rows[:count], rows[count:]
-        ids, mask, positions = zip(*part, strict=True)
-        yield dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
-                   position_ids=pad(positions, 0, model.device) if args.packing else None)
+    skips = model.config._attn_implementation in SKIPPING_KERNELS
+    size = args.microbatch_tokens if skips else max([128, *(len(ids) for ids, _ in rows)])
+    passes, real = [], 0
+    for row in pack(rows, size if args.packing else 0):
+        real += len(row[0])  # tokens of the pass, padding left out
+        computed = (len(passes[-1]) + 1) * len(passes[-1][0][0]) if passes else math.inf
+        if computed > args.microbatch_tokens or real < 0.75 * computed:
+            passes.append([])
+            real = len(row[0])
+        passes[-1].append(row)
+    passes += [[([pad_id] * 2, [0, 0], [0, 1])]] * (max(gather([len(passes)])) - len(passes))
 
+    def to_tensors(rows):
+        ids, mask, positions = zip(*rows, strict=True)
+        return dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
+                    position_ids=pad(positions, 0, model.device) if args.packing else None)
 
-def my_batches(rows, args, pad_id, model):
-    """`batches` of this process's rows. All processes call the model equally often, since FSDP2 gathers its
-    weights: one that has fewer passes adds some that learn nothing.
-    """
-    mine = list(batches(rows, args, pad_id, model))
-    for _ in range(max(gather([len(mine)])) - len(mine)):
-        mine += batches([([pad_id] * 2, [0, 0])], args, pad_id, model)
-    return mine
+    return [to_tensors(rows) for rows in passes]
 
 
 # Evaluate
@@ -857,7 +850,7 @@ def evaluate(model, tokenizer, env, held_out, args):
     if held_out:
         mine, loss = [held_out[index] for index in shard(len(held_out))], torch.zeros(()).double()
         with precision(args, model.device):
-            for batch in my_batches(mine, args, tokenizer.pad_token_id, model):
+            for batch in batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
         metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
     if env is None or env.multi_turn:
@@ -1239,7 +1232,7 @@ def main(args):
             with run.timed("update"):
                 places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
                 rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
-                passes = my_batches(rows, args, tokenizer.pad_token_id, model)
+                passes = batches(rows, args, tokenizer.pad_token_id, model)
                 num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
                     sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
                     sum(batch["tokens"].numel() for batch in passes)])).tolist()
