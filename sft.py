@@ -154,14 +154,8 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
-        length = {"steps", "epochs"} if self.schedule == "constant" else set()
-        return length | {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints",
-                         "track"}
-
-    @property
-    def lora(self) -> bool:
-        """Whether an adapter is trained and the model beneath it stays as it is."""
-        return bool(self.lora_rank or self.lora_adapter_path)
+        places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
     @property
     def env_options(self) -> tuple[str, ...]:
@@ -396,6 +390,7 @@ def new_model(args, tokenizer):
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }}{{ eos_token }}"
     "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} : {% endif %}")
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def new_tokenizer(words):
@@ -432,10 +427,10 @@ def make_tokenizer(args, env):
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    known = {"model": tokenizer.chat_template or PLAIN_TEMPLATE, "plain": PLAIN_TEMPLATE}
     try:
-        if args.chat_template != "model":
-            plain = args.chat_template == "plain"
-            tokenizer.chat_template = None if plain else Path(args.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = (
+            known.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
         prompt_tokens([dict(role="user", content="hello")], tokenizer)
     except Exception as error:  # no such file, no text, or whatever a program in it raises
         raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
@@ -466,7 +461,7 @@ def add_lora(model, args, checkpoint=""):
 def set_up_passes(model, args):
     """The attention kernel, and gradient checkpointing where it is asked for."""
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
-        (model.get_base_model() if args.lora else model).set_attn_implementation("flash_attention_2")
+        model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # Not transformers' own switch: it works in training mode only, which would wake dropout.
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -556,10 +551,7 @@ def to_messages(value, where):
 
 def prompt_tokens(messages, tokenizer):
     """The ids of the messages and of what the template puts before a reply."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -1084,9 +1076,9 @@ def main(args):
     tokenizer = make_tokenizer(args, env)
     files = [Path(name) for name in (*args.train_files, *args.val_files, args.chat_template)]
     source = "".join(sha256(path) for path in files if path.is_file())
-    frozen = args.lora and args.dtype == "bfloat16"
-    base = (load_weights(args.model, torch.bfloat16 if frozen else torch.float32) if args.model
-            else new_model(args, tokenizer))
+    lora = args.lora_rank or args.lora_adapter_path
+    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
+    base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
     run = Run(args, describe_run(args, "sft", env and args.env, source, model=args.model,
                                  model_sha256=weights_sha256(base, args.lora_adapter_path)))
     example, num_rows, held_out, counts = (
@@ -1094,9 +1086,8 @@ def main(args):
         else examples_of_env(env, args, tokenizer))
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    model = (add_lora(base, args, run.checkpoint) if args.lora
-             else load_weights(run.checkpoint) if run.checkpoint else base)
-    model = distribute(model, device)
+    model = distribute(add_lora(base, args, run.checkpoint) if lora else
+                       load_weights(run.checkpoint) if run.checkpoint else base, device)
     set_up_passes(model, args)
     if args.packing:
         check_packing(model, args)
