@@ -567,7 +567,7 @@ def encode_conversation(messages, tokenizer, eos):
     text, spans, tagged = assistant_spans(messages, tokenizer)
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts, ends = np.array(coded.offset_mapping, dtype=int).reshape(-1, 2).T
-    is_eos, mask = np.isin(coded.input_ids, eos), np.zeros(len(starts), dtype=bool)
+    is_eos, mask = np.isin(coded.input_ids, eos), np.zeros(len(starts), dtype=int)
     for start, end in spans:
         turn = (starts >= start) & (starts < end)
         turn &= ends > start  # not the space before it, where offsets leave spaces out
@@ -576,7 +576,7 @@ def encode_conversation(messages, tokenizer, eos):
                            "ever end; expected another --chat-template")
         if not tagged:  # nor what the template writes after its eos, a line break mostly
             turn[np.flatnonzero(turn & is_eos)[-1] + 1:] = False
-        mask |= turn
+        mask[turn] = 1
     return coded.input_ids, mask.tolist()
 
 
