@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -140,11 +139,12 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
+        rows = self.train_files or self.dataset
         for flag, value, is_fine, expected in (
                 ("dataset", self.dataset, not self.train_files, "no --train-files"),
                 ("val-files", " ".join(self.val_files), self.train_files, "--train-files"),
                 ("splits", " ".join(self.splits), self.dataset or self.splits == ("train",), "--dataset"),
-                ("messages-key", self.messages_key, self.from_rows, "--train-files or --dataset"),
+                ("messages-key", self.messages_key, rows, "--train-files or --dataset"),
                 ("lora-adapter-path", self.lora_adapter_path, not self.lora_rank, "no --lora-rank"),
                 ("lora-adapter-path", self.lora_adapter_path, self.model, "--model"),
                 ("lora-rank", self.lora_rank, self.model, "--model")):
@@ -161,11 +161,6 @@ class Args:
     def env_options(self) -> tuple[str, ...]:
         """--env-kwargs, whose default is for Countdown alone."""
         return () if self.env != Args.env and self.env_kwargs == Args.env_kwargs else self.env_kwargs
-
-    @property
-    def from_rows(self) -> bool:
-        """Whether demonstrations are rows of data, not an environment's solutions."""
-        return bool(self.train_files or self.dataset)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -594,15 +589,15 @@ def assistant_spans(messages, tokenizer):
                                return_assistant_tokens_mask=tagged)
     (text,), tags = render([messages])
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    spoken = [bool(messages[turn]["content"].strip() or messages[turn].get("tool_calls")) for turn in turns]
+    spoken = [turn for turn in turns if messages[turn]["content"].strip() or messages[turn].get("tool_calls")]
     if tagged:
-        known = len(tags[0]) == len(turns)  # else which is whose cannot be told, and all are learned
-        return text, itertools.compress(tags[0], spoken) if known else tags[0], tagged
+        if len(tags[0]) != len(turns):  # which is whose cannot be told, and all are learned
+            return text, tags[0], tagged
+        return text, [span for span, turn in zip(tags[0], turns, strict=True) if turn in spoken], tagged
 
-    turns = list(itertools.compress(turns, spoken))
-    before, _ = render([messages[:turn] for turn in turns], add_generation_prompt=True)
-    after, _ = render([messages[:turn + 1] for turn in turns])
-    for turn, one, other in zip(turns, before, after, strict=True):
+    before, _ = render([messages[:turn] for turn in spoken], add_generation_prompt=True)
+    after, _ = render([messages[:turn + 1] for turn in spoken])
+    for turn, one, other in zip(spoken, before, after, strict=True):
         if not other.startswith(one) or not text.startswith(other):
             raise BadInput(f"the chat template writes message {turn + 1} otherwise when others follow or a "
                            "reply begins, so its tokens cannot be told; expected a --chat-template that only "
@@ -1070,9 +1065,10 @@ def main(args):
     stop = threading.Event()
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     device = start_processes(args)
-    if not args.steps and not (args.from_rows and args.epochs):
+    rows_given = args.train_files or args.dataset
+    if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_options))
+    env = None if rows_given else envs.make(args.env, **envs.parse_options(args.env_options))
     tokenizer = make_tokenizer(args, env)
     files = [Path(name) for name in (*args.train_files, *args.val_files, args.chat_template)]
     source = "".join(sha256(path) for path in files if path.is_file())
@@ -1082,8 +1078,8 @@ def main(args):
     run = Run(args, describe_run(args, "sft", env and args.env, source, model=args.model,
                                  model_sha256=weights_sha256(base, args.lora_adapter_path)))
     example, num_rows, held_out, counts = (
-        examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run) if args.from_rows
-        else examples_of_env(env, args, tokenizer))
+        examples_of_env(env, args, tokenizer) if env
+        else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = distribute(add_lora(base, args, run.checkpoint) if lora else
@@ -1114,8 +1110,8 @@ def main(args):
 
     def evaluates(step):
         """At the first and the last step, every --eval-every, and where an epoch ends."""
-        epochs, before = (number * args.batch_size // num_rows for number in (step, step - 1))
-        return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epochs > before)
+        epoch_ends = step * args.batch_size // num_rows > (step - 1) * args.batch_size // num_rows
+        return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
 
     def save():
         with run.timed("checkpoint"):
