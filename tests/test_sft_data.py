@@ -393,13 +393,14 @@ TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
     # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
     (TAGS.format("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}"),
      [assistant(""), user("no"), assistant("é"), user("no")], "é<eos>👩"),
+    (TAGS.format("{{ m.content }}<eos>"), [assistant("é"), user("no"), assistant("b")], "é<eos>b<eos>"),
     (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
     # "Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins.
     ("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}",
      [user(" a "), assistant(" b "), user("c"), assistant("d e")], " b <eos>d e<eos>"),
-], ids=["ends", "leading-space", "space-before"])
+], ids=["ends", "first", "leading-space", "space-before"])
 @pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
 def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
     """Offsets without the space that a token begins or ends with are GPT-NeoX's, for one."""
