@@ -1104,7 +1104,7 @@ def main(args):
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {step:,} to "
-                 f"{num_steps:,}; " + ", ".join(f"{number:,} {name}" for name, number in counts.items()))
+                 f"{num_steps:,}; " + ", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
     progress = tqdm(total=num_steps, initial=step, disable=bool(RANK) or None, unit="step")
     rows = []
 
