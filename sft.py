@@ -19,8 +19,6 @@ near 0.6; the rest is for grpo_llm.py to teach. With --run-dir DIR the same comm
 """
 
 import atexit
-import bisect
-import collections
 import contextlib
 import functools
 import hashlib
@@ -90,8 +88,7 @@ class Args:
     train_files: tuple[str, ...] = ()  # parquet and JSONL files to learn from in place of the environment
     val_files: tuple[str, ...] = ()  # such files for val/loss; none: a share of the training rows is held out
     dataset: str = ""  # hub data set to learn from in place of files, OWNER/NAME or OWNER/NAME:CONFIG
-    # its split to learn from and, where there is a second one, that for val/loss
-    splits: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)] = ("train",)
+    splits: tuple[str] | tuple[str, str] = ("train",)  # its split to learn from, a second one for val/loss
     prompt_key: str = "prompt"  # column with the prompt (a text, or a list of chat messages)
     response_key: str = "response"  # column with the response (a text)
     messages_key: str = ""  # column with conversations, in place of the two: assistant turns are learned
@@ -110,8 +107,7 @@ class Args:
     lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
-    # folder of the finished model or adapter (default: model/ in the run's); what was there: <name>.previous
-    output_dir: str = ""
+    output_dir: str = ""  # folder of the result (default: the run's model/); what was there: <name>.previous
 
     # Sizes
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
@@ -143,40 +139,28 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
-        if self.train_files and self.dataset:
-            raise BadInput(f"--dataset {self.dataset}: --train-files are given too; expected one of them")
-        if self.val_files and not self.train_files:
-            raise BadInput(f"--val-files {self.val_files[0]}: expected --train-files beside it")
-        if self.splits != ("train",) and not self.dataset:
-            raise BadInput(f"--splits {' '.join(self.splits)}: expected --dataset beside it")
-        if self.messages_key and not self.from_rows:
-            raise BadInput(f"--messages-key {self.messages_key}: expected --train-files or --dataset too")
-        if self.lora and not self.model:
-            raise BadInput("--lora-rank, --lora-adapter-path: expected --model beside them")
-        if self.lora_rank and self.lora_adapter_path:
-            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
+        rows = self.train_files or self.dataset
+        for flag, value, is_fine, expected in (
+                ("dataset", self.dataset, not self.train_files, "no --train-files"),
+                ("val-files", " ".join(self.val_files), self.train_files, "--train-files"),
+                ("splits", " ".join(self.splits), self.dataset or self.splits == ("train",), "--dataset"),
+                ("messages-key", self.messages_key, rows, "--train-files or --dataset"),
+                ("lora-adapter-path", self.lora_adapter_path, not self.lora_rank, "no --lora-rank"),
+                ("lora-adapter-path", self.lora_adapter_path, self.model, "--model"),
+                ("lora-rank", self.lora_rank, self.model, "--model")):
+            if value and not is_fine:
+                raise BadInput(f"--{flag} {value}: expected {expected} beside it")
 
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
-        length = {"steps", "epochs"} if self.schedule == "constant" else set()
-        return length | {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints",
-                         "track"}
-
-    @property
-    def lora(self) -> bool:
-        """Whether an adapter is trained and the model beneath it stays as it is."""
-        return bool(self.lora_rank or self.lora_adapter_path)
+        places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
     @property
     def env_options(self) -> tuple[str, ...]:
         """--env-kwargs, whose default is for Countdown alone."""
         return () if self.env != Args.env and self.env_kwargs == Args.env_kwargs else self.env_kwargs
-
-    @property
-    def from_rows(self) -> bool:
-        """Whether demonstrations are rows of data, not an environment's solutions."""
-        return bool(self.train_files or self.dataset)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -189,8 +173,6 @@ REAL_MODEL = dict(
     env_kwargs=(), dtype="bfloat16", batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
     checkpoint_every=50, max_response_tokens=512)
-# The small model. vLLM on a CPU wants hidden_size / num_attention_heads to be at least 32.
-SMALL_MODEL = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2)
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd goes down
 
@@ -248,9 +230,8 @@ def learning_rate(step, steps, args):
 def parameter_groups(model, weight_decay):
     """Trained parameters for AdamW: matrices decay, vectors (norms and biases) do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
-              dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
-    return [group for group in groups if group["params"]]
+    return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
+            dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
 
 
 # Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2) and learns from
@@ -392,18 +373,19 @@ def weights_sha256(model, adapter=""):
 
 
 def new_model(args, tokenizer):
-    """A small Llama with random weights."""
+    """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2,
         vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=args.max_length,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **SMALL_MODEL)
-    return LlamaForCausalLM(config).eval()
+        pad_token_id=tokenizer.pad_token_id)).eval()
 
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }}{{ eos_token }}"
     "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} : {% endif %}")
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def new_tokenizer(words):
@@ -440,17 +422,14 @@ def make_tokenizer(args, env):
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    known = {"model": tokenizer.chat_template or PLAIN_TEMPLATE, "plain": PLAIN_TEMPLATE}
     try:
-        if args.chat_template == "plain":
-            tokenizer.chat_template = None
-        elif args.chat_template != "model":
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = (
+            known.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
         prompt_tokens([dict(role="user", content="hello")], tokenizer)
     except Exception as error:  # no such file, no text, or whatever a program in it raises
         raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                        f"template ({first_line(error)})") from error
-    if args.messages_key and not tokenizer.chat_template:
-        raise BadInput(f"--messages-key {args.messages_key}: {args.model} needs a --chat-template")
     return tokenizer
 
 
@@ -477,7 +456,7 @@ def add_lora(model, args, checkpoint=""):
 def set_up_passes(model, args):
     """The attention kernel, and gradient checkpointing where it is asked for."""
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
-        (model.get_base_model() if args.lora else model).set_attn_implementation("flash_attention_2")
+        model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # Not transformers' own switch: it works in training mode only, which would wake dropout.
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -494,17 +473,16 @@ def check_packing(model, args):
 
     The second of two packed rows must come out the same, whatever the first one is, but for rounding.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    ids = torch.arange(64, device=model.device) % head.out_features
+    ids = torch.arange(64, device=model.device) % model.get_output_embeddings().out_features
     positions = torch.arange(32, device=model.device).repeat(2)[None]
 
     def second(first):
-        return decoder(input_ids=torch.cat([first, ids[32:]])[None], position_ids=positions,
-                       use_cache=False).last_hidden_state[0, 32:].float()                    # (32, H)
+        tokens = torch.cat([first, ids[32:]])[None]
+        return model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
 
     with precision(args, model.device):
-        one, other = (as_forward(model, functools.partial(second, first))
-                      for first in (ids[:32], ids[:32].flip(0)))
+        one, other = (as_forward(model, functools.partial(second, first)).last_hidden_state[0, 32:].float()
+                      for first in (ids[:32], ids[:32].flip(0)))                             # (32, H)
     if (one - other).norm(dim=-1).max() > 1e-2 * one.norm(dim=-1).max():
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
@@ -531,20 +509,6 @@ def eos_ids(model, tokenizer):
 # Data: rows of text to rows of tokens, (ids, mask)
 
 
-class BadRow(ValueError):
-    """What was expected of a row, and what it has."""
-
-
-def data_sha256(args):
-    """Of each file that decides what the rows are. Raises BadInput for what is none."""
-    for flag, names in (("--train-files", args.train_files), ("--val-files", args.val_files)):
-        for name in names:
-            if Path(name).suffix not in (".parquet", ".jsonl") or not Path(name).is_file():
-                raise BadInput(f"{flag} {name}: expected an existing .parquet or .jsonl file")
-    template = [args.chat_template] if args.chat_template not in ("model", "plain") else []
-    return "".join(sha256(Path(name)) for name in (*args.train_files, *args.val_files, *template))
-
-
 def read_rows(args, side):
     """Rows of files or of a hub data set, a few in memory at a time.  -> (where, row or line of JSON), ..."""
     split = args.splits[side == "val"] if args.dataset else ""
@@ -557,28 +521,24 @@ def read_rows(args, side):
 def plain_text(content, where):
     """The text of a content: a text, null, or a list of text blocks."""
     blocks = [] if content is None else content if isinstance(content, list) else [content]
-    texts = []
-    for block in blocks:
-        is_text = isinstance(block, dict) and (block.get("type") or "text") == "text"
-        texts.append(block.get("text") if is_text else block)
-        if not isinstance(texts[-1], str):
-            raise BadRow(f"{where}: expected a text, text blocks or null, got {reprlib.repr(block)}")
+    texts = [block.get("text") if isinstance(block, dict) and block.get("type") in ("text", None) else block
+             for block in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadInput(f"{where}: expected a text, text blocks or null, got {reprlib.repr(content)}")
     # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
     return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
 
 
 def to_messages(value, where):
     """A list of chat messages (or its JSON), checked, each content a plain text."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{where}: expected a list of messages, got {reprlib.repr(value)}")
+        raise BadInput(f"{where}: expected a list of messages, got {reprlib.repr(value)}")
     messages = []
     for number, message in enumerate(value, 1):
         here = f"{where}, message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow(f"{here}: expected a role and a content, got {reprlib.repr(message)}")
+            raise BadInput(f"{here}: expected a role and a content, got {reprlib.repr(message)}")
         others = {key: item for key, item in message.items() if item is not None}  # parquet fills with nulls
         messages.append(others | {"content": plain_text(message.get("content"), here)})
     return messages
@@ -586,10 +546,7 @@ def to_messages(value, where):
 
 def prompt_tokens(messages, tokenizer):
     """The ids of the messages and of what the template puts before a reply."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -602,94 +559,85 @@ def encode(messages, response, tokenizer):
 
 def encode_conversation(messages, tokenizer, eos):
     """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it."""
-    tagged = bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
-    text, spans = assistant_spans(messages, tokenizer, tagged)
+    text, spans, tagged = assistant_spans(messages, tokenizer)
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets, mask = coded.input_ids, coded.offset_mapping, [0] * len(coded.input_ids)
-    starts = [start for start, _ in offsets]
+    starts, ends = np.array(coded.offset_mapping, dtype=int).reshape(-1, 2).T
+    is_eos, mask = np.isin(coded.input_ids, eos), np.zeros(len(starts), dtype=int)
     for start, end in spans:
-        first, last = bisect.bisect_left(starts, start), bisect.bisect_left(starts, end)
-        while first < last and offsets[first][1] <= start:
-            first += 1  # the space before the turn, where offsets leave spaces out
-        while not tagged and first < last and ids[last - 1] not in eos:
-            last -= 1  # what the template writes after the turn's eos, a line break mostly
-        if not any(token in eos for token in ids[first:last]):
+        turn = (starts >= start) & (starts < end)
+        turn &= ends > start  # not the space before it, where offsets leave spaces out
+        if not (turn & is_eos).any():
             raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
                            "ever end; expected another --chat-template")
-        mask[first:last] = [1] * (last - first)
-    return ids, mask
+        if not tagged:  # nor what the template writes after its eos, a line break mostly
+            turn[np.flatnonzero(turn & is_eos)[-1] + 1:] = False
+        mask[turn] = 1
+    return coded.input_ids, mask.tolist()
 
 
-def assistant_spans(messages, tokenizer, tagged):
-    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)].
+def assistant_spans(messages, tokenizer):
+    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)]; whether
+    tags of the template ({% generation %}) say so.
 
-    Tags of a template ({% generation %}) say it. Else a turn is what the template adds to the messages before
-    it and to the start of a reply: its text, its eos and what follows that. A template that does not only
-    append is refused. (apply_chat_template has a mask of its own, but it errs where a turn's first or last
-    character has no token to itself.)
+    Without tags a turn is what the template adds to the messages before it and to the start of a reply: its
+    text, its eos and what follows that. A template that does not only append is refused. (apply_chat_template
+    has a mask of its own, but it errs where a turn's first or last character has no token to itself.)
     """
-    def render(count, **options):
-        texts, spans = render_jinja_template([messages[:count]], chat_template=tokenizer.get_chat_template(),
-                                             **options, **tokenizer.special_tokens_map)
-        return (texts[0], spans[0]) if tagged else texts[0]
-
+    template = tokenizer.get_chat_template()
+    tagged = bool(re.search(r"{%-?\s*generation\b", template))
+    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map,
+                               return_assistant_tokens_mask=tagged)
+    (text,), tags = render([messages])
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    spoken = [bool(messages[turn]["content"].strip() or messages[turn].get("tool_calls")) for turn in turns]
+    spoken = [turn for turn in turns if messages[turn]["content"].strip() or messages[turn].get("tool_calls")]
     if tagged:
-        text, spans = render(len(messages), return_assistant_tokens_mask=True)
-        known = len(spans) == len(turns)  # else which is whose cannot be told, and all are learned
-        return text, [span for span, said in zip(spans, spoken, strict=True) if said] if known else spans
-    text, spans = render(len(messages)), []
-    for turn, said in zip(turns, spoken, strict=True):
-        if said:
-            before, after = render(turn, add_generation_prompt=True), render(turn + 1)
-            if not after.startswith(before) or not text.startswith(after):
-                raise BadInput(
-                    f"the chat template writes message {turn + 1} otherwise when others follow or a reply "
-                    "begins, so its tokens cannot be told; expected a --chat-template that only appends, or "
-                    "one with {% generation %} tags, or rows of prompt and response")
-            spans.append((len(before), len(after)))
-    return text, spans
+        if len(tags[0]) != len(turns):  # which is whose cannot be told, and all are learned
+            return text, tags[0], tagged
+        return text, [span for span, turn in zip(tags[0], turns, strict=True) if turn in spoken], tagged
+
+    before, _ = render([messages[:turn] for turn in spoken], add_generation_prompt=True)
+    after, _ = render([messages[:turn + 1] for turn in spoken])
+    for turn, one, other in zip(spoken, before, after, strict=True):
+        if not other.startswith(one) or not text.startswith(other):
+            raise BadInput(f"the chat template writes message {turn + 1} otherwise when others follow or a "
+                           "reply begins, so its tokens cannot be told; expected a --chat-template that only "
+                           "appends, or one with {% generation %} tags, or rows of prompt and response")
+    return text, zip(map(len, before), map(len, after), strict=True), tagged
 
 
 def encode_row(row, tokenizer, args, eos):
-    """A row, or its line of JSON -> (ids, mask), not cut yet.  Raises BadRow."""
+    """A row, or its line of JSON -> (ids, mask), not cut yet."""
     try:
         row = json.loads(row) if isinstance(row, bytes) else row
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"expected a line of JSON ({first_line(error)})") from error
-    for column in args.columns:
-        if not isinstance(row, dict) or column not in row:
-            names = ", ".join(row) if isinstance(row, dict) else reprlib.repr(row)
-            raise BadRow(f"column {column}: missing; it has {names:.300}")
-    try:
+        if missing := set(args.columns).difference(dict(row)):
+            raise BadInput(f"column {min(missing)}: missing; it has {[*row]!r:.300}")
         if args.messages_key:
             messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
             return encode_conversation(messages, tokenizer, eos)
-        prompt = row[args.prompt_key]
-        messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
-                               f"column {args.prompt_key}")
-        return encode(messages, plain_text(row[args.response_key], f"column {args.response_key}"), tokenizer)
-    except (BadRow, BadInput):
+        prompt, response = row[args.prompt_key], row[args.response_key]
+        prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        return encode(to_messages(prompt, f"column {args.prompt_key}"),
+                      plain_text(response, f"column {args.response_key}"), tokenizer)
+    except BadInput:
         raise
     except Exception as error:  # a template is a program
-        raise BadRow(f"the chat template refuses it ({first_line(error)})") from error
+        raise BadInput(f"it is no JSON, or the chat template refuses it ({first_line(error)})") from error
 
 
 def cut(ids, mask, args):
     """Truncation to --max-length.  -> (ids, mask); nothing may be left in the mask."""
     if len(ids) > args.max_length:
         if args.truncation == "error":
-            raise BadRow(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
+            raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
         kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
         ids, mask = ids[kept], mask[kept]
     return ids, [0, *mask[1:]]  # nothing predicts the first token
 
 
-def encode_rows(rows, path, tokenizer, args, eos):
-    """Rows to tokens, a few in memory at a time, into an Arrow file with the counts beside it."""
+def encode_rows(rows, path, tokenizer, args, eos, counts):
+    """Rows to tokens, a few in memory at a time, into an Arrow file; counts: of those cut and left out."""
     path.parent.mkdir(exist_ok=True)
-    temporary, counts = path.with_name(f".{path.name}.writing"), dict(truncated=0, dropped=0, bad=0)
+    temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
                                  mask=datasets.List(datasets.Value("bool")))
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
@@ -697,16 +645,13 @@ def encode_rows(rows, path, tokenizer, args, eos):
             try:
                 whole = encode_row(row, tokenizer, args, eos)
                 ids, mask = cut(*whole, args)
-            except BadRow as error:
-                what = f"{where}, {error}".encode(errors="replace").decode()  # half a character, maybe
-                if args.on_bad_row == "error":
-                    raise BadInput(what) from error
-                if counts["bad"] < 5:
-                    tqdm.write(f"left out: {what}")
-                counts["bad"] += 1
-                continue
             except BadInput as error:
-                raise BadInput(f"{where}: {error}") from error
+                if args.on_bad_row == "error":
+                    raise BadInput(f"{where}, {error}") from error
+                counts["bad"] += 1
+                if counts["bad"] <= 5:
+                    tqdm.write(f"left out: {where}, {error}")
+                continue
             counts["truncated"] += len(ids) < len(whole[0])
             if any(mask):
                 writer.write(dict(ids=ids, mask=mask))
@@ -714,39 +659,28 @@ def encode_rows(rows, path, tokenizer, args, eos):
                 counts["dropped"] += 1
         writer.finalize()
     flush_to_disk(temporary)
-    replace_file(path.with_suffix(".json"), json.dumps(counts).encode())
     temporary.replace(path)
 
 
 def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> a function: index -> [(ids, mask)], how many, the held-out ones, counts."""
-    counts = collections.Counter()
-
-    def read(side):
+    data, counts = [], dict(truncated=0, dropped=0, bad=0)
+    for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
         if RANK == 0 and not (run.state and path.exists()):  # a continued run finds its file
-            encode_rows(read_rows(args, side), path, tokenizer, args, eos)
+            encode_rows(read_rows(args, side), path, tokenizer, args, eos, counts)
         gather([])  # the others wait for it
-        counts.update(json.loads(path.with_suffix(".json").read_text()))
-        data = datasets.Dataset.from_file(str(path))
-        return lambda index: tuple(data[int(index)].values()), len(data)
-
-    row, num_rows = read("train")
-    given = bool(args.val_files or args.splits[1:])
-    fewest = 1 if given or not args.val_ratio else 2
-    if num_rows < fewest:
-        raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected at least {fewest} rows"
-                       f"{', one of them to hold out' * (fewest - 1)}, got {num_rows} and {dict(counts)}")
-    if given:
-        val_row, num_val = read("val")
-        if not num_val:
-            raise BadInput(f"--val-files, --splits: expected rows to learn from, got {dict(counts)}")
-        held_out = [val_row(index) for index in range(min(num_val, args.eval_tasks))]
-        return lambda index: [row(index)], num_rows, held_out, dict(counts)
-    order = np.random.default_rng(args.seed).permutation(num_rows)
-    num_val = min(max(1, round(args.val_ratio * num_rows)), num_rows - 1) if args.val_ratio else 0
-    kept, held_out = order[num_val:], [row(index) for index in order[:num_val][:args.eval_tasks]]
-    return lambda index: [row(kept[index])], len(kept), held_out, dict(counts)
+        data.append(datasets.Dataset.from_file(str(path)))
+    train, val = data[0], data[-1]
+    if len(data) == 1:
+        order = np.random.default_rng(args.seed).permutation(len(train))
+        num_val = min(max(1, round(args.val_ratio * len(train))), len(train) - 1) if args.val_ratio else 0
+        train, val = train.select(order[num_val:]), train.select(order[:num_val])
+    if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
+        raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected rows to learn from and rows "
+                       f"to hold out, got {len(train)} and {len(val)}; {counts}")
+    held_out = [tuple(val[index].values()) for index in range(min(len(val), args.eval_tasks))]
+    return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
 def encode_demonstration(messages, num_prompt, tokenizer, args):
@@ -756,23 +690,20 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     a rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, ids, mask, start = [], [], [], 0
+    rows, start = [([], [])], 0
     for number, turn in enumerate(turns):
-        def encoded(start, turn=turn):
+        before = start
+        for start in range(before, max(number, 1)):
             history = messages[:num_prompt] + messages[turns[start]:turn]
-            return encode(history, messages[turn]["content"], tokenizer)
-
-        longer, learned = encoded(start)
-        if number and len(longer) <= args.max_length and longer[:len(ids)] == ids:
-            ids, mask = longer, mask + learned[len(ids):]
-            rows[-1] = ids, mask
-            continue
-        while len(longer) > args.max_length and start + 1 < number:
-            start += 1
-            longer, learned = encoded(start)
-        ids, mask = longer, learned
+            ids, mask = encode(history, messages[turn]["content"], tokenizer)
+            if len(ids) <= args.max_length:
+                break
+        shown, learned = rows[-1]
+        if start == before and len(ids) <= args.max_length and ids[:len(shown)] == shown:
+            rows.pop()
+            mask = learned + mask[len(learned):]
         rows.append((ids, mask))
-    return rows
+    return [row for row in rows if row[0]]
 
 
 def examples_of_env(env, args, tokenizer):
@@ -782,11 +713,8 @@ def examples_of_env(env, args, tokenizer):
         messages = env.demonstration(task)
         if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        try:
-            rows = [cut(*row, args)
-                    for row in encode_demonstration(messages, len(task.messages), tokenizer, args)]
-        except BadRow as error:
-            raise BadInput(f"task {task.id}: {error}") from error
+        rows = encode_demonstration(messages, len(task.messages), tokenizer, args)
+        rows = [cut(*row, args) for row in rows]
         if not all(any(mask) for _, mask in rows):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
         return rows
@@ -819,32 +747,23 @@ def batches(rows, args, pad_id, model):
 
     A pass ends early rather than be more than a quarter padding. Packed rows are short for kernels that
     compute the whole square and mask it; those that skip what lies between rows get one long row a pass.
+    FSDP2 gathers weights in each pass, so a process that has fewer than others adds some that learn nothing.
     """
-    budget = args.microbatch_tokens
-    long = args.packing and model.config._attn_implementation in SKIPPING_KERNELS
-    size = 0 if not args.packing else budget if long else max([128, *(len(ids) for ids, _ in rows)])
-    rows = pack(rows, size)
-    while rows:
-        longest, count, real = len(rows[0][0]), 0, 0
-        for ids, *_ in rows[:1 if long else max(1, budget // len(rows[0][0]))]:
-            count, real = count + 1, real + len(ids)
-            if real < 0.75 * longest * count:
-                count -= 1
-                break
-        part, rows = rows[:count], rows[count:]
-        ids, mask, positions = zip(*part, strict=True)
-        yield dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
-                   position_ids=pad(positions, 0, model.device) if args.packing else None)
+    skips = model.config._attn_implementation in SKIPPING_KERNELS
+    size = args.microbatch_tokens if skips else max([128, *(len(ids) for ids, _ in rows)])
+    passes, real = [], 0
+    for row in pack(rows, size if args.packing else 0):
+        real += len(row[0])  # tokens of the pass, padding left out
+        computed = (len(passes[-1]) + 1) * len(passes[-1][0][0]) if passes else math.inf
+        if computed > args.microbatch_tokens or real < 0.75 * computed:
+            passes.append([])
+            real = len(row[0])
+        passes[-1].append(row)
+    passes += [[([pad_id] * 2, [0, 0], [0, 1])]] * (max(gather([len(passes)])) - len(passes))
 
-
-def my_batches(rows, args, pad_id, model):
-    """`batches` of this process's rows. All processes call the model equally often, since FSDP2 gathers its
-    weights: one that has fewer passes adds some that learn nothing.
-    """
-    mine = list(batches(rows, args, pad_id, model))
-    for _ in range(max(gather([len(mine)])) - len(mine)):
-        mine += batches([([pad_id] * 2, [0, 0])], args, pad_id, model)
-    return mine
+    return [dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
+                 position_ids=pad(positions, 0, model.device) if args.packing else None)
+            for ids, mask, positions in (zip(*part, strict=True) for part in passes)]
 
 
 # Evaluate
@@ -857,7 +776,7 @@ def evaluate(model, tokenizer, env, held_out, args):
     if held_out:
         mine, loss = [held_out[index] for index in shard(len(held_out))], torch.zeros(()).double()
         with precision(args, model.device):
-            for batch in my_batches(mine, args, tokenizer.pad_token_id, model):
+            for batch in batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
         metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
     if env is None or env.multi_turn:
@@ -866,41 +785,41 @@ def evaluate(model, tokenizer, env, held_out, args):
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
     prompts, eos = [prompt_tokens(task.messages, tokenizer) for task in tasks], eos_ids(model, tokenizer)
 
-    def correct(samples, **sampling):
-        """Of as many responses to each task, in batches that the processes share out.  -> (tasks, samples)"""
-        # A cached token costs far less memory than a trained one, hence the factor; 64, or few would share.
-        longest = max(map(len, prompts), default=0) + args.max_response_tokens
-        size = min(64, max(1, 16 * args.microbatch_tokens // (longest * samples)))
-        starts, scores = range(0, len(prompts), size), []
-        for start in tqdm([starts[index] for index in shard(len(starts))], "evaluation", leave=False, delay=5,
-                          disable=bool(RANK) or None):
-            torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-            part = prompts[start:start + size]
-            tokens = pad(part, tokenizer.pad_token_id, model.device, left=True)              # (tasks, P)
-            mask = pad([[1] * len(prompt) for prompt in part], 0, model.device, left=True)
-            # What a model's own generation config might change is said; processes wait for no other.
-            with precision(args, model.device):
-                responses = model.generate(
-                    input_ids=tokens, attention_mask=mask, max_new_tokens=args.max_response_tokens,
-                    num_return_sequences=samples, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id,
-                    repetition_penalty=1.0, synced_gpus=False, **sampling)[:, tokens.shape[1]:]
-            ended = torch.isin(responses, torch.tensor(eos, device=model.device)).any(1).tolist()
-            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-            asked = [task for task in tasks[start:start + size] for _ in range(samples)]
-            scores += [end and env.start(task, args.seed).step(text).info["correct"]
-                       for task, text, end in zip(asked, texts, ended, strict=True)]
-        return np.array(gather(scores), dtype=float).reshape(-1, samples)
+    def correct(start, samples, **sampling):
+        """Of as many responses to each of the `size` tasks from `start` on.  -> (tasks, samples)"""
+        given = tokenizer.pad(dict(input_ids=prompts[start:start + size]), padding_side="left",
+                              return_tensors="pt").to(model.device)
+        # What a model's own generation config might change is said; processes wait for no other.
+        with precision(args, model.device):
+            responses = model.generate(
+                **given, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
+                eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
+                synced_gpus=False, **sampling)[:, given.input_ids.shape[1]:]
+        ended = torch.isin(responses, torch.tensor(eos, device=model.device)).any(1).tolist()
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        asked = [task for task in tasks[start:start + size] for _ in range(samples)]
+        scores = [end and env.start(task, args.seed).step(text).info["correct"]
+                  for task, text, end in zip(asked, texts, ended, strict=True)]
+        return np.array(scores, dtype=float).reshape(-1, samples)
 
+    # A cached token costs far less memory than a trained one, hence the factor; 64, or few would share.
+    longest = max(map(len, prompts), default=0) + args.max_response_tokens
+    size = min(64, max(1, 16 * args.microbatch_tokens // (longest * args.eval_samples)))
+    starts, scores = range(0, len(tasks), size), []
     unshard(model, whole=True)
-    sampled = correct(args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    greedy = correct(1, do_sample=False)
+    for start in (starts[index] for index in shard(len(starts))):
+        torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
+        sampled = correct(start, args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        scores += [*zip(sampled, correct(start, 1, do_sample=False), strict=True)]
     unshard(model, whole=False)
-    sources = np.array([task.source for task in tasks])
-    for source in sorted(set(sources)):
-        of = sources == source
-        metrics |= {f"val/{source}/pass@1": float(sampled[of].mean()),
-                    f"val/{source}/pass@{args.eval_samples}": float(sampled[of].max(1).mean()),
-                    f"val/{source}/greedy": float(greedy[of].mean())}
+
+    scores = gather(scores)
+    for source in sorted({task.source for task in tasks}):
+        of = [score for score, task in zip(scores, tasks, strict=True) if task.source == source]
+        sampled, greedy = (np.stack(part) for part in zip(*of, strict=True))
+        metrics |= {f"val/{source}/pass@1": float(sampled.mean()),
+                    f"val/{source}/pass@{args.eval_samples}": float(sampled.max(1).mean()),
+                    f"val/{source}/greedy": float(greedy.mean())}
     return metrics
 
 
@@ -913,14 +832,6 @@ def sha256(data):
         with data.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(data.encode()).hexdigest()
-
-
-def replace_file(path, data):
-    """Write data beside path and rename: path is the old file or the new one, never a torn one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_bytes(data)
-    flush_to_disk(temporary)
-    temporary.replace(path)
 
 
 def flush_to_disk(path):
@@ -1143,25 +1054,29 @@ def main(args):
     stop = threading.Event()
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     device = start_processes(args)
-    if not args.steps and not (args.from_rows and args.epochs):
-        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset and --epochs (an "
-                       "environment has fresh rows at every step)")
-    env = None if args.from_rows else envs.make(args.env, **envs.parse_options(args.env_options))
-    tokenizer, data_hash = make_tokenizer(args, env), data_sha256(args)
-    frozen = args.lora and args.dtype == "bfloat16"
-    base = (load_weights(args.model, torch.bfloat16 if frozen else torch.float32) if args.model
-            else new_model(args, tokenizer))
-    task = None if args.from_rows else args.env
-    run = Run(args, describe_run(args, "sft", task, data_hash, model=args.model,
+    rows_given = args.train_files or args.dataset
+    if not args.steps and not (rows_given and args.epochs):
+        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
+    files = [("--train-files", name) for name in args.train_files]
+    files += [("--val-files", name) for name in args.val_files]
+    for flag, name in files:
+        if not Path(name).is_file():
+            raise BadInput(f"{flag} {name}: expected a .parquet, .json or .jsonl file")
+    env = None if rows_given else envs.make(args.env, **envs.parse_options(args.env_options))
+    tokenizer = make_tokenizer(args, env)
+    source = tokenizer.chat_template + "".join(sha256(Path(name)) for _, name in files)
+    lora = args.lora_rank or args.lora_adapter_path
+    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
+    base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
+    run = Run(args, describe_run(args, "sft", env and args.env, source, model=args.model,
                                  model_sha256=weights_sha256(base, args.lora_adapter_path)))
     example, num_rows, held_out, counts = (
-        examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run) if args.from_rows
-        else examples_of_env(env, args, tokenizer))
+        examples_of_env(env, args, tokenizer) if env
+        else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    model = (add_lora(base, args, run.checkpoint) if args.lora
-             else load_weights(run.checkpoint) if run.checkpoint else base)
-    model = distribute(model, device)
+    model = distribute(add_lora(base, args, run.checkpoint) if lora else
+                       load_weights(run.checkpoint) if run.checkpoint else base, device)
     set_up_passes(model, args)
     if args.packing:
         check_packing(model, args)
@@ -1184,16 +1099,15 @@ def main(args):
     run.open()
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; {num_steps:,} steps; "
-                 + ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-                 + (f"; continuing after step {step}" if run.state else ""))
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {step:,} to "
+                 f"{num_steps:,}; " + ", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
     progress = tqdm(total=num_steps, initial=step, disable=bool(RANK) or None, unit="step")
     rows = []
 
     def evaluates(step):
         """At the first and the last step, every --eval-every, and where an epoch ends."""
-        epochs, before = (number * args.batch_size // num_rows for number in (step, step - 1))
-        return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epochs > before)
+        epoch_ends = step * args.batch_size // num_rows > (step - 1) * args.batch_size // num_rows
+        return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
 
     def save():
         with run.timed("checkpoint"):
@@ -1212,20 +1126,20 @@ def main(args):
     try:
         while True:
             # 1. Evaluate, log, checkpoint.
-            last, is_best = step >= num_steps, False
+            name, last = f"step_{step:06d}", step >= num_steps
             if metrics is not None:
                 if evaluates(step):
                     with run.timed("eval"):
                         metrics |= evaluate(model, tokenizer, env, held_out, args)
-                    print_rank_0(f"step {step}: " + ", ".join(
-                        f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/")))
-                    is_best = step > 0 and metrics.get("val/loss", math.inf) < best[1]
-                if is_best:
-                    best = f"step_{step:06d}", metrics["val/loss"]
+                if step and metrics.get("val/loss", math.inf) < best[1]:
+                    best = name, metrics["val/loss"]
                 run.record(metrics)
+                print_rank_0(f"step {step}: " + ", ".join(
+                    f"{key} {value:.3f}" for key, value in metrics.items()
+                    if key.startswith(("train/loss", "train/grad_norm", "val/"))))
                 metrics = None
             stopped = any(gather([stop.is_set()]))
-            if step > saved and (last or stopped or is_best or step % args.checkpoint_every == 0):
+            if step > saved and (last or stopped or best[0] == name or step % args.checkpoint_every == 0):
                 save()
                 saved = step
             if last or stopped:
@@ -1236,7 +1150,7 @@ def main(args):
             with run.timed("update"):
                 places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
                 rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
-                passes = my_batches(rows, args, tokenizer.pad_token_id, model)
+                passes = batches(rows, args, tokenizer.pad_token_id, model)
                 num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
                     sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
                     sum(batch["tokens"].numel() for batch in passes)])).tolist()
@@ -1273,14 +1187,10 @@ def main(args):
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
                     "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
-                progress.set_postfix(loss=f"{mean_loss:.3f}", grad=f"{mean_norm:.2f}", refresh=False)
-                if progress.disable:
-                    print_rank_0(f"{step}/{num_steps} loss {mean_loss:.3f} grad {mean_norm:.2f}")
         if not last:
-            print_rank_0(f"SIGTERM: stopped after step {step}; to go on, give the same command with "
-                         f"--run-dir {run.dir}")
+            print_rank_0(f"SIGTERM: stopped after step {step}; --run-dir {run.dir} goes on from there")
         elif RANK == 0:
-            export(run.dir / "checkpoints" / f"step_{step:06d}", output)
+            export(run.dir / "checkpoints" / name, output)
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:

@@ -110,11 +110,12 @@ MUTANTS = {
         "vectors decay": ("p.ndim < 2], weight_decay=0.0", "p.ndim < 2], weight_decay=weight_decay"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
         "rows are renamed before they are flushed": (
-            "flush_to_disk(temporary)\n    replace_file", "replace_file"),
+            "flush_to_disk(temporary)\n    temporary.replace(path)\n\n\ndef examples",
+            "temporary.replace(path)\n\n\ndef examples"),
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
         "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
         "val/loss by rows": ("/ sum(sum(mask) for _, mask in held_out)", "/ len(held_out)"),
-        "spaces before a turn are learned": ("offsets[first][1] <= start", "offsets[first][1] < start"),
+        "spaces before a turn are learned": ("turn &= ends > start", "turn &= ends >= start"),
         "a log is not on the disk": (', named, self.dir / "train_log.jsonl")', ", named)"),
     },
     "a2c_vecenv.py": {

@@ -51,8 +51,6 @@ class Disk:
             self.torn += [log] * (self.flushed.get(log, (0,))[0] < counted)
         if new.name == "state.json":  # what it names must be there under this name
             self.torn += [new.parent] * (new.parent not in self.flushed)
-        if new.suffix == ".arrow":  # for a resume it stands for its counts, too
-            self.torn += [new] * (not new.with_suffix(".json").exists())
         self.flushed.pop(new.parent, None)
 
 
@@ -71,7 +69,7 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
         train(script, folder, **SHORT, eval_tasks=1, eval_samples=1)
     assert disk.torn == []
     assert {"step_000001", "step_000002", "state.json"} <= set(disk.renamed)
-    assert script is not sft or {"train.arrow", "train.json", "model"} <= set(disk.renamed)
+    assert script is not sft or {"train.arrow", "model"} <= set(disk.renamed)
 
 
 def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypatch, capsys):
