@@ -898,14 +898,11 @@ def make_engine(model, tokenizer, args, folder):
 
 
 class Critic(torch.nn.Module):
-    """V before each response token, in units of reward: a linear head, zero at first, on a decoder's states.
+    """V before each response token, in units of reward: a linear head, zero at first, on a decoder's states."""
 
-    The decoder is the critic's own; or the policy's, whose loss the value loss then joins.
-    """
-
-    def __init__(self, decoder, hidden_size, policy=None):
+    def __init__(self, decoder, hidden_size):
         super().__init__()
-        self.decoder, self.policy = None if policy else decoder, [policy]  # a list: not our weights
+        self.decoder = decoder
         self.head = torch.nn.Linear(hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -915,11 +912,7 @@ class Critic(torch.nn.Module):
 
         hidden: the decoder's states (B, T, H), where they are computed already.
         """
-        if hidden is None and self.decoder:
-            hidden = hidden_states(self.decoder, batch)
-        elif hidden is None:
-            policy = self.policy[0]
-            hidden = as_forward(policy, lambda: hidden_states(policy.get_decoder(), batch))
+        hidden = hidden_states(self.decoder, batch) if hidden is None else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
 
@@ -928,10 +921,12 @@ def make_critic(policy, backbone, args):
     """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
     if args.critic == "none":
         return None
-    model = policy if args.critic == "shared" else add_lora(backbone, args) if args.lora else backbone
-    critic = Critic(model.get_decoder(), model.get_output_embeddings().in_features,
-                    policy if args.critic == "shared" else None)
-    return distribute(critic, policy.device)
+    if args.critic == "own":
+        decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
+    else:
+        def decoder(**inputs):  # a function and no module: its weights are not the critic's
+            return as_forward(policy, lambda: policy.get_decoder()(**inputs))
+    return distribute(Critic(decoder, policy.get_output_embeddings().in_features), policy.device)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
