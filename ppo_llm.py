@@ -144,8 +144,10 @@ class Args:
     # Loss
     gae_lambda: Share = 0.95  # GAE's lambda: 1 uses whole returns, less leans on the critic
     clip: Share = 0.2  # the ratio is clipped at 1 - this and at 1 + this
-    kl_coef: NotNegative = 0.0  # penalty at each token per nat from the starting model; 0: none [1/nats]
-    kl_penalty: Literal["k1", "k3"] = "k1"  # its estimate; k3 is never negative, and hardly pulls back
+    # penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]
+    kl_coef: NotNegative = 0.0
+    # its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back
+    kl_penalty: Literal["k1", "k3"] = "k1"
     kl_target: NotNegative = 0.0  # KL that the coefficient is adapted to hold; 0: it is fixed [nats/token]
     entropy_coef: NotNegative = 0.04  # weight of the entropy bonus [1/nats]
 
@@ -1753,7 +1755,7 @@ def main(args):
         cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
         if critic:
             dcp.set_model_state_dict(critic, run.state.pop("critic"), options=PART)
-        for name in (name for name in optimizers if run.state[name]):
+        for name in (name for name in optimizers if run.state.get(name)):
             dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
@@ -1779,9 +1781,9 @@ def main(args):
                 weights = {name: tensor for name, tensor in weights.items() if name in once}
             state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
-            for name, optimizer in optimizers.items():  # of one that never stepped this would make up a state
-                stepped = bool(optimizer.state)
-                state[name] = stepped and dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
+            for name, optimizer in optimizers.items():
+                if optimizer.state:  # of one that never stepped this would make up a state
+                    state[name] = dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
 
             def save_model(folder):
                 model.save_pretrained(folder, state_dict=weights)
@@ -1845,10 +1847,10 @@ def main(args):
                 numbers |= estimate_advantages(episodes, kl_coef, args)
                 # A sampler that differs has other weights (stale ones, a head that did not arrive) or a stale
                 # prefix cache.
-                if not numbers["mismatch/kl"] <= MISMATCH_TOLERANCE[args.dtype]:
-                    raise EngineError(
-                        f"mismatch/kl is {numbers['mismatch/kl']:.2g} nats per token; tolerated are "
-                        f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
+                mismatch, tolerated = numbers["mismatch/kl"], MISMATCH_TOLERANCE[args.dtype]
+                if not mismatch <= tolerated:
+                    raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
+                                      f"{tolerated} in {args.dtype} (docs/engines.md)")
 
                 # 4. Fit the critic to the returns; one that shares the policy's backbone waits for 5.
                 if learned and args.critic == "own":
@@ -1868,8 +1870,8 @@ def main(args):
                     if args.kl_target:
                         kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
                 for name, parameters in weights.items():
-                    norm = torch.nn.utils.get_total_norm(parameters)
-                    numbers[f"{name}/weight_norm"] = float(full_tensor(norm))
+                    norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
+                    numbers[f"{name}/weight_norm"] = float(norm)
 
             # 6. What the log says of the iteration, of all processes.
             rollouts, iteration = gather(rollouts), iteration + 1
