@@ -1325,7 +1325,8 @@ def estimate_advantages(episodes, kl_coef, args):
               dict(advantages=advantages, returns=returns, values=values).items()}
     for name, numbers in chosen.items():
         metrics |= spread(f"critic/{name}", numbers)
-    unexplained, variance = np.var(chosen["advantages"]), np.var(chosen["returns"])  # R - V is A
+    targets, predictions = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("returns", "values"))
+    unexplained, variance = (targets - predictions).var(correction=0), targets.var(correction=0)
     explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
     return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
 
