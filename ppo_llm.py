@@ -127,8 +127,7 @@ class Args:
     iterations: Whole = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
     epochs: Count = 1  # passes of the policy over an iteration's responses
     minibatches: Count = 4  # the policy's optimiser steps per epoch, of one episode or more
-    # KL(old policy || policy) that ends an iteration's policy updates; 0: none does [nats/token]
-    target_kl: NotNegative = 0.0
+    target_kl: NotNegative = 0.0  # KL(old policy || policy) that ends its updates; 0: none does [nats/token]
     learning_rate: Positive = 5e-4  # peak learning rate of the policy's AdamW
     warmup_iterations: Whole = 10  # linear warm-up of each learning rate, from its first update [iterations]
     final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
@@ -149,8 +148,7 @@ class Args:
     kl_coef: NotNegative = 0.0
     # its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back
     kl_penalty: Literal["k1", "k3"] = "k1"
-    # the coefficient is adapted to hold the KL at this, --kl-coef being the first; 0: fixed [nats/token]
-    kl_target: NotNegative = 0.0
+    kl_target: NotNegative = 0.0  # KL that the coefficient is adapted to hold; 0: it is fixed [nats/token]
     entropy_coef: NotNegative = 0.04  # weight of the entropy bonus [1/nats]
 
     # Evaluation
@@ -179,11 +177,6 @@ class Args:
             raise BadInput("--vllm-kwargs: of vLLM in this process; the servers of --vllm-url have their own")
 
     @property
-    def first_policy_iteration(self) -> int:
-        """The first iteration that updates the policy; those before it train the critic alone."""
-        return 1 + (self.critic_warmup if self.critic == "own" else 0)
-
-    @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
         length = {"iterations"} if self.final_learning_rate == 1 else set()
@@ -198,9 +191,7 @@ class Args:
 
 DISCOUNT = 1.0  # GAE's gamma, per token
 VALUE_CLIP = 0.5  # how far from its old value a value may move before the clipped loss holds it [reward]
-# Weight of the value loss beside the policy's, with --critic shared: large, since the error of a value in
-# [0, 1] is small beside a policy gradient that is clipped to norm 1.
-VALUE_COEF = 5.0
+VALUE_COEF = 5.0  # of the value loss with --critic shared: large, as the error of a value in [0, 1] is small
 KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most a fifth of this an iteration
 TIS_CAP = 2.0  # of the importance weight between sampler and trainer
 MAX_GRAD_NORM = 1.0  # of policy and critic each
@@ -229,17 +220,16 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def masked_mean(x, mask):
-    """Mean of x where mask is 1, over all processes.  x, mask (B, T) -> scalar"""
+    """Mean of x where mask is 1, over all processes; 0 where it never is.  x, mask (B, T) -> scalar"""
     total, count = all_reduce(torch.stack([(x * mask).sum(), mask.sum()]))
-    return total / count
+    return total / count.clamp(min=1)
 
 
 def whiten(x, mask):
     """Zero mean and unit (population) variance where mask is 1, 0 elsewhere.  x, mask (B, T) -> (B, T)"""
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean).square(), mask)
+    x = x - masked_mean(x, mask)
     # The constant is large enough that rounding errors of equal advantages are not blown up to signals.
-    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
+    return x * torch.rsqrt(masked_mean(x.square(), mask) + 1e-8) * mask
 
 
 def k3(log_ratio):
@@ -898,14 +888,11 @@ def make_engine(model, tokenizer, args, folder):
 
 
 class Critic(torch.nn.Module):
-    """V before each response token, in units of reward: a linear head, zero at first, on a decoder's states.
+    """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
 
-    The decoder is the critic's own; or the policy's, whose loss the value loss then joins.
-    """
-
-    def __init__(self, decoder, hidden_size, policy=None):
+    def __init__(self, decoder, hidden_size):
         super().__init__()
-        self.decoder, self.policy = None if policy else decoder, [policy]  # a list: not our weights
+        self.decoder = decoder
         self.head = torch.nn.Linear(hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -915,11 +902,7 @@ class Critic(torch.nn.Module):
 
         hidden: the decoder's states (B, T, H), where they are computed already.
         """
-        if hidden is None and self.decoder:
-            hidden = hidden_states(self.decoder, batch)
-        elif hidden is None:
-            policy = self.policy[0]
-            hidden = as_forward(policy, lambda: hidden_states(policy.get_decoder(), batch))
+        hidden = hidden_states(self.decoder, batch) if hidden is None else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
 
@@ -928,10 +911,12 @@ def make_critic(policy, backbone, args):
     """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
     if args.critic == "none":
         return None
-    model = policy if args.critic == "shared" else add_lora(backbone, args) if args.lora else backbone
-    critic = Critic(model.get_decoder(), model.get_output_embeddings().in_features,
-                    policy if args.critic == "shared" else None)
-    return distribute(critic, policy.device)
+    if args.critic == "own":
+        decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
+    else:
+        def decoder(**inputs):  # a function and no module: its weights are not the critic's
+            return as_forward(policy, lambda: policy.get_decoder()(**inputs))
+    return distribute(Critic(decoder, policy.get_output_embeddings().in_features), policy.device)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
@@ -1279,9 +1264,8 @@ def collate(segments, pad_id, device):
                  prompt_valid=pad([[1] * len(ids) for ids in prompts], 0, device, left=True),
                  valid=pad([[1] * len(ids) for ids in responses], 0, device))
     for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
-        known = getattr(segments[0], name) is not None
-        batch[name] = (pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32) if known
-                       else torch.zeros_like(batch["response_mask"]))
+        rows = [getattr(s, name) or [0.0] * len(s.response_ids) for s in segments]  # 0: not known yet
+        batch[name] = pad(rows, 0, device, dtype=torch.float32)
     return batch
 
 
@@ -1297,12 +1281,9 @@ def store_logprobs(model, groups, name, args, pad_id):
 
 @torch.no_grad()
 def store_values(critic, episodes, args, pad_id):
-    """Write the critic's value before each response token into segment.values; 0 without a critic."""
-    segments = [segment for episode in episodes for segment in episode]
-    for segment in segments:
-        segment.values = [0.0] * len(segment.response_ids)
-    device = critic.head.weight.device if critic else None
-    for part, batch in passes(segments, args, pad_id, device) if critic else ():
+    """Write the critic's value before each response token into segment.values."""
+    device = critic.head.weight.device
+    for part, batch in passes([s for episode in episodes for s in episode], args, pad_id, device):
         with precision(args, device):
             values = critic(batch)
         for segment, row in zip(part, values.tolist(), strict=True):
@@ -1322,31 +1303,31 @@ def estimate_advantages(episodes, kl_coef, args):
     mask, old_logprobs = rows("response_mask"), rows("old_logprobs")
     ref_logprobs = rows("ref_logprobs") if args.kl_coef else old_logprobs
     penalty = kl_coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
-    rewards, values = rows("rewards") - penalty * mask, rows("values") * mask
+    rewards = rows("rewards") - penalty * mask
+    values = torch.zeros_like(mask) if args.critic == "none" else rows("values") * mask
     advantages = gae(rewards, values, mask, DISCOUNT, args.gae_lambda)
     returns = advantages + values
-    whitened = whiten(advantages, mask)
-    for segments, *columns in zip(episodes, whitened.tolist(), returns.tolist(), strict=False):
-        start = 0
-        for segment in segments:
-            end = start + len(segment.response_ids)
-            segment.advantages, segment.returns = (column[start:end] for column in columns)
-            start = end
+    for name, x in dict(advantages=whiten(advantages, mask), returns=returns).items():
+        for segments, row in zip(episodes, map(iter, x.tolist()), strict=False):
+            for segment in segments:
+                setattr(segment, name, [*itertools.islice(row, len(segment.response_ids))])
 
-    chosen = {name: gather(x[mask > 0].tolist()) for name, x in
-              dict(advantages=advantages, returns=returns, values=values).items()}
-    targets, predictions = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("returns", "values"))
-    unexplained, variance = (targets - predictions).var(correction=0), targets.var(correction=0)
-    metrics = spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
-    for name, numbers in chosen.items():
-        metrics |= spread(f"critic/{name}", numbers)
     mismatch = old_logprobs - rows("rollout_logprobs")
     ratio = torch.exp(mismatch)
     means = {"train/kl_loss": k3(ref_logprobs - old_logprobs), "kl/k1": old_logprobs - ref_logprobs,
+             "train/entropy": -old_logprobs,  # an estimate, until the policy is updated
              "mismatch/kl": k3(mismatch), "mismatch/frac_capped": ratio > TIS_CAP}
-    return metrics | {name: float(masked_mean(x, mask)) for name, x in means.items()} | {
-        "critic/vf_explained_var": float(1 - unexplained / variance) if variance > 1e-12 else 0.0,
-        "mismatch/ratio_max": float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX)), "kl/coef": kl_coef}
+    metrics = {name: float(masked_mean(x, mask)) for name, x in means.items()}
+    metrics["mismatch/ratio_max"] = float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX))
+    metrics |= spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
+    chosen = {name: gather(x[mask > 0].tolist()) or [0.0] for name, x in
+              dict(advantages=advantages, returns=returns, values=values).items()}
+    for name, numbers in chosen.items():
+        metrics |= spread(f"critic/{name}", numbers)
+    targets, predictions = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("returns", "values"))
+    unexplained, variance = (targets - predictions).var(correction=0), targets.var(correction=0)
+    explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
+    return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
 
 
 def policy_terms(model, batch, args, critic=None):
@@ -1363,72 +1344,60 @@ def policy_terms(model, batch, args, critic=None):
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
     if critic:
-        value_loss, measured = value_terms(critic, batch, args, *values)
+        value_loss, measured = value_terms(*values, batch)
         loss, logged = loss + VALUE_COEF * value_loss, logged | measured
     return loss, logged
 
 
-def value_terms(critic, batch, args, values=None):
-    """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}
-
-    values: the critic's (B, T), where they are computed already.
-    """
-    values = critic(batch) if values is None else values
+def value_terms(values, batch):
+    """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}"""
     errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], VALUE_CLIP)
     return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
 
 
-UPDATE_METRICS = (
-    "train/policy_loss", "train/value_loss", "train/kl_loss", "train/entropy", "train/clipfrac",
-    "train/approx_kl", "train/advantage", "train/grad_norm", "train/learning_rate", "kl/k1", "kl/coef",
-    "mismatch/kl", "mismatch/ratio_max", "mismatch/frac_capped", "critic/vf_loss", "critic/vf_clipfrac",
-    "critic/vf_explained_var", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate",
-    *(f"critic/{name}/{of}" for name in ("advantages", "returns", "values") for of in ("mean", "max", "min")))
+UPDATE_METRICS = ("train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage",
+                  "train/grad_norm", "train/learning_rate", "train/value_loss", "critic/vf_loss",
+                  "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate")
 MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
 
 
-def update(model, optimizer, rate, terms, episodes, epochs, minibatches, args, pad_id, frozen=False):
+def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
     """All optimiser steps of an iteration for the policy or the critic, whose loss `terms` gives.
 
-    -> metrics (means over tokens), gradient norm (mean over steps), number of steps: none where frozen
+    -> metrics (means over tokens), gradient norm (mean over steps), number of steps
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    totals, norms, num_seen, device = {}, [], 0, parameters[0].device
     optimizer.param_groups[0]["lr"] = rate
+    parameters = optimizer.param_groups[0]["params"]
+    totals, norms, num_seen, device = {}, [], 0, parameters[0].device
     minibatches = min(minibatches, max(gather([len(episodes)])))
-    for chosen in [part for _ in range(1 if frozen else epochs) for part in
-                   np.array_split(torch.randperm(len(episodes)).numpy(), minibatches)]:
-        segments = [segment for index in chosen for segment in episodes[index]]
+    orders = [torch.randperm(len(episodes)).tensor_split(minibatches) for _ in range(epochs)]
+    for chosen in itertools.chain(*orders):
+        segments = [segment for index in chosen.tolist() for segment in episodes[index]]
         # Of the whole minibatch, however it is cut into passes and processes.
         num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
         for _, batch in passes(segments, args, pad_id, device):
             mask = batch["response_mask"]
-            with precision(args, device), torch.set_grad_enabled(not frozen):
-                per_token, logged = terms(model, batch, args)
+            with precision(args, device):
+                per_token, logged = terms(batch)
                 loss = (per_token * mask).sum() / num_tokens
-            if not frozen:
-                loss.backward()
-            packed = torch.stack([(value.detach() * mask).double().sum() for value in logged.values()])
-            sums = dict(zip(logged, packed, strict=True))
+            loss.backward()
+            sums = {name: (value.detach() * mask).double().sum() for name, value in logged.items()}
             kl += sums.get("train/approx_kl", 0.0) / num_tokens
             totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         num_seen += num_tokens
-        if frozen:
-            continue
         if args.target_kl and all_reduce(kl) > args.target_kl:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             break
         norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)))
         if not torch.isfinite(norms[-1] + loss):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     means = all_reduce(torch.stack([*totals.values()])) / num_seen
-    norm = torch.stack(norms or [torch.zeros((), device=device)]).mean().double()
-    *means, norm = torch.cat([means, norm[None]]).tolist()  # one host transfer
-    return dict(zip(totals, means, strict=True)), norm, len(norms)
+    norm = float(torch.stack(norms).mean()) if norms else 0.0
+    return dict(zip(totals, means.tolist(), strict=True)), norm, len(norms)
 
 
 # Evaluate: the same rollout on held-out tasks, no update, fixed seeds
@@ -1749,6 +1718,7 @@ def main(args):
     held_out = env.num_tasks("test")  # an environment that should have some says so here
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
+    pad_id = tokenizer.pad_token_id
     check_prompts(env, tokenizer, args)
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
@@ -1769,23 +1739,23 @@ def main(args):
         reference = distribute(add_lora(reference, args) if args.lora else reference, device)
     critic = make_critic(model, backbone, args)
     del base, backbone
-    parameters, critic_weights = ([p for p in module.parameters() if p.requires_grad] if module else []
-                                  for module in (model, critic))
-    # What each optimiser trains: a critic that shares the policy's backbone is trained with the policy.
-    trained = {"optimizer": torch.nn.ModuleList([model, critic]) if args.critic == "shared" else model}
+    weights = {name: [p for p in module.parameters() if p.requires_grad] if module else []
+               for name, module in (("train", model), ("critic", critic))}
+    shared = critic if args.critic == "shared" else None  # trained with the policy, whose backbone it shares
+    trained = {"optimizer": torch.nn.ModuleList([model, shared]) if shared else model}
     trained |= {"critic_optimizer": critic} if args.critic == "own" else {}
     beta2 = {"optimizer": args.beta2, "critic_optimizer": args.critic_beta2}
     optimizers = {name: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], fused=True,
                                           betas=(0.9, beta2[name]), weight_decay=0.0)
                   for name, module in trained.items()}
-    terms = functools.partial(policy_terms, critic=critic if args.critic == "shared" else None)
+    alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train the critic alone
     cursor, metrics = 0, {}  # tasks drawn so far; numbers of the last iteration, None once they are logged
     kl_coef = args.kl_coef
     if run.state:
         cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
         if critic:
             dcp.set_model_state_dict(critic, run.state.pop("critic"), options=PART)
-        for name in (name for name in optimizers if run.state[name]):
+        for name in (name for name in optimizers if run.state.get(name)):
             dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
@@ -1793,11 +1763,10 @@ def main(args):
     critic_steps = args.critic_epochs * min(args.critic_minibatches, episodes) if args.critic == "own" else 0
     print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
                  f"{episodes} episodes an iteration; {args.epochs * min(args.minibatches, episodes)} "
-                 f"optimiser step(s) of the policy and {critic_steps} of "
-                 f"the critic on them, in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} + {sum(p.numel() for p in critic_weights):,} "
-                 f"trained weights on {device}; {args.first_policy_iteration - 1} iterations for the critic "
-                 f"alone" + (f"; continuing after iteration {iteration}" if run.state else ""))
+                 f"optimiser step(s) of the policy and {critic_steps} of the critic on them, in passes of "
+                 f"{args.microbatch_tokens} tokens; {sum(p.numel() for p in sum(weights.values(), [])):,} "
+                 f"trained weights on {device}"
+                 + (f"; continuing after iteration {iteration}" if run.state else ""))
     progress = tqdm(total=args.iterations, initial=iteration, disable=bool(RANK) or None, unit="it")
     rollouts = []
     gc.collect()
@@ -1812,9 +1781,9 @@ def main(args):
                 weights = {name: tensor for name, tensor in weights.items() if name in once}
             state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
-            for name, optimizer in optimizers.items():  # of one that never stepped this would make up a state
-                stepped = bool(optimizer.state)
-                state[name] = stepped and dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
+            for name, optimizer in optimizers.items():
+                if optimizer.state:  # of one that never stepped this would make up a state
+                    state[name] = dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
 
             def save_model(folder):
                 model.save_pretrained(folder, state_dict=weights)
@@ -1862,45 +1831,47 @@ def main(args):
                                    score, "train", cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)
 
+            learned = any(gather([len(episodes)]))  # nothing, where every environment failed
             numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
-            frozen, pad_id = iteration + 1 < args.first_policy_iteration, tokenizer.pad_token_id
             torch.manual_seed(seed)  # of the order of the episodes
             with run.timed("update"):
-                if any(gather([len(episodes)])):
-                    engine.sleep()
-                    # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
-                    store_logprobs(model, episodes, "old_logprobs", args, pad_id)
-                    if args.kl_coef:
-                        # The starting model: a copy, or the policy with its adapter switched off.
-                        with contextlib.nullcontext() if reference else model.disable_adapter():
-                            store_logprobs(reference or model, episodes, "ref_logprobs", args, pad_id)
+                engine.sleep()
+                # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
+                store_logprobs(model, episodes, "old_logprobs", args, pad_id)
+                if args.kl_coef:
+                    # The starting model: a copy, or the policy with its adapter switched off.
+                    with contextlib.nullcontext() if reference else model.disable_adapter():
+                        store_logprobs(reference or model, episodes, "ref_logprobs", args, pad_id)
+                if critic:
                     store_values(critic, episodes, args, pad_id)
-                    numbers |= estimate_advantages(episodes, kl_coef, args)
-                    # A sampler that differs has other weights (stale ones, a head that did not arrive) or a
-                    # stale prefix cache.
-                    if not numbers["mismatch/kl"] <= MISMATCH_TOLERANCE[args.dtype]:
-                        raise EngineError(f"mismatch/kl is {numbers['mismatch/kl']:.2g} nats per token; "
-                                          f"tolerated are {MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} "
-                                          "(docs/engines.md)")
-                    if args.kl_target and not frozen:
-                        kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
+                numbers |= estimate_advantages(episodes, kl_coef, args)
+                # A sampler that differs has other weights (stale ones, a head that did not arrive) or a stale
+                # prefix cache.
+                mismatch, tolerated = numbers["mismatch/kl"], MISMATCH_TOLERANCE[args.dtype]
+                if not mismatch <= tolerated:
+                    raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
+                                      f"{tolerated} in {args.dtype} (docs/engines.md)")
 
-                    # 4. Fit the critic to the returns; one that shares the policy's backbone waits for 5.
-                    if args.critic == "own":
-                        rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
-                        measured, norm, critic_steps = update(
-                            critic, optimizers["critic_optimizer"], rate, value_terms, episodes,
-                            args.critic_epochs, args.critic_minibatches, args, pad_id)
-                        numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
+                # 4. Fit the critic to the returns; one that shares the policy's backbone waits for 5.
+                if learned and args.critic == "own":
+                    rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
+                    measured, norm, critic_steps = update(
+                        lambda batch: value_terms(critic(batch), batch), optimizers["critic_optimizer"], rate,
+                        episodes, args.critic_epochs, args.critic_minibatches, args, pad_id)
+                    numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
-                    # 5. Update the policy, unless the critic is still to learn alone.
-                    rate = learning_rate(args.learning_rate, iteration + 1, args.first_policy_iteration, args)
-                    measured, norm, steps = update(model, optimizers["optimizer"], rate, terms, episodes,
-                                                   args.epochs, args.minibatches, args, pad_id, frozen)
+                # 5. Update the policy, unless the critic is still to learn alone.
+                if learned and iteration >= alone:
+                    rate = learning_rate(args.learning_rate, iteration + 1, alone + 1, args)
+                    measured, norm, steps = update(
+                        lambda batch: policy_terms(model, batch, args, shared), optimizers["optimizer"], rate,
+                        episodes, args.epochs, args.minibatches, args, pad_id)
                     numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
-                for name, weights in (("train", parameters), ("critic", critic_weights)):
-                    norm = torch.nn.utils.get_total_norm(weights)
-                    numbers[f"{name}/weight_norm"] = float(full_tensor(norm))
+                    if args.kl_target:
+                        kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
+                for name, parameters in weights.items():
+                    norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
+                    numbers[f"{name}/weight_norm"] = float(norm)
 
             # 6. What the log says of the iteration, of all processes.
             rollouts, iteration = gather(rollouts), iteration + 1
@@ -1913,11 +1884,10 @@ def main(args):
             metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
             print_samples(rollouts, args, "train")
             write_episodes(run, "train", rollouts, args)
-            shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
-                     **({"value loss": metrics["critic/vf_loss"]} if frozen
-                        else {"grad": metrics["train/grad_norm"]}),
-                     "explained": metrics["critic/vf_explained_var"]}
-            shown = {name: f"{value:.3f}" for name, value in shown.items()}
+            shown = {"reward": "train/reward", "pass@1": "train/pass@1",
+                     **({"grad": "train/grad_norm"} if steps else {"value loss": "critic/vf_loss"}),
+                     "explained": "critic/vf_explained_var"}
+            shown = {name: f"{metrics[key]:.3f}" for name, key in shown.items()}
             progress.set_postfix(shown, refresh=False)
             progress.update()
             if progress.disable:

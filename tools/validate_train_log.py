@@ -152,6 +152,8 @@ METRICS = {
         "train/policy_loss": ("number", "policy loss without the entropy bonus, mean over the tokens trained "
                               "on (here and below, and on those of a minibatch that --target-kl stops at)"),
         "train/value_loss": ("number", "the critic's loss, half of critic/vf_loss"),
+        "train/entropy": ("number", "mean entropy of the next-token distribution on response tokens; its "
+                          "estimate, the mean of -logprobs, where the critic trains alone [nats]"),
         "train/kl_loss": ("number", "k3 estimate of KL(policy || starting model) before the update, 0 "
                           "without a reference [nats/token]"),
         "train/advantage": ("number", "mean advantage, whitened, over the tokens trained on"),
