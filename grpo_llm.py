@@ -61,7 +61,7 @@ import transformers
 import tyro
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -450,9 +450,7 @@ def load_weights(name, dtype=torch.float32):
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
     weights = Path(adapter, "adapter_model.safetensors")
-    if adapter and not weights.is_file():
-        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
-    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -696,15 +694,15 @@ class VllmEngine(Engine):
         except (ImportError, TypeError, ValueError, RuntimeError, OSError, NotImplementedError) as error:
             raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
         self.vllm, self.lora = vllm, None
-        self.sampling = dict(max_tokens=args.max_response_tokens, stop_token_ids=self.eos, logprobs=0,
-                             detokenize=False)
 
     async def serve(self):
         engine, running = self.llm.llm_engine, {}
         try:
             while True:
                 for request in await self.next_requests():
-                    params = self.vllm.SamplingParams(temperature=request.temperature, **self.sampling)
+                    params = self.vllm.SamplingParams(
+                        temperature=request.temperature, max_tokens=self.args.max_response_tokens,
+                        stop_token_ids=self.eos, logprobs=0, detokenize=False)
                     prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
                     engine.add_request(str(id(request)), prompt, params, lora_request=self.lora)
                     running[str(id(request))] = request
@@ -752,10 +750,9 @@ class VllmServers(Engine):
         if RANK == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left behind by an earlier run
         for url in (url.rstrip("/") for url in args.vllm_url):
-            # The base's card; those of adapters come after it.
-            self.models[url], longest = self.call(
-                url, "/v1/models", read=lambda answer: (answer["data"][0]["id"],
-                                                        int(answer["data"][0]["max_model_len"])))
+            # The first card is the base's; those of adapters come after it.
+            self.models[url], longest = self.call(url, "/v1/models", read=lambda answer: [
+                answer["data"][0][key] for key in ("id", "max_model_len")])
             if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
                                f"--max-model-len {longest}")
@@ -807,28 +804,26 @@ class VllmServers(Engine):
 
     def sync_weights(self, model):
         """The first process hands the weights to each server; the others wait until they have them."""
-        name, problem = gather([f"policy-{os.urandom(8).hex()}"])[0], ""
+        name, problem = f"policy-{os.urandom(8).hex()}", ""
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
         try:
             if RANK == 0:
                 self.hand_over(model, name, tensors)
         except EngineError as error:
             problem = str(error)
-        if problem := max(gather([problem])):
+        name, problem = gather([(name, problem)])[0]
+        if problem:
             raise EngineError(problem)
         if self.args.lora:
             self.models = dict.fromkeys(self.models, name)
 
     def hand_over(self, model, name, tensors):
-        path = (self.folder / name).resolve()
+        path = str((self.folder / name).resolve())
+        model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
+        load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
-            model.save_pretrained(path, state_dict=tensors)
-            load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=str(path))
-        else:
-            path.mkdir(parents=True)
-            save_file(tensors, path / "model.safetensors")  # copies, so that a tied head is written too
-            load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(path)))
+            load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         for url in self.models:
             names = self.call(url, "/v1/models", read=lambda answer: [card["id"] for card in answer["data"]])
             for old in (old for old in names if re.match("policy-[0-9a-f]{16}", old)):
