@@ -325,7 +325,7 @@ def start_processes(args):
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
         # The store outlives a restart; what an earlier attempt wrote into it must not be read.
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
+        store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
@@ -491,9 +491,7 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 
 def uniform(seeds, count):
-    """Numbers in [0, 1) that come from each seed alone, so that none depends on what is sampled beside it:
-    SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64
-    """
+    """Numbers in [0, 1) from each seed alone: SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
     return (bits & 2**53 - 1).double() * 2.0**-53
@@ -521,7 +519,7 @@ def sample(logits, row, temperature, uniform):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    seeds: a text or a number for each response, which decides its draws.
+    seeds: a text or a number for each response; its draws depend on nothing else, so not on other responses.
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
@@ -691,7 +689,7 @@ class VllmEngine(Engine):
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
                 logprobs_mode="processed_logprobs", disable_log_stats=True, seed=args.seed,
                 **dict(max_model_len=args.max_context_tokens, max_num_seqs=256) | options)
-        except (ImportError, TypeError, ValueError, RuntimeError, OSError, NotImplementedError) as error:
+        except (ImportError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
         self.vllm, self.lora = vllm, None
 
