@@ -395,7 +395,7 @@ def distribute(model, device):
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
         # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
         # rollout are not as many in each process.
         module.set_modules_to_backward_prefetch([before])
