@@ -43,6 +43,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -66,7 +67,7 @@ import transformers
 import tyro
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -340,7 +341,7 @@ def start_processes(args):
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
         # The store outlives a restart; what an earlier attempt wrote into it must not be read.
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
+        store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
@@ -384,7 +385,7 @@ def distribute(model, device):
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
         # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
         # rollout are not as many in each process.
         module.set_modules_to_backward_prefetch([before])
@@ -393,34 +394,28 @@ def distribute(model, device):
     model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
-    model.reshard()
     return model
 
 
 def as_forward(model, function):
     """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
-    if not isinstance(model, FSDPModule):
-        return function()
-    result = model.as_forward(function)
-    if not torch.is_grad_enabled():
-        model.reshard()  # else its backward pass does; until then it shows whole parameters
-    return result
+    return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
 def unshard(model, whole):
     """Whole weights on each process until they are let go: sampling then waits for no other process."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not whole and module is not model, recurse=False)
+            module.set_reshard_after_forward(not whole, recurse=False)
             module.unshard() if whole else module.reshard()
 
 
 def trained_weights(model):
     """(name, whole tensor) of an adapter's weights, or of all; all processes read to the end."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, tensor in model.state_dict().items():  # names a tied head too, as vLLM must be told
-        if not isinstance(model, peft.PeftModel) or name in trained:
-            yield name, full_tensor(tensor)
+    # The state names a tied head too, as vLLM must be told.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.requires_grad or not isinstance(model, peft.PeftModel):
+            yield name, full_tensor(tensor.detach())
 
 
 # Engine: load, generate, sync
@@ -431,15 +426,13 @@ def from_pretrained(kind, name, **options):
     beside = Path(__file__).parent / name  # the defaults work from anywhere
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        if (path / "adapter_config.json").is_file():
-            raise ValueError("an adapter; expected its base, and this folder as --lora-adapter-path")
-        if (path / "checkpoints").is_dir():
-            raise ValueError(f"a run's folder; expected one of {path}/checkpoints/step_*")
-        if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
-            raise ValueError("expected a folder with config.json and weights, or a hub id")
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ValueError("of a run, expected one of its checkpoints/step_*; of an adapter, expected its "
+                             "base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
     except Exception as error:  # each library has its own for a damaged file
-        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)})") from error
+        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
+                       "folder with config.json and weights") from error
 
 
 def load_tokenizer(args):
@@ -473,9 +466,7 @@ def load_weights(name, dtype=torch.float32):
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
     weights = Path(adapter, "adapter_model.safetensors")
-    if adapter and not weights.is_file():
-        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
-    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -516,9 +507,7 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 
 def uniform(seeds, count):
-    """Numbers in [0, 1) that come from each seed alone, so that none depends on what is sampled beside it:
-    SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64
-    """
+    """Numbers in [0, 1) from each seed alone: SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
     return (bits & 2**53 - 1).double() * 2.0**-53
@@ -543,18 +532,17 @@ def sample(logits, row, temperature, uniform):
 
 
 @torch.inference_mode()
-def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds=None):
+def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    seeds: a text or a number for each response, which decides its draws; else torch's generator does.
+    seeds: a text or a number for each response; its draws depend on nothing else, so not on other responses.
     Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every beginning that several responses have in common. Those that ended leave when they
     are an eighth of the batch: leaving copies the cache.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device, size, unique = model.device, head.out_features, {}
-    draws = (torch.rand(len(prompts), max_new_tokens, dtype=torch.float64) if seeds is None
-             else uniform(seeds, max_new_tokens)).to(device)
+    draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
@@ -645,12 +633,16 @@ class Engine:
         self.playing -= 1
         self.changed.set()
 
-    async def next_requests(self):
-        """Wait for a change.  -> what is asked by then, in order; a timeout may have ended who asked."""
-        await self.changed.wait()
-        self.changed.clear()
-        waiting = [request for request in self.requests if not request.future.done()]
-        return sorted(waiting, key=lambda request: request.order)
+    async def next_requests(self, together=False):
+        """Take what is asked, in order, after a change; together: once every episode in play waits."""
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            # A timeout may have ended who asked.
+            waiting = [request for request in self.requests if not request.future.done()]
+            if not together or len(waiting) >= max(self.playing, 1):
+                self.requests = []
+                return sorted(waiting, key=lambda request: request.order)
 
     def sync_weights(self, model):
         """Hand over the trained weights."""
@@ -668,10 +660,7 @@ class HfEngine(Engine):
         unshard(self.model, whole=True)
         try:
             while True:
-                waiting = await self.next_requests()
-                if len(waiting) < max(self.playing, 1):
-                    continue
-                self.requests = []
+                waiting = await self.next_requests(together=True)
                 # A cached token costs far less memory than a trained one, hence the factor.
                 longest = max(len(request.prompt_ids) for request in waiting) + limit
                 rows = max(1, 16 * self.args.microbatch_tokens // longest)
@@ -691,7 +680,7 @@ class VllmEngine(Engine):
     A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
     """
 
-    def __init__(self, model, tokenizer, args, folder):
+    def __init__(self, model, tokenizer, args):
         super().__init__(model, tokenizer, args)
         # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
@@ -716,23 +705,21 @@ class VllmEngine(Engine):
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
                 logprobs_mode="processed_logprobs", disable_log_stats=True, seed=args.seed,
                 **dict(max_model_len=args.max_context_tokens, max_num_seqs=256) | options)
-        except (ImportError, TypeError, ValueError, RuntimeError, OSError, NotImplementedError) as error:
+        except (ImportError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
-        self.vllm, self.folder, self.lora, self.asleep = vllm, folder / str(RANK), None, False
-        self.sampling = dict(max_tokens=args.max_response_tokens, stop_token_ids=self.eos, logprobs=0,
-                             detokenize=False)
-        self.sleep_level = 0 if not options.get("enable_sleep_mode") else 1 if args.lora else 2
+        self.vllm, self.lora = vllm, None
 
     async def serve(self):
         engine, running = self.llm.llm_engine, {}
         try:
             while True:
                 for request in await self.next_requests():
-                    params = self.vllm.SamplingParams(temperature=request.temperature, **self.sampling)
+                    params = self.vllm.SamplingParams(
+                        temperature=request.temperature, max_tokens=self.args.max_response_tokens,
+                        stop_token_ids=self.eos, logprobs=0, detokenize=False)
                     prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
                     engine.add_request(str(id(request)), prompt, params, lora_request=self.lora)
                     running[str(id(request))] = request
-                self.requests = []
                 for output in engine.step() if running else ():
                     if output.finished and not (future := running.pop(output.request_id).future).done():
                         ids, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
@@ -746,27 +733,23 @@ class VllmEngine(Engine):
 
     def sync_weights(self, model):
         """All that reaches into the engine. What its prefix cache holds was computed with the old weights."""
-        if self.asleep:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
+        torch.cuda.empty_cache()
+        self.llm.wake_up(tags=["weights"])  # nothing happens where it is awake
         if self.args.lora:
             # An adapter under the name or number of an earlier one would be that one.
             number = self.lora.lora_int_id + 1 if self.lora else 1
-            path = write_weights(model, self.folder)
-            self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
-            self.llm.llm_engine.add_lora(self.lora)
-            shutil.rmtree(path)
+            with tempfile.TemporaryDirectory() as path:
+                model.save_pretrained(path, state_dict=dict(trained_weights(model)))
+                self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+                self.llm.llm_engine.add_lora(self.lora)
         else:
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=trained_weights(model)))
-        if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        self.asleep = False
 
     def sleep(self):
-        if self.sleep_level:
-            self.llm.sleep(self.sleep_level)
-            self.asleep = True
+        if self.llm.llm_engine.model_config.enable_sleep_mode:
+            self.llm.sleep(1 if self.args.lora else 2)  # 2 forgets the weights, since new ones will come
 
 
 class VllmServers(Engine):
@@ -777,47 +760,30 @@ class VllmServers(Engine):
 
     def __init__(self, model, tokenizer, args, folder):
         super().__init__(model, tokenizer, args)
-        self.session, self.folder = requests.Session(), folder
-        self.session.trust_env = False  # a proxy for the web is not for these
-        self.session.adapters = {"http": requests.adapters.HTTPAdapter(pool_maxsize=256)}
-        self.models = {}  # the name to ask for, by server
+        self.folder, self.models = folder, {}  # the name to ask for, by server
+        if RANK == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # left behind by an earlier run
         for url in (url.rstrip("/") for url in args.vllm_url):
-            # The base's card; those of adapters come after it.
-            self.models[url], longest = self.call(
-                url, "/v1/models", read=lambda answer: (answer["data"][0]["id"],
-                                                        int(answer["data"][0]["max_model_len"])))
+            # The first card is the base's; those of adapters come after it.
+            self.models[url], longest = self.call(url, "/v1/models", read=lambda answer: [
+                answer["data"][0][key] for key in ("id", "max_model_len")])
             if longest < args.max_context_tokens:
                 raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
                                f"--max-model-len {longest}")
 
-    def call(self, url, path, body=None, read=lambda answer: None):
+    def call(self, url, path, body=None, read=None):
         """One request: POST with a body, GET without.  -> what `read` takes from the answer's JSON"""
         try:
-            answer = self.session.request("POST" if body else "GET", url + path, json=body, timeout=(5, 600))
+            answer = requests.request("POST" if body else "GET", url + path, json=body, timeout=(5, 600),
+                                      proxies=dict(http="", https=""))  # one for the web is not for these
             if answer.ok:
-                return read(answer.json() if answer.text.startswith("{") else {})
+                return read(answer.json()) if read else None
             problem = f"answered {answer.status_code}: {answer.text[:300]}"
         except (LookupError, TypeError, ValueError) as error:
             problem = f"is not vLLM's: {error!r:.300}"
         except requests.RequestException as error:
             problem = f"does not answer: {first_line(error)}"
         raise EngineError(f"--vllm-url {url}: {path} {problem} (docs/engines.md)")
-
-    def ask(self, url, prompt_ids, temperature, num_replies):
-        """-> [(response_ids, logprobs)] of one prompt"""
-        def read(answer):
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-            if num_replies != sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
-                raise ValueError(f"not {num_replies} replies with token ids, as were asked for")
-            return replies
-
-        # All that a server would otherwise take from the model's generation config is said.
-        return self.call(url, "/v1/completions", dict(
-            model=self.models[url], prompt=prompt_ids, n=num_replies, temperature=temperature, logprobs=0,
-            max_tokens=self.args.max_response_tokens, stop_token_ids=self.eos, return_token_ids=True,
-            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-            frequency_penalty=0.0), read)
 
     async def serve(self):
         servers = itertools.cycle(self.models)
@@ -827,64 +793,67 @@ class VllmServers(Engine):
                 for request in await self.next_requests():
                     key = tuple(request.prompt_ids), request.temperature or request.order
                     groups.setdefault(key, []).append(request)
-                self.requests = []
                 for group, url in zip(groups.values(), servers, strict=False):
                     asking.create_task(self.answer(url, group))
 
     async def answer(self, url, group):
-        prompt_ids, temperature = group[0].prompt_ids, group[0].temperature
-        replies = await envs.in_thread(self.ask, url, prompt_ids, temperature, len(group))
+        """Requests that differ in nothing, as one."""
+        def read(answer):
+            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+                       for choice in answer["choices"]]
+            if len(group) != sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
+                raise ValueError(f"not {len(group)} replies with token ids, as were asked for")
+            return replies
+
+        # All that a server would otherwise take from the model's generation config is said.
+        body = dict(
+            model=self.models[url], prompt=group[0].prompt_ids, n=len(group), logprobs=0,
+            temperature=group[0].temperature, max_tokens=self.args.max_response_tokens,
+            stop_token_ids=self.eos, return_token_ids=True, top_p=1.0, top_k=0, min_p=0.0,
+            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        replies = await envs.in_thread(self.call, url, "/v1/completions", body, read)
         for request, reply in zip(group, replies, strict=True):
             if not request.future.done():
                 request.future.set_result(reply)
 
     def sync_weights(self, model):
-        """Hand the weights to each server. What it had cached was computed with older ones."""
-        name, problem = gather([f"policy-{os.urandom(8).hex()}"])[0], ""
-        path = write_weights(model, self.folder / name, RANK == 0)
+        """The first process hands the weights to each server; the others wait until they have them."""
+        name, problem = f"policy-{os.urandom(8).hex()}", ""
+        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
         try:
-            for url in self.models if RANK == 0 else ():
-                self.hand_over(url, name, path)
+            if RANK == 0:
+                self.hand_over(model, name, tensors)
         except EngineError as error:
             problem = str(error)
-        if problem := max(gather([problem])):  # the others have waited until the servers have them
+        name, problem = gather([(name, problem)])[0]
+        if problem:
             raise EngineError(problem)
         if self.args.lora:
             self.models = dict.fromkeys(self.models, name)
-        shutil.rmtree(path, ignore_errors=True)
 
-    def hand_over(self, url, name, path):
+    def hand_over(self, model, name, tensors):
+        path = str((self.folder / name).resolve())
+        model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
+        load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
-            loaded = self.call(url, "/v1/models", read=lambda answer: [c["id"] for c in answer["data"]])
-            self.call(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-            for old in (old for old in loaded if re.match("policy-[0-9a-f]{16}", old)):
+            load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
+        for url in self.models:
+            names = self.call(url, "/v1/models", read=lambda answer: [card["id"] for card in answer["data"]])
+            for old in (old for old in names if re.match("policy-[0-9a-f]{16}", old)):
                 self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
-        else:
-            load = dict(method="reload_weights", kwargs=dict(weights_path=path))
-            self.call(url, "/collective_rpc", load)
-        # Requests of episodes that ran out of time may still be answered; they begin again.
-        self.call(url, "/reset_prefix_cache?reset_running_requests=true", {"reset": True})
-
-
-def write_weights(model, folder, writes=True):
-    """What a sampler needs of a model: its adapter alone or all weights.  -> the folder's absolute path"""
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in trained_weights(model) if writes}
-    if writes and isinstance(model, peft.PeftModel):
-        model.save_pretrained(folder, state_dict=tensors)
-    elif writes:
-        folder.mkdir(parents=True)
-        save_file(tensors, folder / "model.safetensors")  # copies, so that a tied head is written too
-    return str(folder.resolve())
+            self.call(url, *load)
+            # What it had cached is of older weights. Requests of episodes that ran out of time may still be
+            # in the making; they begin again.
+            self.call(url, "/reset_prefix_cache?reset_running_requests=true", {"reset": True})
+        shutil.rmtree(path)
 
 
 def make_engine(model, tokenizer, args, folder):
-    """The sampler that --engine and --vllm-url name; it writes weights that it hands over into `folder`."""
-    if args.engine == "hf":
-        return HfEngine(model, tokenizer, args)
-    if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # left behind by an earlier run
-    return (VllmServers if args.vllm_url else VllmEngine)(model, tokenizer, args, folder)
+    """The sampler that --engine and --vllm-url name; weights for servers are written into `folder`."""
+    if args.vllm_url:
+        return VllmServers(model, tokenizer, args, folder)
+    return (HfEngine if args.engine == "hf" else VllmEngine)(model, tokenizer, args)
 
 
 class Critic(torch.nn.Module):

@@ -253,7 +253,7 @@ def start_processes(args):
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
         # The store outlives a restart; what an earlier attempt wrote into it must not be read.
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
+        store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
@@ -297,7 +297,7 @@ def distribute(model, device):
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
         # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
         # rollout are not as many in each process.
         module.set_modules_to_backward_prefetch([before])
@@ -306,25 +306,19 @@ def distribute(model, device):
     model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
-    model.reshard()
     return model
 
 
 def as_forward(model, function):
     """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
-    if not isinstance(model, FSDPModule):
-        return function()
-    result = model.as_forward(function)
-    if not torch.is_grad_enabled():
-        model.reshard()  # else its backward pass does; until then it shows whole parameters
-    return result
+    return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
 def unshard(model, whole):
     """Whole weights on each process until they are let go: sampling then waits for no other process."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not whole and module is not model, recurse=False)
+            module.set_reshard_after_forward(not whole, recurse=False)
             module.unshard() if whole else module.reshard()
 
 
@@ -336,15 +330,13 @@ def from_pretrained(kind, name, **options):
     beside = Path(__file__).parent / name  # the defaults work from anywhere
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        if (path / "adapter_config.json").is_file():
-            raise ValueError("an adapter; expected its base, and this folder as --lora-adapter-path")
-        if (path / "checkpoints").is_dir():
-            raise ValueError(f"a run's folder; expected one of {path}/checkpoints/step_*")
-        if not path.is_dir() and (name.count("/") > 1 or name.startswith(("models/", "runs/", "."))):
-            raise ValueError("expected a folder with config.json and weights, or a hub id")
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ValueError("of a run, expected one of its checkpoints/step_*; of an adapter, expected its "
+                             "base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
     except Exception as error:  # each library has its own for a damaged file
-        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)})") from error
+        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
+                       "folder with config.json and weights") from error
 
 
 @torch.no_grad()
@@ -363,9 +355,7 @@ def load_weights(name, dtype=torch.float32):
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
     weights = Path(adapter, "adapter_model.safetensors")
-    if adapter and not weights.is_file():
-        raise BadInput(f"--lora-adapter-path {adapter}: expected a folder with {weights.name}")
-    digest = hashlib.sha256(sha256(weights).encode() if adapter else b"")
+    digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())

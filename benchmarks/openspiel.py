@@ -103,7 +103,7 @@ def one_iteration(env, tasks, replies, spread, seconds):
         async def serve(self):
             requests = []
             while len(requests) < len(replies):
-                requests = await self.next_requests()
+                requests += await self.next_requests()
             began = time.perf_counter()
             self.ended = began + seconds
             for number, request in enumerate(requests):
@@ -203,8 +203,9 @@ def model_player(folder, temperature):
 
     def player(episodes, conversations):
         texts = [grpo_llm.render(messages, tokenizer, args) for messages in conversations]
-        prompts = [grpo_llm.encode_prompt(text, tokenizer, args) for text in texts]
-        replies = grpo_llm.generate(model, prompts, 8, temperature, tokenizer)
+        prompts = grpo_llm.encode_prompts(texts, tokenizer, args)
+        seeds = torch.randint(2**40, (len(prompts),)).tolist()
+        replies = grpo_llm.generate(model, prompts, 8, temperature, tokenizer, seeds)
         return tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
     return player
 

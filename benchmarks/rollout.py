@@ -80,7 +80,9 @@ def countdown_prompts(count, tokenizer, args):
 
 def ours(model, prompts, max_new_tokens, tokenizer):
     """The number of tokens that grpo_llm.generate sampled."""
-    return sum(len(ids) for ids, _ in grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer))
+    seeds = torch.randint(2**40, (len(prompts),)).tolist()
+    replies = grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer, seeds)
+    return sum(len(ids) for ids, _ in replies)
 
 
 def ask_all(engine, prompts):
@@ -204,8 +206,8 @@ def profile():
     rows = [prompt for prompt in prompts for _ in range(args.group_size)]
 
     def sampling():
-        torch.manual_seed(1)
-        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature, tokenizer)
+        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature, tokenizer,
+                                 range(len(rows)))
 
     groups = []
     for number, (prompt, (ids, logprobs)) in enumerate(zip(rows, sampling(), strict=True)):
@@ -251,7 +253,6 @@ def overhead(repeats):
             while True:
                 for request in await self.next_requests():
                     request.future.set_result((reply, [-1.0] * len(reply)))
-                self.requests = []
 
     class Scored(envs.Episode):
         def step(self, reply):

@@ -51,7 +51,7 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
 
     for model, prompts, limit in ((trained, problems, 16), (sliding, noise[:6], 24),
                                   (random_llama(vocab_size=6), noise, 30)):
-        replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer)
+        replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer, range(len(prompts)))
         for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):  # transformers takes one at a time
             output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit,
                                     pad_token_id=tokenizer.pad_token_id)
@@ -78,8 +78,8 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
 def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown_tiny, more):
     model, tokenizer = copy.deepcopy(random_llama(vocab_size=8)), countdown_tiny[1]
     model.generation_config.eos_token_id = more
-    torch.manual_seed(1)
-    replies = [ids for ids, _ in grpo_llm.generate(model, [[3], [4, 6, 7]] * 100, 9, 1.0, tokenizer)]
+    replies = [ids for ids, _ in grpo_llm.generate(model, [[3], [4, 6, 7]] * 100, 9, 1.0, tokenizer,
+                                                   range(200))]
     assert {ids[-1] for ids in replies if len(ids) < 9} == {2, 5}
     for ids in replies:
         assert not {2, 5} & set(ids[:-1])
@@ -187,10 +187,8 @@ class Speaker(grpo_llm.Engine):
 
     async def serve(self):
         while True:
-            waiting = await self.next_requests()
+            waiting = await self.next_requests(together=not self.at_once)
             self.most = max(self.most, len(waiting))
-            if not self.at_once and len(waiting) < max(self.playing, 1):
-                continue
             answered = waiting[:self.at_once or None]
             self.requests = waiting[len(answered):]
             for request in answered:
