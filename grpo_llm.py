@@ -410,9 +410,10 @@ def from_pretrained(kind, name, **options):
     beside = Path(__file__).parent / name  # the defaults work from anywhere
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise ValueError("of a run, expected one of its checkpoints/step_*; of an adapter, expected its "
-                             "base, and the adapter as --lora-adapter-path")
+        local = path.is_dir() or name.count("/") > 1 or name.startswith(("models/", "runs/", "."))
+        if local and not (path / "config.json").is_file():
+            raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
+                             "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
     except Exception as error:  # each library has its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
