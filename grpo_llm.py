@@ -40,7 +40,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -1569,30 +1568,25 @@ def describe_episode(r):
                 sub_agents=[describe_episode(child) for child in r.children])
 
 
-def write_episodes(run, kind, rollouts, args):
-    """episodes/<kind>_step_<iteration>.jsonl: some of the episodes, and a summary that adds up."""
-    path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
-    draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
-    chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode(errors="replace")) / 2**32
-              < args.log_episodes
-              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
+def log_episodes(run, kind, rollouts, args):
+    """episodes/<kind>_step_<iteration>.jsonl: some episodes, and a summary of all; a few are printed."""
+    step = run.counters["iteration"]
+    draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
+    chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
+              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
+        path = run.dir / "episodes" / f"{kind}_step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
-
-
-def print_samples(rollouts, args, title):
-    """Prompt, reply and reward of some episodes, without what moves a terminal's cursor."""
-    for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
-        messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
-        prompt, *replies = (str(message.get("content")) for message in messages)
-        text = (f"{title} {r.task.id} | {prompt} | {' '.join(replies)} | "
-                f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})")
-        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    for r in [r for r in rollouts if r.number == 0][:args.print_samples]:
+        texts = [str(message.get("content")) for message in r.messages or r.task.messages]
+        line = " | ".join([f"{kind} {r.task.id}", *texts,
+                           f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
+        # What is not printable could move a terminal's cursor.
+        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
 
 
 def spread(name, values):
@@ -1655,19 +1649,17 @@ def main(args):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=0.0)
-    cursor, metrics = 0, {}  # tasks drawn so far; numbers of the last iteration, None once they are logged
-    if run.state:
-        cursor, metrics = run.state["cursor"], run.state["metrics"]
-        if run.state["optimizer"]:
-            dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
+    state = run.state or dict(cursor=0, metrics={}, optimizer={})
+    cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers that are to be logged
+    if state["optimizer"]:
+        dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open()
     iteration = saved = run.counters["iteration"]
-    print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} responses = "
-                 f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
-                 f"{args.epochs * min(args.minibatches, args.prompts_per_iteration)} optimiser step(s) on "
-                 f"them in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}"
-                 + (f"; continuing after iteration {iteration}" if run.state else ""))
+    num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
+    print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
+                 f"{args.group_size} responses = {args.prompts_per_iteration * args.group_size} episodes; "
+                 f"{num_steps} optimiser step(s) on them in passes of {args.microbatch_tokens} tokens; "
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
     rollouts = []
     gc.collect()
     gc.freeze()  # what is there now stays, and is not walked again
@@ -1675,10 +1667,9 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
-            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
-            if weights:  # without the second name of a tied head
-                once = dict(model.named_parameters()) | dict(model.named_buffers())
-                weights = {name: tensor for name, tensor in weights.items() if name in once}
+            weights = dcp.get_model_state_dict(model, options=FULL)
+            once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
+            weights = {name: tensor for name, tensor in weights.items() if name in once}
             stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
 
@@ -1694,17 +1685,15 @@ def main(args):
             last = iteration >= args.iterations
             with run.timed("sync"):
                 engine.sync_weights(model)
-            if metrics is not None:
-                if held_out and (last or iteration == 0
-                                 or args.eval_every and iteration % args.eval_every == 0):
-                    with run.timed("eval"):
-                        evaluation, samples = evaluate(engine, tokenizer, env, args, score)
-                    metrics |= evaluation
-                    write_episodes(run, "val", samples, args)
-                    print_samples(samples, args, "val")
-                if metrics:  # nothing before the first iteration, where no task is held out
-                    run.record(metrics)
-                metrics = None
+            due = last or args.eval_every and iteration % args.eval_every == 0
+            if held_out and (iteration == 0 or metrics and due):
+                with run.timed("eval"):
+                    evaluation, samples = evaluate(engine, tokenizer, env, args, score)
+                metrics |= evaluation
+                log_episodes(run, "val", samples, args)
+            if metrics:  # a continued run has none at first
+                run.record(metrics)
+            metrics = {}
             stopped = any(gather([stop.is_set()]))
             if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):
                 save()
@@ -1756,14 +1745,12 @@ def main(args):
             metrics |= {"train/learning_rate": learning_rate(iteration, args),
                         "train/global_step": run.counters["opt_steps"], "rollout/groups_submitted": submitted,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
-            print_samples(rollouts, args, "train")
-            write_episodes(run, "train", rollouts, args)
+            log_episodes(run, "train", rollouts, args)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer is whole: only the rollout is lost
-        evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
-        run.fail(error, {"evidence.json": json_bytes(evidence)})
+        run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
     finally:
         if run.writer:
             run.writer.close()

@@ -46,7 +46,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -1675,30 +1674,25 @@ def describe_episode(r):
                 sub_agents=[describe_episode(child) for child in r.children])
 
 
-def write_episodes(run, kind, rollouts, args):
-    """episodes/<kind>_step_<iteration>.jsonl: some of the episodes, and a summary that adds up."""
-    path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
-    draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
-    chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode(errors="replace")) / 2**32
-              < args.log_episodes
-              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
+def log_episodes(run, kind, rollouts, args):
+    """episodes/<kind>_step_<iteration>.jsonl: some episodes, and a summary of all; a few are printed."""
+    step = run.counters["iteration"]
+    draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
+    chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
+              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
+        path = run.dir / "episodes" / f"{kind}_step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
-
-
-def print_samples(rollouts, args, title):
-    """Prompt, reply and reward of some episodes, without what moves a terminal's cursor."""
-    for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
-        messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
-        prompt, *replies = (str(message.get("content")) for message in messages)
-        text = (f"{title} {r.task.id} | {prompt} | {' '.join(replies)} | "
-                f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})")
-        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    for r in [r for r in rollouts if r.number == 0][:args.print_samples]:
+        texts = [str(message.get("content")) for message in r.messages or r.task.messages]
+        line = " | ".join([f"{kind} {r.task.id}", *texts,
+                           f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
+        # What is not printable could move a terminal's cursor.
+        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
 
 
 def spread(name, values):
@@ -1826,8 +1820,7 @@ def main(args):
                     with run.timed("eval"):
                         evaluation, samples = evaluate(engine, tokenizer, env, args, score)
                     metrics |= evaluation
-                    write_episodes(run, "val", samples, args)
-                    print_samples(samples, args, "val")
+                    log_episodes(run, "val", samples, args)
                 if metrics:  # nothing before the first iteration, where no task is held out
                     run.record(metrics)
                 metrics = None
@@ -1900,14 +1893,12 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + generated)
             metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
             metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
-            print_samples(rollouts, args, "train")
-            write_episodes(run, "train", rollouts, args)
+            log_episodes(run, "train", rollouts, args)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer is whole: only the rollout is lost
-        evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
-        run.fail(error, {"evidence.json": json_bytes(evidence)})
+        run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
     finally:
         if run.writer:
             run.writer.close()
