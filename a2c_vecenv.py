@@ -432,7 +432,7 @@ def flush_to_disk(path):
 
 def describe_run(args, algo, env, source, **more):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    now, flags = datetime.now(UTC), json.loads(json.dumps(vars(args)))
+    now, flags, gpu = datetime.now(UTC), json.loads(json.dumps(vars(args))), torch.cuda.is_available()
     git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                          capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": there is no git
     return dict(
@@ -441,7 +441,8 @@ def describe_run(args, algo, env, source, **more):
         config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
         source_sha256=hashlib.sha256(source.encode()).hexdigest(),
         git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()) | more
+        versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
+        device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
 
 class Run:
@@ -504,8 +505,7 @@ class Run:
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
-        self.meta["versions"] = {name: sys.modules[name].__version__ for name in modules}
-        self.meta["versions"] |= dict(python=platform.python_version(), cuda=torch.version.cuda)
+        self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
         if RANK:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing

@@ -1367,7 +1367,7 @@ def flush_to_disk(path):
 
 def describe_run(args, algo, env, source, **more):
     """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    now, flags = datetime.now(UTC), json.loads(json.dumps(vars(args)))
+    now, flags, gpu = datetime.now(UTC), json.loads(json.dumps(vars(args))), torch.cuda.is_available()
     git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                          capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": there is no git
     return dict(
@@ -1376,7 +1376,8 @@ def describe_run(args, algo, env, source, **more):
         config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
         source_sha256=hashlib.sha256(source.encode()).hexdigest(),
         git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()) | more
+        versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
+        device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
 
 
 class Run:
@@ -1439,8 +1440,7 @@ class Run:
     def open(self):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
-        self.meta["versions"] = {name: sys.modules[name].__version__ for name in modules}
-        self.meta["versions"] |= dict(python=platform.python_version(), cuda=torch.version.cuda)
+        self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
         if RANK:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
@@ -1599,8 +1599,7 @@ def rollout_metrics(rollouts, throughput):
     """What the log says of an iteration's episodes; those whose environment failed are but counted."""
     played = [r for r in rollouts if r.termination != "error"]
     rewards, num_played = [r.reward for r in played], max(len(played), 1)
-    ends = collections.Counter(r.termination for r in rollouts)
-    shares = {end: ends[end] / len(rollouts) for end in TERMINATIONS}
+    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
     return {
         "train/reward": sum(rewards) / num_played,
         "train/pass@1": sum(r.correct for r in played) / num_played,
@@ -1699,8 +1698,7 @@ def main(args):
                 save()
                 saved = iteration
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
-                             f"with --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
             if last or stopped:
                 break
             seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
@@ -1739,11 +1737,11 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
-            submitted = len(rollouts) // args.group_size
             metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
             metrics |= spread("critic/advantages", trained) | spread("critic/returns", trained)
             metrics |= {"train/learning_rate": learning_rate(iteration, args),
-                        "train/global_step": run.counters["opt_steps"], "rollout/groups_submitted": submitted,
+                        "train/global_step": run.counters["opt_steps"],
+                        "rollout/groups_submitted": len(rollouts) // args.group_size,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
             log_episodes(run, "train", rollouts, args)
     except (Exception, KeyboardInterrupt) as error:
