@@ -131,6 +131,7 @@ class Args:
 
 
 TIMES = ("eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
 
 
 # Maths
@@ -396,12 +397,9 @@ def window_metrics(window, batch, args, env):
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
 
 
-def sha256(data):
-    """Of a text, or of what a file holds."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode()).hexdigest()
+def sha256(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_to_disk(path):
@@ -418,7 +416,8 @@ def describe_run(args, algo, env, source, **more):
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
-        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
+        source_sha256=hashlib.sha256(source.encode()).hexdigest(),
         git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
         versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
@@ -427,33 +426,16 @@ def describe_run(args, algo, env, source, **more):
 class Run:
     """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
-    log = writer = state = checkpoint = None
+    writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self.dir / "train_log.jsonl").open("ab").close()
+            self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        self.find_checkpoint()
-        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
-            self.check_same_run()
-        if len(seen := set(gather([self.checkpoint]))) > 1:
-            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
-        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
-        self.started = time.perf_counter() - start["elapsed"]
-        self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
-
-    @property
-    def checkpoints(self):
-        """Their folders, oldest first."""
-        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
-
-    def find_checkpoint(self):
-        """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
         for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
@@ -461,31 +443,44 @@ class Run:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                return
+                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if self.checkpoints:
-            raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        else:
+            if self.checkpoints:
+                raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        if self.state or self.log.tell():
+            self.check_same_run()
+        if len(seen := set(gather([self.checkpoint]))) > 1:
+            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
+        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
+        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - start["elapsed"]
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
+
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
-        def identity(meta):
-            data = {"script": meta["algo"]}
-            data |= {what: meta.get(f"{what}_sha256") for what in ("model", "goal", "source")}
-            return data | {f"--{name.replace('_', '-')}": value for name, value in meta["args"].items()
-                           if name not in self.args.may_change}
-
         try:
-            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
-            before, now, self.meta["run_id"] = identity(old), identity(self.meta), old["run_id"]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
+            self.log.seek(0)
+            old = json.loads(self.log.readline())["meta"]
+            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
+        free = self.args.may_change | {"args", "argv", "config_hash", "device", "git_dirty", "git_sha",
+                                       "run_id", "started_at", "versions"}
         # Either may lack a name: a variant of this script has other flags.
-        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
-            told = [f"{name} {now.get(name)} (it was {before.get(name)})" for name in changed[:5]]
-            raise BadInput(f"{', '.join(told)}: use another --run-dir than {self.dir}, or its own")
+        if changed := [name for name in was | now if name not in free and was.get(name) != now.get(name)]:
+            flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
+            told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in changed]
+            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def open(self):
+    def open(self, total):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
@@ -493,20 +488,17 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                           sync_tensorboard=True)
+                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
+                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
+                           config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         end = self.state["log_bytes"] if self.state else 0
-        self.log = (self.dir / "train_log.jsonl").open("rb+")
         self.log.seek(end)
         # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
         kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
         self.log.truncate(end)
-        self.log.seek(end)
         if not self.state:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
@@ -515,7 +507,9 @@ class Run:
                 run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
                 at=self.meta["started_at"], **self.counters,
                 checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
-        self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
+        start = self.counters["iteration"]
+        self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.state))
+        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def trace_id(self):
@@ -525,14 +519,14 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+        self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before."""
+        """One line of numbers, all finite, with the times since the line before; some are printed."""
         wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
-        values |= {f"time/{name}": self.times.get(name, 0.0) for name in TIMES}
+        values |= {f"time/{name}": spent for name, spent in self.times.items()}
         values["system/processes"] = WORLD_SIZE
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
@@ -540,24 +534,27 @@ class Run:
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
         if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        if self.writer:  # one event: an event for each number takes longer than all else that is logged
+        self.times, self.since = dict.fromkeys(TIMES, 0.0), (wall, processor, env_steps)
+        if RANK == 0:
+            iteration = self.counters["iteration"]
+            # One event: an event for each number takes longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
-        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
-        self.times, self.since = {}, (wall, processor, env_steps)
+            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+            self.progress.update(iteration - self.progress.n)
+            tqdm.write(f"{iteration}/{self.progress.total}, {wall - self.started:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
-        if self.log:
-            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self.log.flush()
+        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.log.flush()
 
     def save(self, state, save_model):
         """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary = folder.with_name(f".{folder.name}.writing")
-        named = folder.with_name(".state.json.writing")
+        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
@@ -579,9 +576,14 @@ class Run:
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
         complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
-        for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
+        for old in complete[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 shutil.rmtree(old)
+
+    def close(self):
+        if self.writer:
+            self.progress.close()
+            self.writer.close()
 
     def fail(self, error, evidence):
         """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
@@ -592,7 +594,6 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
                 (folder / name).write_bytes(data)
-            self.log = self.log or (self.dir / "train_log.jsonl").open("ab")
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
@@ -622,12 +623,10 @@ def main(args):
             obs = env.load_state_dict(pixels.state_of_rows(run.state["env"], shard(args.num_envs)))
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
-    run.open()
+    run.open(args.iterations)
     print_rank_0(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
                  f"{args.num_envs * args.num_steps} steps a rollout, on {device}"
                  + (f"; continuing after iteration {run.counters['iteration']}" if run.state else ""))
-    progress = tqdm(total=args.iterations, initial=run.counters["iteration"], unit="it",
-                    disable=bool(RANK) or None)
     window, batch, metrics = [], {}, {}
 
     try:
@@ -666,7 +665,6 @@ def main(args):
             run.counters["env_steps"] += args.num_envs * args.num_steps
             batch = {name: tensor.detach() for name, tensor in batch.items()}  # let go of the graph
             window.append(rollout_means(batch, env.num_actions))
-            progress.update()
             last = iteration == args.iterations
             if iteration % args.log_every and not last:
                 continue
@@ -680,10 +678,6 @@ def main(args):
             with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
                 ctypes.CDLL(None).malloc_trim(0)
             run.record(metrics)
-            shown = ("episode_return", "success_rate", "eval/success_rate", "eval/greedy_success_rate",
-                     "entropy_mean", "grad_norm")
-            shown = " ".join(f"{name} {metrics[name]:.3f}" for name in shown if name in metrics)
-            print_rank_0(f"{iteration}/{args.iterations} {shown}")
             stopped = any(gather([stop.is_set()]))
             if last or stopped or iteration % args.checkpoint_every == 0:
                 if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
@@ -698,9 +692,7 @@ def main(args):
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
     finally:
-        progress.close()
-        if run.writer:
-            run.writer.close()
+        run.close()
         env.close()
         eval_env.close()
         signal.signal(signal.SIGTERM, handler)

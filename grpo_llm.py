@@ -41,7 +41,6 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -187,6 +186,7 @@ class Args:
 
 
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "rollout/groups_trainable", "val/")  # printed
 
 
 # Maths
@@ -1324,12 +1324,9 @@ def evaluate(engine, tokenizer, env, args, score):
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
 
 
-def sha256(data):
-    """Of a text, or of what a file holds."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode()).hexdigest()
+def sha256(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_to_disk(path):
@@ -1346,7 +1343,8 @@ def describe_run(args, algo, env, source, **more):
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
-        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
+        source_sha256=hashlib.sha256(source.encode()).hexdigest(),
         git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
         versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
@@ -1355,33 +1353,16 @@ def describe_run(args, algo, env, source, **more):
 class Run:
     """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
-    log = writer = state = checkpoint = None
+    writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self.dir / "train_log.jsonl").open("ab").close()
+            self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        self.find_checkpoint()
-        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
-            self.check_same_run()
-        if len(seen := set(gather([self.checkpoint]))) > 1:
-            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
-        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
-        self.started = time.perf_counter() - start["elapsed"]
-        self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
-
-    @property
-    def checkpoints(self):
-        """Their folders, oldest first."""
-        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
-
-    def find_checkpoint(self):
-        """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
         for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
@@ -1389,31 +1370,44 @@ class Run:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                return
+                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if self.checkpoints:
-            raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        else:
+            if self.checkpoints:
+                raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        if self.state or self.log.tell():
+            self.check_same_run()
+        if len(seen := set(gather([self.checkpoint]))) > 1:
+            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
+        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
+        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - start["elapsed"]
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
+
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
-        def identity(meta):
-            data = {"script": meta["algo"]}
-            data |= {what: meta.get(f"{what}_sha256") for what in ("model", "goal", "source")}
-            return data | {f"--{name.replace('_', '-')}": value for name, value in meta["args"].items()
-                           if name not in self.args.may_change}
-
         try:
-            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
-            before, now, self.meta["run_id"] = identity(old), identity(self.meta), old["run_id"]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
+            self.log.seek(0)
+            old = json.loads(self.log.readline())["meta"]
+            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
+        free = self.args.may_change | {"args", "argv", "config_hash", "device", "git_dirty", "git_sha",
+                                       "run_id", "started_at", "versions"}
         # Either may lack a name: a variant of this script has other flags.
-        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
-            told = [f"{name} {now.get(name)} (it was {before.get(name)})" for name in changed[:5]]
-            raise BadInput(f"{', '.join(told)}: use another --run-dir than {self.dir}, or its own")
+        if changed := [name for name in was | now if name not in free and was.get(name) != now.get(name)]:
+            flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
+            told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in changed]
+            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def open(self):
+    def open(self, total):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
@@ -1421,20 +1415,17 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                           sync_tensorboard=True)
+                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
+                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
+                           config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         end = self.state["log_bytes"] if self.state else 0
-        self.log = (self.dir / "train_log.jsonl").open("rb+")
         self.log.seek(end)
         # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
         kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
         self.log.truncate(end)
-        self.log.seek(end)
         if not self.state:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
@@ -1443,7 +1434,9 @@ class Run:
                 run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
                 at=self.meta["started_at"], **self.counters,
                 checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
-        self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
+        start = self.counters["iteration"]
+        self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.state))
+        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def trace_id(self):
@@ -1453,14 +1446,14 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+        self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before."""
+        """One line of numbers, all finite, with the times since the line before; some are printed."""
         wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
-        values |= {f"time/{name}": self.times.get(name, 0.0) for name in TIMES}
+        values |= {f"time/{name}": spent for name, spent in self.times.items()}
         values["system/processes"] = WORLD_SIZE
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
@@ -1468,24 +1461,27 @@ class Run:
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
         if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        if self.writer:  # one event: an event for each number takes longer than all else that is logged
+        self.times, self.since = dict.fromkeys(TIMES, 0.0), (wall, processor, env_steps)
+        if RANK == 0:
+            iteration = self.counters["iteration"]
+            # One event: an event for each number takes longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
-        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
-        self.times, self.since = {}, (wall, processor, env_steps)
+            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+            self.progress.update(iteration - self.progress.n)
+            tqdm.write(f"{iteration}/{self.progress.total}, {wall - self.started:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
-        if self.log:
-            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self.log.flush()
+        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.log.flush()
 
     def save(self, state, save_model):
         """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary = folder.with_name(f".{folder.name}.writing")
-        named = folder.with_name(".state.json.writing")
+        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
@@ -1507,9 +1503,14 @@ class Run:
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
         complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
-        for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
+        for old in complete[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 shutil.rmtree(old)
+
+    def close(self):
+        if self.writer:
+            self.progress.close()
+            self.writer.close()
 
     def fail(self, error, evidence):
         """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
@@ -1520,7 +1521,6 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
                 (folder / name).write_bytes(data)
-            self.log = self.log or (self.dir / "train_log.jsonl").open("ab")
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
@@ -1547,30 +1547,25 @@ def describe_episode(r):
                 sub_agents=[describe_episode(child) for child in r.children])
 
 
-def write_episodes(run, kind, rollouts, args):
-    """episodes/<kind>_step_<iteration>.jsonl: some of the episodes, and a summary that adds up."""
-    path = run.dir / "episodes" / f"{kind}_step_{run.counters['iteration']:06d}.jsonl"
-    draw = kind if kind == "val" else path.stem  # in validation the same ones, to compare checkpoints
-    chosen = [r for r in rollouts
-              if zlib.crc32(f"{draw} {r.task.id} {r.number}".encode(errors="replace")) / 2**32
-              < args.log_episodes
-              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten samples to read
+def log_episodes(run, kind, rollouts, args):
+    """episodes/<kind>_step_<iteration>.jsonl: some episodes, and a summary of all; a few are printed."""
+    step = run.counters["iteration"]
+    draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
+    chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
+              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
+        path = run.dir / "episodes" / f"{kind}_step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
-
-
-def print_samples(rollouts, args, title):
-    """Prompt, reply and reward of some episodes, without what moves a terminal's cursor."""
-    for r in rollouts[::max(1, len(rollouts) // max(args.print_samples, 1))][:args.print_samples]:
-        messages = r.messages[len(r.task.messages) - 1:] or r.task.messages
-        prompt, *replies = (str(message.get("content")) for message in messages)
-        text = (f"{title} {r.task.id} | {prompt} | {' '.join(replies)} | "
-                f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})")
-        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    for r in [r for r in rollouts if r.number == 0][:args.print_samples]:
+        texts = [str(message.get("content")) for message in r.messages or r.task.messages]
+        line = " | ".join([f"{kind} {r.task.id}", *texts,
+                           f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
+        # What is not printable could move a terminal's cursor.
+        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
 
 
 def spread(name, values):
@@ -1583,8 +1578,7 @@ def rollout_metrics(rollouts, throughput):
     """What the log says of an iteration's episodes; those whose environment failed are but counted."""
     played = [r for r in rollouts if r.termination != "error"]
     rewards, num_played = [r.reward for r in played], max(len(played), 1)
-    ends = collections.Counter(r.termination for r in rollouts)
-    shares = {end: ends[end] / len(rollouts) for end in TERMINATIONS}
+    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
     return {
         "train/reward": sum(rewards) / num_played,
         "train/pass@1": sum(r.correct for r in played) / num_played,
@@ -1633,20 +1627,17 @@ def main(args):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=0.0)
-    cursor, metrics = 0, {}  # tasks drawn so far; numbers of the last iteration, None once they are logged
-    if run.state:
-        cursor, metrics = run.state["cursor"], run.state["metrics"]
-        if run.state["optimizer"]:
-            dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
-    run.open()
+    state = run.state or dict(cursor=0, metrics={}, optimizer={})
+    cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers that are to be logged
+    if state["optimizer"]:
+        dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
+    run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} responses = "
-                 f"{args.prompts_per_iteration * args.group_size} episodes an iteration; "
-                 f"{args.epochs * min(args.minibatches, args.prompts_per_iteration)} optimiser step(s) on "
-                 f"them in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}"
-                 + (f"; continuing after iteration {iteration}" if run.state else ""))
-    progress = tqdm(total=args.iterations, initial=iteration, disable=bool(RANK) or None, unit="it")
+    num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
+    print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
+                 f"{args.group_size} responses = {args.prompts_per_iteration * args.group_size} episodes; "
+                 f"{num_steps} optimiser step(s) on them in passes of {args.microbatch_tokens} tokens; "
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
     rollouts = []
     gc.collect()
     gc.freeze()  # what is there now stays, and is not walked again
@@ -1654,15 +1645,14 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
-            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
-            if weights:  # without the second name of a tied head
-                once = dict(model.named_parameters()) | dict(model.named_buffers())
-                weights = {name: tensor for name, tensor in weights.items() if name in once}
+            tensors = dcp.get_model_state_dict(model, options=FULL)
+            once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
+            tensors = {name: tensor for name, tensor in tensors.items() if name in once}
             stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
 
             def save_model(folder):
-                model.save_pretrained(folder, state_dict=weights)
+                model.save_pretrained(folder, state_dict=tensors)
                 tokenizer.save_pretrained(folder)
 
             run.save(dict(cursor=cursor, metrics=metrics, optimizer=state), save_model)
@@ -1673,27 +1663,21 @@ def main(args):
             last = iteration >= args.iterations
             with run.timed("sync"):
                 engine.sync_weights(model)
-            if metrics is not None:
-                if held_out and (last or iteration == 0
-                                 or args.eval_every and iteration % args.eval_every == 0):
-                    with run.timed("eval"):
-                        evaluation, samples = evaluate(engine, tokenizer, env, args, score)
-                    metrics |= evaluation
-                    write_episodes(run, "val", samples, args)
-                    print_samples(samples, args, "val")
-                    print_rank_0(f"iteration {iteration}: " + ", ".join(
-                        f"{name[4:]} {value:.3f}" for name, value in evaluation.items()
-                        if "@" in name or "greedy" in name))
-                if metrics:  # nothing before the first iteration, where no task is held out
-                    run.record(metrics)
-                metrics = None
+            due = last or args.eval_every and iteration % args.eval_every == 0
+            if held_out and (iteration == 0 or metrics and due):
+                with run.timed("eval"):
+                    evaluation, samples = evaluate(engine, tokenizer, env, args, score)
+                metrics |= evaluation
+                log_episodes(run, "val", samples, args)
+            if metrics:  # a continued run has none at first
+                run.record(metrics)
+            metrics = {}
             stopped = any(gather([stop.is_set()]))
             if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):
                 save()
                 saved = iteration
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on, give the same command "
-                             f"with --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
             if last or stopped:
                 break
             seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
@@ -1732,32 +1716,20 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
-            submitted = len(rollouts) // args.group_size
             metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
             metrics |= spread("critic/advantages", trained) | spread("critic/returns", trained)
             metrics |= {"train/learning_rate": learning_rate(iteration, args),
-                        "train/global_step": run.counters["opt_steps"], "rollout/groups_submitted": submitted,
+                        "train/global_step": run.counters["opt_steps"],
+                        "rollout/groups_submitted": len(rollouts) // args.group_size,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
-            print_samples(rollouts, args, "train")
-            write_episodes(run, "train", rollouts, args)
-            shown = {"reward": metrics["train/reward"], "pass@1": metrics["train/pass@1"],
-                     "grad": metrics["train/grad_norm"], "trainable": num_trainable / submitted}
-            shown = {name: f"{value:.3f}" for name, value in shown.items()}
-            progress.set_postfix(shown, refresh=False)
-            progress.update()
-            if progress.disable:
-                numbers = " ".join(f"{name} {number}" for name, number in shown.items())
-                print_rank_0(f"{iteration}/{args.iterations} {numbers}")
+            log_episodes(run, "train", rollouts, args)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer is whole: only the rollout is lost
-        evidence = [dict(task_id=r.task.id, messages=r.messages, reward=r.reward) for r in rollouts[:64]]
-        run.fail(error, {"evidence.json": json_bytes(evidence)})
+        run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
     finally:
-        progress.close()
-        if run.writer:
-            run.writer.close()
+        run.close()
         signal.signal(signal.SIGTERM, handler)
 
 

@@ -177,6 +177,7 @@ MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd goes down
 
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
 
 
 # Maths
@@ -817,12 +818,9 @@ def evaluate(model, tokenizer, env, held_out, args):
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
 
 
-def sha256(data):
-    """Of a text, or of what a file holds."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(data.encode()).hexdigest()
+def sha256(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_to_disk(path):
@@ -839,7 +837,8 @@ def describe_run(args, algo, env, source, **more):
     return dict(
         run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
         algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
-        config_hash=sha256(json.dumps(flags) + source), source_sha256=sha256(source),
+        config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
+        source_sha256=hashlib.sha256(source.encode()).hexdigest(),
         git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
         versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
         device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
@@ -848,33 +847,16 @@ def describe_run(args, algo, env, source, **more):
 class Run:
     """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
-    log = writer = state = checkpoint = None
+    writer = state = checkpoint = None
 
     def __init__(self, args, meta):
         self.args, self.meta = args, gather([meta])[0]
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         try:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self.dir / "train_log.jsonl").open("ab").close()
+            self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        self.find_checkpoint()
-        if self.state or (self.dir / "train_log.jsonl").stat().st_size:
-            self.check_same_run()
-        if len(seen := set(gather([self.checkpoint]))) > 1:
-            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
-        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
-        self.started = time.perf_counter() - start["elapsed"]
-        self.times, self.since = {}, (time.perf_counter(), time.process_time(), self.counters["env_steps"])
-
-    @property
-    def checkpoints(self):
-        """Their folders, oldest first."""
-        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
-
-    def find_checkpoint(self):
-        """The newest complete checkpoint; a damaged one is named, and the one before it taken."""
         for folder in reversed(self.checkpoints):
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
@@ -882,31 +864,44 @@ class Run:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                return
+                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        if self.checkpoints:
-            raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        else:
+            if self.checkpoints:
+                raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
+        if self.state or self.log.tell():
+            self.check_same_run()
+        if len(seen := set(gather([self.checkpoint]))) > 1:
+            raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
+        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
+        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - start["elapsed"]
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
+
+    @property
+    def checkpoints(self):
+        """Their folders, oldest first."""
+        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
-        def identity(meta):
-            data = {"script": meta["algo"]}
-            data |= {what: meta.get(f"{what}_sha256") for what in ("model", "goal", "source")}
-            return data | {f"--{name.replace('_', '-')}": value for name, value in meta["args"].items()
-                           if name not in self.args.may_change}
-
         try:
-            old = json.loads((self.dir / "train_log.jsonl").read_bytes().partition(b"\n")[0])["meta"]
-            before, now, self.meta["run_id"] = identity(old), identity(self.meta), old["run_id"]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BadInput(f"{self.dir}/train_log.jsonl: expected a meta line first ({error!r})") from error
+            self.log.seek(0)
+            old = json.loads(self.log.readline())["meta"]
+            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
+        free = self.args.may_change | {"args", "argv", "config_hash", "device", "git_dirty", "git_sha",
+                                       "run_id", "started_at", "versions"}
         # Either may lack a name: a variant of this script has other flags.
-        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
-            told = [f"{name} {now.get(name)} (it was {before.get(name)})" for name in changed[:5]]
-            raise BadInput(f"{', '.join(told)}: use another --run-dir than {self.dir}, or its own")
+        if changed := [name for name in was | now if name not in free and was.get(name) != now.get(name)]:
+            flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
+            told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in changed]
+            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def open(self):
+    def open(self, total):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
@@ -914,20 +909,17 @@ class Run:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
             try:
-                import wandb  # which reads WANDB_ENTITY, WANDB_RUN_GROUP and others by itself
-                wandb.init(project=os.environ.get("WANDB_PROJECT", "plainrl"), dir=self.dir, resume="allow",
-                           id=self.meta["run_id"], name=self.meta["run_id"], config=self.meta["args"],
-                           sync_tensorboard=True)
+                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
+                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
+                           config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         end = self.state["log_bytes"] if self.state else 0
-        self.log = (self.dir / "train_log.jsonl").open("rb+")
         self.log.seek(end)
         # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
         kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
         self.log.truncate(end)
-        self.log.seek(end)
         if not self.state:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
@@ -936,7 +928,9 @@ class Run:
                 run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
                 at=self.meta["started_at"], **self.counters,
                 checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
-        self.writer = SummaryWriter(self.dir, purge_step=self.counters["iteration"] + bool(self.state))
+        start = self.counters["iteration"]
+        self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.state))
+        self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
     def trace_id(self):
@@ -946,14 +940,14 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+        self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before."""
+        """One line of numbers, all finite, with the times since the line before; some are printed."""
         wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds = wall - self.since[0]
         values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
-        values |= {f"time/{name}": self.times.get(name, 0.0) for name in TIMES}
+        values |= {f"time/{name}": spent for name, spent in self.times.items()}
         values["system/processes"] = WORLD_SIZE
         values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
         values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
@@ -961,24 +955,27 @@ class Run:
             values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
         if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        if self.writer:  # one event: an event for each number takes longer than all else that is logged
+        self.times, self.since = dict.fromkeys(TIMES, 0.0), (wall, processor, env_steps)
+        if RANK == 0:
+            iteration = self.counters["iteration"]
+            # One event: an event for each number takes longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), self.counters["iteration"])
-        self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
-        self.times, self.since = {}, (wall, processor, env_steps)
+            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+            self.progress.update(iteration - self.progress.n)
+            tqdm.write(f"{iteration}/{self.progress.total}, {wall - self.started:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
-        if self.log:
-            self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self.log.flush()
+        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.log.flush()
 
     def save(self, state, save_model):
         """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary = folder.with_name(f".{folder.name}.writing")
-        named = folder.with_name(".state.json.writing")
+        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
@@ -1000,9 +997,14 @@ class Run:
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         # A later one is a damaged one that this run fell back from; it must not count as the newest.
         complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
-        for old in complete[:-self.args.keep_checkpoints] if self.args.keep_checkpoints else ():
+        for old in complete[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 shutil.rmtree(old)
+
+    def close(self):
+        if self.writer:
+            self.progress.close()
+            self.writer.close()
 
     def fail(self, error, evidence):
         """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
@@ -1013,7 +1015,6 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
                 (folder / name).write_bytes(data)
-            self.log = self.log or (self.dir / "train_log.jsonl").open("ab")
             self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
@@ -1087,12 +1088,11 @@ def main(args):
     if run.state:
         metrics, window, best = None, run.state["window"], (run.state["best"], run.state["best_loss"])
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
-    run.open()
+    run.open(num_steps)
     step = saved = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {step:,} to "
                  f"{num_steps:,}; " + ", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
-    progress = tqdm(total=num_steps, initial=step, disable=bool(RANK) or None, unit="step")
     rows = []
 
     def evaluates(step):
@@ -1102,14 +1102,13 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
-            weights = dcp.get_model_state_dict(model, options=FULL) if UNDER_TORCHRUN else None
-            if weights:  # without the second name of a tied head
-                once = dict(model.named_parameters()) | dict(model.named_buffers())
-                weights = {name: tensor for name, tensor in weights.items() if name in once}
+            tensors = dcp.get_model_state_dict(model, options=FULL)
+            once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
+            tensors = {name: tensor for name, tensor in tensors.items() if name in once}
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
 
             def save_model(folder):
-                model.save_pretrained(folder, state_dict=weights)
+                model.save_pretrained(folder, state_dict=tensors)
                 tokenizer.save_pretrained(folder)
 
             run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]), save_model)
@@ -1125,9 +1124,6 @@ def main(args):
                 if step and metrics.get("val/loss", math.inf) < best[1]:
                     best = name, metrics["val/loss"]
                 run.record(metrics)
-                print_rank_0(f"step {step}: " + ", ".join(
-                    f"{key} {value:.3f}" for key, value in metrics.items()
-                    if key.startswith(("train/loss", "train/grad_norm", "val/"))))
                 metrics = None
             stopped = any(gather([stop.is_set()]))
             if step > saved and (last or stopped or best[0] == name or step % args.checkpoint_every == 0):
@@ -1167,7 +1163,6 @@ def main(args):
             # 5. What the log says of the steps since the record before.
             run.counters = dict(iteration=step, opt_steps=step,
                                 env_steps=run.counters["env_steps"] + num_tokens)
-            progress.update()
             if evaluates(step) or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
                 window, weight_norm = [], full_tensor(torch.nn.utils.get_total_norm(parameters))
@@ -1185,9 +1180,7 @@ def main(args):
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:
-        progress.close()
-        if run.writer:
-            run.writer.close()
+        run.close()
         signal.signal(signal.SIGTERM, handler)
 
 

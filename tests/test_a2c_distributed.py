@@ -139,7 +139,7 @@ def runs(tmp_path_factory):
     said = torchrun_in_turn(2, [
         words("accumulated", folder / "accumulated of 2"), words("CartPole", folder / "CartPole of 2"),
         words("CartPole", "", "--experiment", folder / "mine"), [folder / "end.py"]], folder)
-    assert said.count("environments x") == said.count("20/20") == 3  # one process speaks
+    assert said.count("environments x") == said.count("20/20, ") == 3  # one process speaks
 
     killed_after(folder / "CartPole", folder / "CartPole by 3", 10)
     killed_after(folder / "accumulated of 2", folder / "accumulated by 1", 10)

@@ -357,7 +357,7 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdo
     same_end(whole, folder, "step_000002")
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
-    with pytest.raises(envs.BadInput, match=r"model \w+ \(it was"):
+    with pytest.raises(envs.BadInput, match=r"model_sha256 \w+ \(it was"):
         train(script, folder, **flags)
 
 

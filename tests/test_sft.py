@@ -310,7 +310,7 @@ def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_
     assert (config["r"], config["lora_alpha"]) == (4, 32)
     # Another adapter at its place would make the run another run.
     shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
-    with pytest.raises(envs.BadInput, match=r"model \w+ \(it was"):
+    with pytest.raises(envs.BadInput, match="model_sha256"):
         train(sft, folder, **flags)
 
 
@@ -447,7 +447,7 @@ def test_a_run_does_not_go_on_with_another_template_or_file(tmp_path):
     for path in (Path(template), Path(rows)):
         before = path.read_text()
         path.write_text(before + "\n")
-        with pytest.raises(envs.BadInput, match=r"source \w+ \(it was"):
+        with pytest.raises(envs.BadInput, match=r"source_sha256 \w+ \(it was"):
             train(sft, folder, **flags)
         path.write_text(before)
     train(sft, folder, **flags)
