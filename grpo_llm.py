@@ -1238,10 +1238,11 @@ def store_logprobs(model, groups, name, args, pad_id):
             setattr(segment, name, row[:len(segment.response_ids)])
 
 
-def pass_loss(model, batch, weight, args):
+def pass_loss(model, batch, num_tokens, num_segments, args):
     """The part of the minibatch's loss that lies in this pass.  -> loss, sums over its tokens for the log."""
     logprobs, entropy = token_logprobs(model, batch, args.temperature)                   # (B, T)
     mask, advantages = batch["response_mask"], batch["advantages"]
+    weight = token_weights(mask, args.aggregation, num_tokens, num_segments, args.max_response_tokens)
     # On policy, the policy before the update is the one being differentiated.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     ref_logprobs = batch.get("ref_logprobs", logprobs.detach())
@@ -1285,10 +1286,8 @@ def update(model, reference, optimizer, groups, args, pad_id):
             counts = torch.tensor([sum(sum(s.response_mask) for s in segments), len(segments)])
             num_tokens, num_segments = all_reduce(counts).tolist()  # of the minibatch, in all processes
             for _, batch in passes(segments, args, pad_id, model.device):
-                weight = token_weights(batch["response_mask"], args.aggregation, num_tokens, num_segments,
-                                       args.max_response_tokens)
                 with precision(args, model.device):
-                    loss, sums, ratio = pass_loss(model, batch, weight, args)
+                    loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
                 loss.backward()
                 totals = {name: totals[name] + value for name, value in sums.items()}
                 ratios.append(ratio)
