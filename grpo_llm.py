@@ -192,20 +192,16 @@ SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "rollout/groups_trai
 # Maths
 
 
-def group_advantages(rewards, scale=False, baseline="mean", balance=0.0, played=None):
-    """Each reward against its group.  rewards (groups, group_size) -> the same shape.
+def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
+    """Each reward of a group against the group's.  rewards (G,), at least two -> (G,)
 
     GRPO (arXiv:2402.03300 sec. 4.1.2) with scale (population std), Dr. GRPO (arXiv:2503.20783) without;
     baseline "loo" is RLOO (arXiv:2402.14740): r_i minus the mean of the others, = G / (G - 1) (r_i - mean).
-    played: False where a member is missing; the group is then the others, G their number, and its own is 0.
     """
-    played = torch.ones_like(rewards) if played is None else played.to(rewards.dtype)
-    size = played.sum(1, keepdim=True)                                                   # (groups, 1)
-    centred = (rewards - (rewards * played).sum(1, keepdim=True) / size.clamp(min=1)) * played
-    advantages = centred * size / (size - 1).clamp(min=1) if baseline == "loo" else centred
+    centred, size = rewards - rewards.mean(), len(rewards)
+    advantages = centred * size / (size - 1) if baseline == "loo" else centred
     if scale:
-        deviation = (centred.square().sum(1, keepdim=True) / size.clamp(min=1)).sqrt()
-        advantages = advantages / (deviation + 1e-6)
+        advantages = advantages / (centred.square().mean().sqrt() + 1e-6)
     return torch.where(advantages < 0, 1 - max(balance, 0.0), 1 + min(balance, 0.0)) * advantages
 
 
@@ -274,9 +270,9 @@ def hidden_states(decoder, batch):
     prompts, rows = batch["prompts"], batch["prompt_of_row"]
     valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    start = prompts.shape[1] - 1 if batch["share_prompts"] else 0  # what is computed once
-    cache = DynamicCache(config=decoder.config) if start else None
-    if start:
+    start, cache = 0, None
+    if batch["share_prompts"]:  # all but their last token
+        start, cache = prompts.shape[1] - 1, DynamicCache(config=decoder.config)
         decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
                 position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
                 past_key_values=cache, use_cache=True)
@@ -886,7 +882,7 @@ class Rollout:
     steps: list[envs.Step] = dataclasses.field(init=False)
     children: list["Rollout"] = dataclasses.field(init=False)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
-    start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
+    start: int = 0  # the first message after the task's that the last segment holds
     reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
@@ -955,39 +951,36 @@ def check_prompts(env, tokenizer, args):
                        f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
-def extension(text, seen, reply, tokenizer):
-    """What `text` adds to what the model has seen and to its reply, which ended with eos; None where the
-    template has rewritten some of that.
+def extension(text, r, tokenizer):
+    """The ids of what `text` adds to what the model has seen and to its reply, which ended with eos; None
+    where the template has rewritten some of that.
     """
-    rest = text[len(seen):]
+    rest, reply = text[len(r.text):], r.reply
     if not rest.startswith(reply):  # templates trim what they are given
         rest, reply = rest.lstrip(), reply.strip()
-    if not (text.startswith(seen) and rest.startswith(reply)):
+    if not (text.startswith(r.text) and rest.startswith(reply)):
         return None
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    # Usually the reply's own eos has closed the turn; a template with another closing mark keeps that mark.
-    return added if eos and not closing.strip() else rest[len(reply):]
+    if closing.strip() or not eos:  # usually the reply's eos has closed the turn; here another mark does
+        added = rest[len(reply):]
+    ids = tokenizer(added, add_special_tokens=False).input_ids
+    # That mark may have been sampled, as one more kind of eos.
+    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
 
 def observe(r, tokenizer, args):
     """Extend the segment by what the environment said; or fork: begin another one, where the template has
     rewritten the history, or without its oldest turns, where it is too long.  -> whether another reply fits
     """
-    last = len(r.messages) - len(r.steps[-1].messages)
-    later = [i for i in range(max(r.start, len(r.task.messages)) + 1, last)
-             if r.messages[i]["role"] == "assistant"]
-    for start in (r.start, *later):
-        text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+    for start in range(r.start, len(r.messages)):
+        if r.messages[start]["role"] != "assistant":
+            continue  # what is kept of a history begins with a reply
+        text = render(r.task.messages + r.messages[start:], tokenizer, args)
         if not text:  # playing again would favour who got not so far
             return False
-        added = extension(text, r.text, r.reply, tokenizer) if start == r.start else None
-        segment, ids = r.segments[-1], []
-        if added is None:
-            segment = Segment(*encode_prompts([text], tokenizer, args))
-        else:
-            ids = tokenizer(added, add_special_tokens=False).input_ids
-            if ids[:1] == segment.response_ids[-1:]:
-                ids = ids[1:]  # the mark that closes a turn was sampled, as one more kind of eos
+        segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
+        if ids is None:
+            segment, ids = Segment(*encode_prompts([text], tokenizer, args)), []
         if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
             segment.append(ids, 0, [0.0] * len(ids))
             if segment is not r.segments[-1]:
@@ -1057,7 +1050,7 @@ class Player:
     async def play_turns(self, r, episode):
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
         r.text, prompt_ids = r.prompt
-        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], 0
+        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
         while True:
@@ -1084,28 +1077,24 @@ class Player:
 
     async def play_children(self, r, pairs):
         """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
-        first, left = len(r.children), len(pairs)
         tasks, episodes = zip(*pairs, strict=True)
-        r.children += [Rollout(task, number, (*r.order, r.retries, number), prompt)
-                       for number, (task, *prompt) in enumerate(self.prompts(tasks), first)]
-        self.engine.playing += left - 1  # they wait for the engine, and it for them
+        children = [Rollout(task, number, (*r.order, r.retries, number), prompt)
+                    for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
+        r.children += children
+        self.engine.playing += len(children) - 1  # they wait for the engine, and it for them
+        ended = itertools.count(1)
 
-        async def play_child(child, episode):
-            nonlocal left
-            try:
-                await self.play(child, episode)
-            finally:
-                left -= 1
-                if left:  # the last one leaves its place to its parent, which goes on
-                    self.engine.leave()
+        def leave(task):
+            if next(ended) < len(children):  # the last one leaves its place to its parent, which goes on
+                self.engine.leave()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for child, episode in zip(r.children[first:], episodes, strict=True):
-                    group.create_task(play_child(child, episode))
+                for child, episode in zip(children, episodes, strict=True):
+                    group.create_task(self.play(child, episode)).add_done_callback(leave)
         finally:
             await self.call.close(episodes)
-        return [child.reply if child.termination != "error" else "" for child in r.children[first:]]
+        return [child.reply if child.termination != "error" else "" for child in children]
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
@@ -1147,22 +1136,21 @@ def trainable_groups(rollouts, args):
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-    rewards = torch.tensor([r.reward for r in rollouts]).view(-1, args.group_size)       # (groups, group)
-    played = torch.tensor([r.termination != "error" for r in rollouts], dtype=torch.bool)  # of none, too
-    played = played.view(-1, args.group_size)
-    advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance, played)
+    left_out = ("error", "length", "context") if args.mask_truncated else ("error",)
     groups = []
-    for start, row in zip(range(0, len(rollouts), args.group_size), advantages.tolist(), strict=True):
-        members = rollouts[start:start + args.group_size]
-        if len({r.reward for r in members if r.termination != "error"}) < 2:
+    for start in range(0, len(rollouts), args.group_size):
+        played = [r for r in rollouts[start:start + args.group_size] if r.termination != "error"]
+        rewards = [r.reward for r in played]
+        if len(set(rewards)) < 2:
             continue
+        advantages = group_advantages(torch.tensor(rewards), args.scale_rewards, args.baseline,
+                                      args.advantage_balance)
         groups.append([])
-        for r, advantage in zip(members, row, strict=True):
+        for r, advantage in zip(played, advantages.tolist(), strict=True):
             for member in r.family if args.train_sub_agents else [r]:
                 for segment in member.segments:
                     segment.advantage = advantage
-                cut = args.mask_truncated and member.termination in ("length", "context")
-                if not cut and "error" not in (r.termination, member.termination):
+                if member.termination not in left_out:
                     groups[-1] += [segment for segment in member.segments if any(segment.response_mask)]
     return groups
 
@@ -1194,7 +1182,7 @@ def collate(segments, pad_id, device):
     row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
     prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
     # Prompt tokens that sharing saves, at the price of another pass: FSDP2 would gather each layer twice.
-    saved = (len(rows) - len(prompts)) * max(map(len, prompts))
+    saved = (len(rows) - len(prompts)) * (max(map(len, prompts)) - 1)
     batch = dict(
         prompts=pad(prompts, pad_id, device, left=True),
         prompt_valid=pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True),
@@ -1221,10 +1209,11 @@ def store_logprobs(model, groups, name, args, pad_id):
             setattr(segment, name, row[:len(segment.response_ids)])
 
 
-def pass_loss(model, batch, weight, args):
+def pass_loss(model, batch, num_tokens, num_segments, args):
     """The part of the minibatch's loss that lies in this pass.  -> loss, sums over its tokens for the log."""
     logprobs, entropy = token_logprobs(model, batch, args.temperature)                   # (B, T)
     mask, advantages = batch["response_mask"], batch["advantages"]
+    weight = token_weights(mask, args.aggregation, num_tokens, num_segments, args.max_response_tokens)
     # On policy, the policy before the update is the one being differentiated.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     ref_logprobs = batch.get("ref_logprobs", logprobs.detach())
@@ -1236,13 +1225,12 @@ def pass_loss(model, batch, weight, args):
         per_token = per_token * mismatch.clamp(max=args.tis_cap)
     kl = k3(ref_logprobs - logprobs)
     loss = ((per_token + args.kl_coef * kl - args.entropy_coef * entropy) * weight).sum()
-    sums = {"train/policy_loss": per_token * weight, "train/kl_loss": kl * mask,
-            "train/entropy": entropy * mask, "train/clipfrac": clipped * mask,
-            "train/approx_kl": k3(logprobs - old_logprobs) * mask, "train/advantage": advantages * mask,
-            "kl/k1": (logprobs - ref_logprobs) * mask,
-            "mismatch/kl": k3(old_logprobs - batch["rollout_logprobs"]) * mask,
-            "mismatch/frac_capped": (mismatch > (args.tis_cap or math.inf)) * mask}
-    packed = torch.stack([value.detach().double().sum() for value in sums.values()])
+    sums = {"train/policy_loss": per_token * weight, "train/kl_loss": kl, "train/entropy": entropy,
+            "train/clipfrac": clipped, "train/approx_kl": k3(logprobs - old_logprobs),
+            "train/advantage": advantages, "kl/k1": logprobs - ref_logprobs,
+            "mismatch/kl": k3(old_logprobs - batch["rollout_logprobs"]),
+            "mismatch/frac_capped": mismatch > (args.tis_cap or math.inf)}
+    packed = torch.stack([(value.detach() * mask).double().sum() for value in sums.values()])
     return loss, dict(zip(sums, packed, strict=True)), (mismatch * mask).detach().max()
 
 
@@ -1269,10 +1257,8 @@ def update(model, reference, optimizer, groups, args, pad_id):
             counts = torch.tensor([sum(sum(s.response_mask) for s in segments), len(segments)])
             num_tokens, num_segments = all_reduce(counts).tolist()  # of the minibatch, in all processes
             for _, batch in passes(segments, args, pad_id, model.device):
-                weight = token_weights(batch["response_mask"], args.aggregation, num_tokens, num_segments,
-                                       args.max_response_tokens)
                 with precision(args, model.device):
-                    loss, sums, ratio = pass_loss(model, batch, weight, args)
+                    loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
                 loss.backward()
                 totals = {name: totals[name] + value for name, value in sums.items()}
                 ratios.append(ratio)
@@ -1288,13 +1274,12 @@ def update(model, reference, optimizer, groups, args, pad_id):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             num_seen += num_tokens
-    sums = all_reduce(torch.stack([*totals.values()]))
-    largest = all_reduce(torch.stack(ratios).max().double(), dist.ReduceOp.MAX)
-    extremes = torch.stack([torch.stack(norms).mean().double(), largest])
-    *values, grad_norm, ratio_max = torch.cat([sums, extremes]).tolist()  # one host transfer
+    sums = all_reduce(torch.stack([*totals.values()])).tolist()
     metrics = {name: value / (len(norms) if name == "train/policy_loss" else num_seen)
-               for name, value in zip(totals, values, strict=True)}
-    return metrics | {"train/grad_norm": grad_norm, "mismatch/ratio_max": ratio_max}, len(norms)
+               for name, value in zip(totals, sums, strict=True)}
+    metrics["train/grad_norm"] = float(torch.stack(norms).mean())
+    metrics["mismatch/ratio_max"] = float(all_reduce(torch.stack(ratios).max(), dist.ReduceOp.MAX))
+    return metrics, len(norms)
 
 
 # Evaluate: the same rollout on held-out tasks, no update, fixed seeds

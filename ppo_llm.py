@@ -934,7 +934,7 @@ class Rollout:
     steps: list[envs.Step] = dataclasses.field(init=False)
     children: list["Rollout"] = dataclasses.field(init=False)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
-    start: int = 0  # message of the history that the last segment begins with; 0: nothing is cut
+    start: int = 0  # the first message after the task's that the last segment holds
     reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
@@ -1015,39 +1015,36 @@ def check_prompts(env, tokenizer, args):
                        f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
-def extension(text, seen, reply, tokenizer):
-    """What `text` adds to what the model has seen and to its reply, which ended with eos; None where the
-    template has rewritten some of that.
+def extension(text, r, tokenizer):
+    """The ids of what `text` adds to what the model has seen and to its reply, which ended with eos; None
+    where the template has rewritten some of that.
     """
-    rest = text[len(seen):]
+    rest, reply = text[len(r.text):], r.reply
     if not rest.startswith(reply):  # templates trim what they are given
         rest, reply = rest.lstrip(), reply.strip()
-    if not (text.startswith(seen) and rest.startswith(reply)):
+    if not (text.startswith(r.text) and rest.startswith(reply)):
         return None
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    # Usually the reply's own eos has closed the turn; a template with another closing mark keeps that mark.
-    return added if eos and not closing.strip() else rest[len(reply):]
+    if closing.strip() or not eos:  # usually the reply's eos has closed the turn; here another mark does
+        added = rest[len(reply):]
+    ids = tokenizer(added, add_special_tokens=False).input_ids
+    # That mark may have been sampled, as one more kind of eos.
+    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
 
 def observe(r, tokenizer, args):
     """Extend the segment by what the environment said; or fork: begin another one, where the template has
     rewritten the history, or without its oldest turns, where it is too long.  -> whether another reply fits
     """
-    last = len(r.messages) - len(r.steps[-1].messages)
-    later = [i for i in range(max(r.start, len(r.task.messages)) + 1, last)
-             if r.messages[i]["role"] == "assistant"]
-    for start in (r.start, *later):
-        text = render(r.task.messages + r.messages[start or len(r.task.messages):], tokenizer, args)
+    for start in range(r.start, len(r.messages)):
+        if r.messages[start]["role"] != "assistant":
+            continue  # what is kept of a history begins with a reply
+        text = render(r.task.messages + r.messages[start:], tokenizer, args)
         if not text:  # playing again would favour who got not so far
             return False
-        added = extension(text, r.text, r.reply, tokenizer) if start == r.start else None
-        segment, ids = r.segments[-1], []
-        if added is None:
-            segment = Segment(*encode_prompts([text], tokenizer, args))
-        else:
-            ids = tokenizer(added, add_special_tokens=False).input_ids
-            if ids[:1] == segment.response_ids[-1:]:
-                ids = ids[1:]  # the mark that closes a turn was sampled, as one more kind of eos
+        segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
+        if ids is None:
+            segment, ids = Segment(*encode_prompts([text], tokenizer, args)), []
         if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
             segment.append(ids, 0, [0.0] * len(ids))
             if segment is not r.segments[-1]:
@@ -1117,7 +1114,7 @@ class Player:
     async def play_turns(self, r, episode):
         """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
         r.text, prompt_ids = r.prompt
-        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], 0
+        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
         while True:
@@ -1144,28 +1141,24 @@ class Player:
 
     async def play_children(self, r, pairs):
         """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
-        first, left = len(r.children), len(pairs)
         tasks, episodes = zip(*pairs, strict=True)
-        r.children += [Rollout(task, number, (*r.order, r.retries, number), prompt)
-                       for number, (task, *prompt) in enumerate(self.prompts(tasks), first)]
-        self.engine.playing += left - 1  # they wait for the engine, and it for them
+        children = [Rollout(task, number, (*r.order, r.retries, number), prompt)
+                    for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
+        r.children += children
+        self.engine.playing += len(children) - 1  # they wait for the engine, and it for them
+        ended = itertools.count(1)
 
-        async def play_child(child, episode):
-            nonlocal left
-            try:
-                await self.play(child, episode)
-            finally:
-                left -= 1
-                if left:  # the last one leaves its place to its parent, which goes on
-                    self.engine.leave()
+        def leave(task):
+            if next(ended) < len(children):  # the last one leaves its place to its parent, which goes on
+                self.engine.leave()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for child, episode in zip(r.children[first:], episodes, strict=True):
-                    group.create_task(play_child(child, episode))
+                for child, episode in zip(children, episodes, strict=True):
+                    group.create_task(self.play(child, episode)).add_done_callback(leave)
         finally:
             await self.call.close(episodes)
-        return [child.reply if child.termination != "error" else "" for child in r.children[first:]]
+        return [child.reply if child.termination != "error" else "" for child in children]
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):

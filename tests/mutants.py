@@ -46,10 +46,8 @@ TESTS = {
 # file -> name: (text that the file holds exactly once, what takes its place)
 MUTANTS = {
     "grpo_llm.py": {
-        "RLOO's factor": ("(size - 1).clamp(min=1)", "size.clamp(min=1)"),
-        "sample deviation": (
-            "centred.square().sum(1, keepdim=True) / size",
-            "centred.square().sum(1, keepdim=True) / (size - 1)"),
+        "RLOO's factor": ("size / (size - 1)", "size / size"),
+        "sample deviation": ("centred.square().mean().sqrt()", "centred.std()"),
         "balance of the other sign": ("torch.where(advantages < 0", "torch.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
         "GSPO: gradient of the mean": ("sequence.detach() + logprobs", "sequence + logprobs"),
@@ -66,10 +64,11 @@ MUTANTS = {
         "no old log-probabilities": ("if not args.on_policy:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
-        "groups without signal": ('if r.termination != "error"}) < 2', 'if r.termination != "error"}) < 1'),
-        "cut by the context is not cut": (
-            'termination in ("length", "context")\n', 'termination == "length"\n'),
-        "failed ones are trained": ('not cut and "error" not in', 'not cut and "none" not in'),
+        "groups without signal": ("if len(set(rewards)) < 2", "if len(set(rewards)) < 1"),
+        "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
+        "failed ones are trained": (
+            'args.group_size] if r.termination != "error"]', 'args.group_size]]'),
+        "failed sub-agents are trained": ('else ("error",)', "else ()"),
         "the environment's tokens are trained": (
             "segment.append(ids, 0, [0.0]", "segment.append(ids, 1, [0.0]"),
         "cut replies reach the environment": ("if ids[-1] not in self.engine.eos:", "if False:"),

@@ -725,7 +725,7 @@ class Generations(World):
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
-    own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
+    own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else dict(epochs=2)
     script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=1, eval_samples=1,
                             log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
@@ -749,6 +749,7 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
             seen[*ends, member is episode] += 1
             if script is grpo_llm:  # what the group says of their parent
                 assert segment["advantage"] == (episode["segments"][0]["advantage"] if learns else 0.0)
+                assert segment["old_logprobs"] is None or learns and "error" not in ends
             elif learns and "error" not in ends:
                 assert segment["returns"] == [episode["reward"]] * len(segment["response_ids"])
             else:
