@@ -114,8 +114,8 @@ def one_iteration(env, tasks, replies, spread, seconds):
             await asyncio.Event().wait()  # there is no second turn
 
     class Tokenizer:
-        def __call__(self, text, add_special_tokens):
-            return SimpleNamespace(input_ids=[0])
+        def __call__(self, texts, add_special_tokens):
+            return SimpleNamespace(input_ids=[[0]] * len(texts))
 
         def decode(self, ids, skip_special_tokens):
             return replies[ids[0]]

@@ -53,7 +53,7 @@ def test_another_goal_under_the_same_name_is_refused(tmp_path):
     assert validate(folder)["ok"] and log_lines(folder)[0]["meta"]["goal_dir"] == str(goal)
     train(a2c, folder, **flags)
     assert make_goal.main([*words, "B UP*2 RIGHT*2 DOWN"]) == 0
-    with pytest.raises(BadInput, match="goal changed"):
+    with pytest.raises(BadInput, match="goal_sha256"):
         train(a2c, folder, **flags)
 
 
