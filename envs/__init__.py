@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -158,8 +157,10 @@ def play(episode: Episode, task: Task, reply: typing.Callable[[], str]) -> list[
 
 def close(episode: Episode) -> None:
     """Close an episode, whatever comes of it."""
-    with contextlib.suppress(Exception):
+    try:
         episode.close()
+    except Exception:
+        pass
 
 
 async def in_thread(function: typing.Callable, *given):
