@@ -928,20 +928,27 @@ class Rollout:
     number: int  # within the group; of a sub-agent, among its parent's
     order: tuple  # among all episodes of its kind; with the turn it names the random numbers of a reply
     prompt: list  # the text of the task's messages, and its ids
-    messages: list[dict] = dataclasses.field(init=False)
-    segments: list[Segment] = dataclasses.field(init=False)
-    turns: list[tuple] = dataclasses.field(init=False)  # (segment, start, end) of a reply's tokens
-    steps: list[envs.Step] = dataclasses.field(init=False)
-    children: list["Rollout"] = dataclasses.field(init=False)  # sub-agents
+    messages: list[dict] = dataclasses.field(default_factory=list)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
+    steps: list[envs.Step] = dataclasses.field(default_factory=list)
+    children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
     text: str = ""  # the last segment, as far as the model has seen and said it
     start: int = 0  # the first message after the task's that the last segment holds
     reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
-    # What it is worth: the last step's info, and whether the task was solved.
-    info: dict = dataclasses.field(init=False)
-    correct: float = 0.0
     reward: float = 0.0
+
+    @property
+    def info(self) -> dict:
+        """The environment's last word on it."""
+        return self.steps[-1].info if self.steps else {}
+
+    @property
+    def correct(self) -> float:
+        """Whether the task was solved."""
+        return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
 
     @property
     def family(self) -> list["Rollout"]:
@@ -1082,14 +1089,11 @@ class Player:
                 progress.update()
             self.engine.leave()
 
-        async def work():
+        async with asyncio.TaskGroup() as group:  # an engine that fails ends all
+            serving = group.create_task(self.engine.serve())
             for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing)]:
                 await task  # in turn; gather would wake up for each
-
-        tasks = [asyncio.create_task(work()), asyncio.create_task(self.engine.serve())]
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
+            serving.cancel()
 
     async def play(self, r, given=None):
         """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
@@ -1179,9 +1183,6 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
-        for member in r.family:
-            member.info = member.steps[-1].info if member.steps else {}
-            member.correct = float(member.info.get("correct", 0.0)) if member.termination != "error" else 0.0
         set_reward(r, score(r) if r.termination != "error" else 0.0)
         for child in r.family[1:]:
             set_reward(child, r.reward)
