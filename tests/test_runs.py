@@ -470,7 +470,7 @@ BAD = [
     ([grpo_llm], "--model {d}/nowhere", r"--model \S*nowhere.*config\.json"),
     (LLM, "--model {d}/torn", r"--model \S*torn.*"),
     ([grpo_llm], "--model {d}/odd", r"--model \S*odd.*hidden_size"),
-    (ALL, "--run-dir {d}/file/run", r"--run-dir \S*file/run"),
+    (ALL, "--run-dir {d}/file/run", r"error: .*Not a directory: '\S*file/run"),
     ([grpo_llm], "--run-dir {d}/meta", r"meta/train_log\.jsonl: expected a meta line"),
     ([grpo_llm], "--model {d}/meta", r"--model \S*meta: .*expected one of .*checkpoints/step_"),
     ([grpo_llm], "--model {d}/adapter", r"--model \S*adapter: .*as --lora-adapter-path"),
