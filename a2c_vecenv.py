@@ -463,13 +463,12 @@ class Run:
 
     def open(self, total):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
-        config = json.dumps(self.meta | dict(run_id=None))
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
         self.meta |= dict(
-            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=platform.python_version(), cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
