@@ -37,7 +37,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -1465,8 +1464,8 @@ class Run:
         self.meta |= dict(
             config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-            versions=versions | dict(python=platform.python_version(), cuda=torch.version.cuda or "none"),
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
