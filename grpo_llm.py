@@ -31,14 +31,12 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from datetime import UTC, datetime, timedelta
@@ -1316,41 +1314,32 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flush_to_disk(path):
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def describe_run(args, algo, env, source, **more):
-    """The meta line: what identifies a run. `source` is what else decides it, the reward's code, say."""
-    now, flags, gpu = datetime.now(UTC), json.loads(json.dumps(vars(args))), torch.cuda.is_available()
-    git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
-                         capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": there is no git
-    return dict(
-        run_id=f"{now:%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}", schema_version=1,
-        algo=algo, env=env, seed=args.seed, args=flags, argv=sys.argv, started_at=now.isoformat(),
-        config_hash=hashlib.sha256((json.dumps(flags) + source).encode()).hexdigest(),
-        source_sha256=hashlib.sha256(source.encode()).hexdigest(),
-        git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-        versions=dict(python=platform.python_version()) | ({"cuda": torch.version.cuda} if gpu else {}),
-        device=torch.cuda.get_device_name() if gpu else platform.machine()) | more
+def flush_to_disk(*paths):
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 class Run:
     """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
 
-    writer = state = checkpoint = None
-
-    def __init__(self, args, meta):
-        self.args, self.meta = args, gather([meta])[0]
+    def __init__(self, args, algo, env, **identity):
+        """identity: what decides the run beside the flags, such as hashes of the model and of the reward."""
+        run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
+        self.args, self.meta = args, dict(
+            schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
+            args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        try:
-            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
-        except OSError as error:
-            raise BadInput(f"--run-dir {self.dir}: not a folder that can be written to ({error})") from error
-        for folder in reversed(self.checkpoints):
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
+        # Oldest first; without those that turn out to be damaged, which must not count as the newest.
+        self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
+        if self.checkpoints or self.log.tell():
+            self.check_same_run()
+        self.checkpoint = None
+        self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
+        for folder in self.checkpoints[::-1]:
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
@@ -1360,23 +1349,15 @@ class Run:
                 break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-        else:
-            if self.checkpoints:
-                raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged; use another folder")
-        if self.state or self.log.tell():
-            self.check_same_run()
+                self.checkpoints.pop()
+                if not self.checkpoints:
+                    raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged") from error
         if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        start = self.state or dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0)
-        self.counters = {name: start[name] for name in ("iteration", "env_steps", "opt_steps")}
-        self.started = time.perf_counter() - start["elapsed"]
-        self.times = dict.fromkeys(TIMES, 0.0)
+        self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
+        self.started = time.perf_counter() - self.state["elapsed"]
         self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-
-    @property
-    def checkpoints(self):
-        """Their folders, oldest first."""
-        return sorted((self.dir / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+        self.times = dict.fromkeys(TIMES, 0.0)
 
     def check_same_run(self):
         """Refuse, by name, whatever would make the continued run another run."""
@@ -1386,18 +1367,25 @@ class Run:
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
-        free = self.args.may_change | {"args", "argv", "config_hash", "device", "git_dirty", "git_sha",
-                                       "run_id", "started_at", "versions"}
-        # Either may lack a name: a variant of this script has other flags.
-        if changed := [name for name in was | now if name not in free and was.get(name) != now.get(name)]:
-            flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
-            told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in changed]
+        # Either may lack a flag: a variant of this script has others.
+        flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
+        told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags
+                if name not in self.args.may_change | {"args", "run_id"} and was.get(name) != now.get(name)]
+        if told:
             raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def open(self, total):
         """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
+                             capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
-        self.meta["versions"] |= {name: sys.modules[name].__version__ for name in modules}
+        versions = {name: sys.modules[name].__version__ for name in modules}
+        self.meta |= dict(
+            config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
+            git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
+            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
+            argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
         if self.args.track:  # before the writer is opened, or it would see nothing
@@ -1407,27 +1395,25 @@ class Run:
                            config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        end = self.state["log_bytes"] if self.state else 0
-        self.log.seek(end)
         # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
-        kept = (b'{"trace_id"', b'{"resume"') if self.state else b'{"trace_id"'
+        self.log.seek(self.state["log_bytes"])
+        kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
-        self.log.truncate(end)
-        if not self.state:
+        self.log.truncate(self.state["log_bytes"])
+        if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        if self.state:
-            self.write({"resume": dict(
-                run_id=self.meta["run_id"], trace_id=self.trace_id, git_sha=self.meta["git_sha"],
-                at=self.meta["started_at"], **self.counters,
-                checkpoint=f"checkpoints/{Path(self.checkpoint).name}")})
         start = self.counters["iteration"]
-        self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.state))
+        if self.checkpoint:
+            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
+                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+        self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
-    def trace_id(self):
-        return f"{self.meta['run_id']}:{self.counters['opt_steps']}"
+    def place(self):
+        trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
+        return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
 
     @contextlib.contextmanager
     def timed(self, name):
@@ -1437,34 +1423,32 @@ class Run:
 
     def record(self, values):
         """One line of numbers, all finite, with the times since the line before; some are printed."""
-        wall, processor, env_steps = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        seconds = wall - self.since[0]
-        values = dict(wall_time_s=wall - self.started, sps=(env_steps - self.since[2]) / seconds) | values
+        now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
+        seconds, processor, env_steps = np.subtract(now, self.since).tolist()
+        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
         values |= {f"time/{name}": spent for name, spent in self.times.items()}
-        values["system/processes"] = WORLD_SIZE
-        values["system/memory_usage"] = psutil.Process().memory_info().rss / 2**30
-        values["system/cpu_utilization"] = (processor - self.since[1]) / seconds
-        if torch.cuda.is_available():
-            values["system/gpu_memory"] = torch.cuda.max_memory_allocated() / 2**30
+        values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
+                   "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
+                   "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
         if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        self.times, self.since = dict.fromkeys(TIMES, 0.0), (wall, processor, env_steps)
+        self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
-            iteration = self.counters["iteration"]
+            iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
             # One event: an event for each number takes longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
-            self.write(dict(run_id=self.meta["run_id"], trace_id=self.trace_id) | self.counters | values)
+            self.write(self.place | values)
             shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
             self.progress.update(iteration - self.progress.n)
-            tqdm.write(f"{iteration}/{self.progress.total}, {wall - self.started:.0f} s: {', '.join(shown)}")
+            tqdm.write(f"{iteration}/{self.progress.total}, {wall_time:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self.log.flush()
 
-    def save(self, state, save_model):
-        """checkpoints/step_<iteration>, complete or not at all; save_model(folder) writes the model."""
+    def save(self, state, *parts):
+        """checkpoints/step_<iteration>, complete or not at all; each part(folder) writes of the model."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -1474,13 +1458,13 @@ class Run:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            save_model(temporary)
+            for part in parts:
+                part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             named.write_text(json.dumps(names))
-            for path in (*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl"):
-                flush_to_disk(path)
+            flush_to_disk(*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl")
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
@@ -1488,27 +1472,28 @@ class Run:
         except Exception as error:  # a full disk: each library has an exception of its own for it
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
-        # A later one is a damaged one that this run fell back from; it must not count as the newest.
-        complete = self.checkpoints[:self.checkpoints.index(folder) + 1]
-        for old in complete[:-self.args.keep_checkpoints]:  # [:-0] is empty
+        self.checkpoints.append(folder)
+        for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
+                self.checkpoints.remove(old)
                 shutil.rmtree(old)
 
     def close(self):
-        if self.writer:
+        if RANK == 0:
             self.progress.close()
             self.writer.close()
 
     def fail(self, error, evidence):
         """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
         what = dict(type=type(error).__name__, message=str(error), rank=RANK)
-        folder = self.dir / "receipts" / f"{self.trace_id}{f':{RANK}' if RANK else ''}"
-        receipt = self.meta | self.counters | what | dict(traceback=traceback.format_exception(error))
+        folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
+        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             folder.mkdir(parents=True, exist_ok=True)
             for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
                 (folder / name).write_bytes(data)
-            self.write({"trace_id": self.trace_id, "error": what | dict(receipt=f"receipts/{folder.name}")})
+            what["receipt"] = f"receipts/{folder.name}"
+            self.write({"trace_id": self.place["trace_id"], "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
@@ -1588,8 +1573,8 @@ def rollout_metrics(rollouts, throughput):
 def main(args):
     # Set-up: whatever is wrong with the input is found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
-    stop = threading.Event()
-    handler = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = []
+    handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     held_out = env.num_tasks("test")  # an environment that should have some says so here
@@ -1599,8 +1584,8 @@ def main(args):
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
-    run = Run(args, describe_run(args, "grpo", args.env, source, model=args.model,
-                                 model_sha256=weights_sha256(base, args.lora_adapter_path)))
+    run = Run(args, "grpo", args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
+              model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = (add_lora(base, args, run.checkpoint) if args.lora
              else load_weights(run.checkpoint) if run.checkpoint else base)
@@ -1614,7 +1599,7 @@ def main(args):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=0.0)
-    state = run.state or dict(cursor=0, metrics={}, optimizer={})
+    state = run.state if run.checkpoint else dict(cursor=0, metrics={}, optimizer={})
     cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers that are to be logged
     if state["optimizer"]:
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
@@ -1637,12 +1622,8 @@ def main(args):
             tensors = {name: tensor for name, tensor in tensors.items() if name in once}
             stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
-
-            def save_model(folder):
-                model.save_pretrained(folder, state_dict=tensors)
-                tokenizer.save_pretrained(folder)
-
-            run.save(dict(cursor=cursor, metrics=metrics, optimizer=state), save_model)
+            run.save(dict(cursor=cursor, metrics=metrics, optimizer=state),
+                     functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         while True:
@@ -1659,7 +1640,7 @@ def main(args):
             if metrics:  # a continued run has none at first
                 run.record(metrics)
             metrics = {}
-            stopped = any(gather([stop.is_set()]))
+            stopped = any(gather(stop))
             if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):
                 save()
                 saved = iteration
@@ -1723,7 +1704,7 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
-    except (BadInput, EngineError) as problem:
+    except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
         # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.

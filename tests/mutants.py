@@ -79,8 +79,8 @@ MUTANTS = {
         "nothing reaches the disk": ("    os.fsync(handle)", "    pass"),
         "a checkpoint's name is not flushed": ("flush_to_disk(folder.parent)", "pass"),
         "manifests are not looked at": ("sha256(folder / name) != digest", "False"),
-        "the log is not cut": ("self.log.truncate(end)", "end = self.log.tell()"),
-        "TensorBoard keeps what is made again": ("+ bool(self.state)", ""),
+        "the log is not cut": ('self.log.truncate(self.state["log_bytes"])', "pass"),
+        "TensorBoard keeps what is made again": ("+ bool(self.checkpoint)", ""),
         "a stop is not saved": ("(last or stopped or iteration %", "(last or iteration %"),
     },
     "ppo_llm.py": {

@@ -64,7 +64,7 @@ _SYSTEM = {
     "system/memory_usage": ("amount?", "resident memory of the process; as all of system/*, of the first one "
                             "[GiB]"),
     "system/cpu_utilization": ("amount?", "processor time over wall time since the record before [cores]"),
-    "system/gpu_memory": ("amount?", "peak memory allocated on the GPU [GiB]"),
+    "system/gpu_memory": ("amount?", "peak memory allocated on the GPU; 0 without one [GiB]"),
 }
 _ACCURACY = {
     "val/<source>/pass@1": ("rate?", "held-out correctness at --eval-temperature, mean over tasks and "
