@@ -91,7 +91,7 @@ def ask_all(engine, prompts):
         order = range(len(prompts) * GROUP)
         engine.playing = len(order)
         serving = asyncio.create_task(engine.serve())
-        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, n, (n,)) for n in order))
+        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, (n,)) for n in order))
         serving.cancel()
         return sum(len(ids) for ids, _ in replies)
 
