@@ -313,8 +313,6 @@ def start_processes(args):
     """Join the processes of torchrun, if it started this one.  -> the device of this process"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
-        if not args.run_dir and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-            raise BadInput("--run-dir: needed with --max-restarts, or a restart would begin a new run")
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
@@ -591,6 +589,7 @@ class Engine:
     """A sampler. Episodes await `sample`, while `serve` runs beside them and answers, or fails for all."""
 
     def __init__(self, model, tokenizer, args, folder=None):
+        """folder: where weights are written that servers are to read."""
         self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
         self.eos = eos_ids(model, tokenizer)
 
@@ -802,12 +801,6 @@ class VllmServers(Engine):
         self.adapter, problem = gather([(name, problem)])[0]
         if problem:
             raise EngineError(problem)
-
-
-def make_engine(model, tokenizer, args, folder):
-    """The sampler that --engine and --vllm-url name; weights for servers are written into `folder`."""
-    kind = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
-    return kind(model, tokenizer, args, folder)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
@@ -1577,7 +1570,8 @@ def main(args):
              else load_weights(run.checkpoint) if run.checkpoint else base)
     model = distribute(model, device)
     del base
-    engine = make_engine(model, tokenizer, args, run.dir / "sync")
+    sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
+    engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)
