@@ -239,8 +239,6 @@ def start_processes(args):
     """Join the processes of torchrun, if it started this one.  -> the device of this process"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
-        if not args.run_dir and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-            raise BadInput("--run-dir: needed with --max-restarts, or a restart would begin a new run")
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]

@@ -31,7 +31,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -58,7 +57,6 @@ import transformers
 import tyro
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors.torch import load_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -315,8 +313,6 @@ def start_processes(args):
     """Join the processes of torchrun, if it started this one.  -> the device of this process"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
-        if not args.run_dir and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-            raise BadInput("--run-dir: needed with --max-restarts, or a restart would begin a new run")
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
@@ -406,8 +402,7 @@ def from_pretrained(kind, name, **options):
     beside = Path(__file__).parent / name  # the defaults work from anywhere
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        local = path.is_dir() or name.count("/") > 1 or name.startswith(("models/", "runs/", "."))
-        if local and not (path / "config.json").is_file():
+        if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
@@ -458,18 +453,17 @@ def add_lora(model, args, checkpoint=""):
     """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
+        config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
+            target_modules=targets if targets == "all-linear" else targets.split(","))
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
+        config.inference_mode = False
+        model = peft.get_peft_model(model, config)
         if folder:
-            config = peft.LoraConfig.from_pretrained(folder)
-            config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
-            model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
-            names = set(load_file(Path(folder, "adapter_model.safetensors")))
-            known = set(peft.get_peft_model_state_dict(model))  # with an embedding that an adapter adapts
-            if odd := [name for name in names ^ known if "lora_" in name]:
+            loaded = model.load_adapter(folder, "default", is_trainable=True)
+            if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
-            return model
-        return peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha,
-            target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
+        return model
     except Exception as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
         raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
@@ -551,7 +545,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
         parent, tokens = pairs // size, (pairs % size)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
             mask, position = mask[parent], position[parent]
-            cache.batch_select_indices(parent)
+            cache.reorder_cache(parent)
         mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
     lengths = (ids >= 0).sum(1).tolist()
     return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
@@ -564,51 +558,51 @@ def eos_ids(model, tokenizer):
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer with room to grow: a decode step writes one column and copies nothing."""
+    """Keys and values in buffers with room to grow: a decode step writes one column and copies nothing."""
 
-    buffer = None  # (2, B, heads, room, D)
+    length = 0  # of what is in the buffers
+
+    def get_seq_length(self):
+        return self.length
 
     def update(self, key_states, value_states, *args, **kwargs):
         """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        start, new = self.get_seq_length(), torch.stack([key_states, value_states])
-        end = start + new.shape[3]
-        if self.buffer is None:
-            self.buffer, self.is_initialized = new, True
-        if end > self.buffer.shape[3]:
-            room = end - self.buffer.shape[3] + max(8, end // 2)
-            self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, room))
-        self.buffer[:, :, :, start:end] = new
-        self.keys, self.values = self.buffer[:, :, :, :end]
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices):
-        end, self.buffer = self.get_seq_length(), self.buffer.index_select(1, indices)  # with its room
-        self.keys, self.values = self.buffer[:, :, :, :end]
+        start, end = self.length, self.length + key_states.shape[2]
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states[:, :, :0], value_states[:, :, :0], True
+        if end > self.keys.shape[2]:
+            room = (0, 0, 0, end - self.keys.shape[2] + max(8, end // 2))
+            self.keys, self.values = (torch.nn.functional.pad(x, room) for x in (self.keys, self.values))
+        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 class EngineError(OSError):
     """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
 
 
-Request = collections.namedtuple("Request", "order future prompt_ids temperature seed")
+Request = collections.namedtuple("Request", "seed future prompt_ids temperature")
 
 
 class Engine:
     """A sampler. Episodes await `sample`, while `serve` runs beside them and answers, or fails for all."""
 
-    def __init__(self, model, tokenizer, args):
-        self.model, self.tokenizer, self.args, self.eos = model, tokenizer, args, eos_ids(model, tokenizer)
+    def __init__(self, model, tokenizer, args, folder=None):
+        """folder: where weights are written that servers are to read."""
+        self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
+        self.eos = eos_ids(model, tokenizer)
 
     def begin_rollout(self):
         # `playing`: how many episodes wait for the engine or soon will, and not for a sub-agent.
         self.requests, self.playing, self.changed = [], 0, asyncio.Event()
 
-    def sample(self, prompt_ids, temperature, seed=0, order=()):
-        """-> response_ids, logprobs"""
-        request = Request(order, asyncio.get_running_loop().create_future(), prompt_ids, temperature, seed)
-        self.requests.append(request)
+    def sample(self, prompt_ids, temperature, seed):
+        """-> response_ids, logprobs.  seed: numbers and texts that name this reply among all of a run"""
+        future = asyncio.get_running_loop().create_future()
+        self.requests.append(Request(seed, future, prompt_ids, temperature))
         self.changed.set()
-        return request.future
+        return future
 
     def leave(self):
         """An episode asks no more."""
@@ -624,7 +618,7 @@ class Engine:
             waiting = [request for request in self.requests if not request.future.done()]
             if not together or len(waiting) >= max(self.playing, 1):
                 self.requests = []
-                return sorted(waiting, key=lambda request: request.order)
+                return sorted(waiting, key=lambda request: request.seed)
 
     def sync_weights(self, model):
         """Hand over the trained weights."""
@@ -647,7 +641,8 @@ class HfEngine(Engine):
                 longest = max(len(request.prompt_ids) for request in waiting) + limit
                 rows = max(1, 16 * self.args.microbatch_tokens // longest)
                 for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
-                    _, futures, prompts, temperatures, seeds = zip(*part, strict=True)
+                    seeds, futures, prompts, temperatures = zip(*part, strict=True)
+                    seeds = [" ".join(map(str, seed)) for seed in seeds]
                     with precision(self.args, self.model.device):
                         replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
                     for future, reply in zip(futures, replies, strict=True):
@@ -662,18 +657,20 @@ class VllmEngine(Engine):
     A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
     """
 
-    def __init__(self, model, tokenizer, args):
-        super().__init__(model, tokenizer, args)
+    lora = None  # the adapter that was handed over last
+
+    def __init__(self, model, tokenizer, args, folder=None):
+        super().__init__(model, tokenizer, args, folder)
         # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        options = dict(gpu_memory_utilization=0.4, enable_sleep_mode=True)
+        options = dict(max_num_seqs=256, gpu_memory_utilization=0.4, enable_sleep_mode=True)
         if model.device.type == "cpu":
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
-            options = dict(kv_cache_memory_bytes=2**28, enforce_eager=True)
+            options = dict(max_num_seqs=256, kv_cache_memory_bytes=2**28, enforce_eager=True)
         if args.lora:
             largest = 2 ** math.ceil(math.log2(model.peft_config["default"].r))  # vLLM knows powers of 2
-            options |= dict(enable_lora=True, max_loras=1, max_lora_rank=max(8, largest))
+            options |= dict(enable_lora=True, max_lora_rank=max(8, largest))
         try:
             import vllm  # not installed with the others
             for name, text in envs.parse_options(args.vllm_kwargs).items():
@@ -682,34 +679,32 @@ class VllmEngine(Engine):
                 options[name] = text
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
+                max_model_len=args.max_context_tokens, seed=args.seed,
                 # Weights that training will replace start as noise: whatever does not arrive shows at once.
                 load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
-                logprobs_mode="processed_logprobs", disable_log_stats=True, seed=args.seed,
-                **dict(max_model_len=args.max_context_tokens, max_num_seqs=256) | options)
+                logprobs_mode="processed_logprobs", **options)
         except (ImportError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
-        self.vllm, self.lora = vllm, None
+        self.vllm = vllm
 
     async def serve(self):
         engine, running = self.llm.llm_engine, {}
         try:
             while True:
                 for request in await self.next_requests():
+                    prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
                     params = self.vllm.SamplingParams(
                         temperature=request.temperature, max_tokens=self.args.max_response_tokens,
-                        stop_token_ids=self.eos, logprobs=0, detokenize=False)
-                    prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
-                    engine.add_request(str(id(request)), prompt, params, lora_request=self.lora)
-                    running[str(id(request))] = request
-                for output in engine.step() if running else ():
-                    if output.finished and not (future := running.pop(output.request_id).future).done():
-                        ids, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
-                        future.set_result((list(ids), [of[token].logprob for token, of
-                                                       in zip(ids, logprobs, strict=True)]))
-                await asyncio.sleep(0)  # whoever can go on may ask before the next step
-                if running:
-                    self.changed.set()
+                        stop_token_ids=self.eos, logprobs=0, flat_logprobs=True, detokenize=False)
+                    engine.add_request(str(request.seed), prompt, params, lora_request=self.lora)
+                    running[str(request.seed)] = request.future
+                while running and not self.changed.is_set():
+                    for output in engine.step():
+                        if output.finished and not (future := running.pop(output.request_id)).done():
+                            reply = output.outputs[0]
+                            future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
+                    await asyncio.sleep(0)  # whoever can go on may ask before the next step
         finally:
             engine.abort_request([*running])
 
@@ -718,8 +713,7 @@ class VllmEngine(Engine):
         torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])  # nothing happens where it is awake
         if self.args.lora:
-            # An adapter under the name or number of an earlier one would be that one.
-            number = self.lora.lora_int_id + 1 if self.lora else 1
+            number = self.lora.lora_int_id + 1 if self.lora else 1  # under an old one it would be the old one
             with tempfile.TemporaryDirectory() as path:
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
                 self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
@@ -740,102 +734,73 @@ class VllmServers(Engine):
     A request that fails is not tried again: a server that was started anew would answer with other weights.
     """
 
-    def __init__(self, model, tokenizer, args, folder):
-        super().__init__(model, tokenizer, args)
-        self.folder, self.models = folder, {}  # the name to ask for, by server
-        if RANK == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # left behind by an earlier run
-        for url in (url.rstrip("/") for url in args.vllm_url):
-            # The first card is the base's; those of adapters come after it.
-            self.models[url], longest = self.call(url, "/v1/models", read=lambda answer: [
-                answer["data"][0][key] for key in ("id", "max_model_len")])
-            if longest < args.max_context_tokens:
-                raise BadInput(f"--max-context-tokens {args.max_context_tokens}: {url} was started with "
-                               f"--max-model-len {longest}")
+    adapter = None  # the name of the one that was handed over last; without, the model itself is asked
 
-    def call(self, url, path, body=None, read=None):
-        """One request: POST with a body, GET without.  -> what `read` takes from the answer's JSON"""
+    def post(self, url, path, body):
+        """-> the server's answer, if it is a good one"""
         try:
-            answer = requests.request("POST" if body else "GET", url + path, json=body, timeout=(5, 600),
-                                      proxies=dict(http="", https=""))  # one for the web is not for these
-            if answer.ok:
-                return read(answer.json()) if read else None
-            problem = f"answered {answer.status_code}: {answer.text[:300]}"
-        except (LookupError, TypeError, ValueError) as error:
-            problem = f"is not vLLM's: {error!r:.300}"
+            answer = requests.post(url.rstrip("/") + path, json=body, timeout=(5, 600),
+                                   proxies=dict(http="", https=""))  # one for the web is not for these
+            answer.raise_for_status()
+            return answer
         except requests.RequestException as error:
-            problem = f"does not answer: {first_line(error)}"
-        raise EngineError(f"--vllm-url {url}: {path} {problem} (docs/engines.md)")
+            said = first_line(error) if error.response is None else f"{error} {error.response.text[:300]}"
+            raise EngineError(f"--vllm-url {url}: {path}: {said} (docs/engines.md)") from error
 
     async def serve(self):
-        servers = itertools.cycle(self.models)
+        servers = itertools.cycle(self.args.vllm_url)
         async with asyncio.TaskGroup() as asking:  # one that fails ends all
             while True:
                 groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
                 for request in await self.next_requests():
-                    key = tuple(request.prompt_ids), request.temperature or request.order
+                    key = tuple(request.prompt_ids), request.temperature or request.seed
                     groups.setdefault(key, []).append(request)
                 for group, url in zip(groups.values(), servers, strict=False):
                     asking.create_task(self.answer(url, group))
 
     async def answer(self, url, group):
         """Requests that differ in nothing, as one."""
-        def read(answer):
-            replies = [(choice["token_ids"], choice["logprobs"]["token_logprobs"])
-                       for choice in answer["choices"]]
-            if len(group) != sum(len(ids) == len(logprobs) > 0 for ids, logprobs in replies):
-                raise ValueError(f"not {len(group)} replies with token ids, as were asked for")
-            return replies
-
         # All that a server would otherwise take from the model's generation config is said.
         body = dict(
-            model=self.models[url], prompt=group[0].prompt_ids, n=len(group), logprobs=0,
+            model=self.adapter, prompt=group[0].prompt_ids, n=len(group), logprobs=0,
             temperature=group[0].temperature, max_tokens=self.args.max_response_tokens,
             stop_token_ids=self.eos, return_token_ids=True, top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        replies = await envs.in_thread(self.call, url, "/v1/completions", body, read)
-        for request, reply in zip(group, replies, strict=True):
-            if not request.future.done():
-                request.future.set_result(reply)
+        answer = await envs.in_thread(self.post, url, "/v1/completions", body)
+        try:
+            for request, choice in zip(group, answer.json()["choices"], strict=True):
+                ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+                if not len(ids) == len(logprobs) > 0:
+                    raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
+                if not request.future.done():
+                    request.future.set_result((ids, logprobs))
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"--vllm-url {url}: not an answer of vLLM's ({error!r:.300})") from error
 
     def sync_weights(self, model):
         """The first process hands the weights to each server; the others wait until they have them."""
-        name, problem = f"policy-{os.urandom(8).hex()}", ""
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
-        try:
-            if RANK == 0:
-                self.hand_over(model, name, tensors)
-        except EngineError as error:
-            problem = str(error)
-        name, problem = gather([(name, problem)])[0]
-        if problem:
-            raise EngineError(problem)
-        if self.args.lora:
-            self.models = dict.fromkeys(self.models, name)
-
-    def hand_over(self, model, name, tensors):
-        path = str((self.folder / name).resolve())
-        model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
+        path, name, problem = str(self.folder.resolve()), None, ""
         load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            name = f"policy-{os.urandom(8).hex()}"
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
-        for url in self.models:
-            names = self.call(url, "/v1/models", read=lambda answer: [card["id"] for card in answer["data"]])
-            for old in (old for old in names if re.match("policy-[0-9a-f]{16}", old)):
-                self.call(url, "/v1/unload_lora_adapter", dict(lora_name=old))
-            self.call(url, *load)
-            # What it had cached is of older weights. Requests of episodes that ran out of time may still be
-            # in the making; they begin again.
-            self.call(url, "/reset_prefix_cache?reset_running_requests=true", {"reset": True})
-        shutil.rmtree(path)
-
-
-def make_engine(model, tokenizer, args, folder):
-    """The sampler that --engine and --vllm-url name; weights for servers are written into `folder`."""
-    if args.vllm_url:
-        return VllmServers(model, tokenizer, args, folder)
-    return (HfEngine if args.engine == "hf" else VllmEngine)(model, tokenizer, args)
+        if RANK == 0:
+            shutil.rmtree(path, ignore_errors=True)  # what a kill has left there
+            model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
+            try:
+                for url in self.args.vllm_url:
+                    self.post(url, *load)
+                    # What it had cached is of older weights. Requests of episodes that ran out of time may
+                    # still be in the making; they begin again.
+                    self.post(url, "/reset_prefix_cache?reset_running_requests=true", {})
+            except EngineError as error:
+                problem = str(error)
+            shutil.rmtree(path)
+        self.adapter, problem = gather([(name, problem)])[0]
+        if problem:
+            raise EngineError(problem)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
@@ -1059,8 +1024,8 @@ class Player:
             return "context"
         while True:
             segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-            seed = " ".join(map(str, (self.args.seed, self.kind, *r.order, r.retries, len(r.turns))))
-            ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed, r.order)
+            seed = (self.args.seed, self.kind, *r.order, r.retries, len(r.turns))
+            ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed)
             segment.append(ids, 1, logprobs)
             r.turns.append((len(r.segments) - 1, start, start + len(ids)))
             r.reply = self.decode(tuple(ids))
@@ -1591,7 +1556,8 @@ def main(args):
              else load_weights(run.checkpoint) if run.checkpoint else base)
     model = distribute(model, device)
     del base
-    engine = make_engine(model, tokenizer, args, run.dir / "sync")
+    sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
+    engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)

@@ -53,7 +53,6 @@ import tyro
 from datasets.arrow_writer import ArrowWriter
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from safetensors.torch import load_file
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -246,8 +245,6 @@ def start_processes(args):
     """Join the processes of torchrun, if it started this one.  -> the device of this process"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
-        if not args.run_dir and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-            raise BadInput("--run-dir: needed with --max-restarts, or a restart would begin a new run")
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
@@ -329,8 +326,7 @@ def from_pretrained(kind, name, **options):
     beside = Path(__file__).parent / name  # the defaults work from anywhere
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
-        local = path.is_dir() or name.count("/") > 1 or name.startswith(("models/", "runs/", "."))
-        if local and not (path / "config.json").is_file():
+        if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
@@ -427,18 +423,17 @@ def add_lora(model, args, checkpoint=""):
     """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
+        config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
+            target_modules=targets if targets == "all-linear" else targets.split(","))
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
+        config.inference_mode = False
+        model = peft.get_peft_model(model, config)
         if folder:
-            config = peft.LoraConfig.from_pretrained(folder)
-            config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
-            model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True, config=config)
-            names = set(load_file(Path(folder, "adapter_model.safetensors")))
-            known = set(peft.get_peft_model_state_dict(model))  # with an embedding that an adapter adapts
-            if odd := [name for name in names ^ known if "lora_" in name]:
+            loaded = model.load_adapter(folder, "default", is_trainable=True)
+            if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
-            return model
-        return peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha,
-            target_modules=targets if targets == "all-linear" else targets.split(","), task_type="CAUSAL_LM"))
+        return model
     except Exception as error:
         flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
         raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error

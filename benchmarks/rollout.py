@@ -91,7 +91,7 @@ def ask_all(engine, prompts):
         order = range(len(prompts) * GROUP)
         engine.playing = len(order)
         serving = asyncio.create_task(engine.serve())
-        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, n, (n,)) for n in order))
+        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, (n,)) for n in order))
         serving.cancel()
         return sum(len(ids) for ids, _ in replies)
 
@@ -116,7 +116,7 @@ def compare_engines(repeats):
         args = grpo_llm.Args(model=path, engine="vllm", max_response_tokens=limit, max_context_tokens=256)
         model = grpo_llm.load_weights(path)
         engines = dict(hf=grpo_llm.HfEngine(model, tokenizer, args),
-                       vllm=grpo_llm.make_engine(model, tokenizer, args, scratch / "sync"))
+                       vllm=grpo_llm.VllmEngine(model, tokenizer, args))
         engines["vllm"].sync_weights(model)
         for count in counts:
             prompts = (countdown_prompts(count, tokenizer, args) if path == tiny

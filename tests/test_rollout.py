@@ -399,9 +399,9 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(ran
     world, asked = World(conversation), {}
 
     class Recorder(grpo_llm.HfEngine):
-        async def sample(self, prompt_ids, temperature, seed, order):
-            asked.setdefault(order, []).append(prompt_ids)
-            return await super().sample(prompt_ids, temperature, seed, order)
+        async def sample(self, prompt_ids, temperature, seed):
+            asked.setdefault(seed[2:-2], []).append(prompt_ids)  # an episode's place among all
+            return await super().sample(prompt_ids, temperature, seed)
 
     tasks = [world.task("train", n) for n in range(8)]
     rollouts = grpo_llm.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
