@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -551,51 +552,48 @@ def encode(messages, response, tokenizer):
 
 
 def encode_conversation(messages, tokenizer, eos):
-    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it."""
-    text, spans, tagged = assistant_spans(messages, tokenizer)
-    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, ends = np.array(coded.offset_mapping, dtype=int).reshape(-1, 2).T
-    is_eos, mask = np.isin(coded.input_ids, eos), np.zeros(len(starts), dtype=int)
-    for start, end in spans:
-        turn = (starts >= start) & (starts < end)
-        turn &= ends > start  # not the space before it, where offsets leave spaces out
-        if not (turn & is_eos).any():
-            raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
-                           "ever end; expected another --chat-template")
-        if not tagged:  # nor what the template writes after its eos, a line break mostly
-            turn[np.flatnonzero(turn & is_eos)[-1] + 1:] = False
-        mask[turn] = 1
-    return coded.input_ids, mask.tolist()
+    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it.
+
+    A turn becomes tokens by itself, as it does at sampling: none spans its beginning.
+    """
+    text, turns = assistant_turns(messages, tokenizer)
+    bounds = [0, *itertools.chain(*turns), len(text)]
+    parts = [text[start:end] for start, end in itertools.pairwise(bounds)]  # every second one is a turn
+    ids, mask = [], []
+    for number, part in enumerate(tokenizer(parts, add_special_tokens=False).input_ids):
+        learned = number % 2
+        if learned and set(eos).isdisjoint(part):
+            raise BadInput("--chat-template: it ends an assistant turn without an eos token: none would end")
+        ids += part
+        mask += [learned] * len(part)
+    return ids, mask
 
 
-def assistant_spans(messages, tokenizer):
-    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)]; whether
-    tags of the template ({% generation %}) say so.
+def assistant_turns(messages, tokenizer):
+    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)].
 
-    Without tags a turn is what the template adds to the messages before it and to the start of a reply: its
-    text, its eos and what follows that. A template that does not only append is refused. (apply_chat_template
-    has a mask of its own, but it errs where a turn's first or last character has no token to itself.)
+    The template's {% generation %} tags say so, or a turn is what it adds to the messages before it and to
+    the start of a reply, but for white space after its eos. One that does not only append is refused.
     """
     template = tokenizer.get_chat_template()
     tagged = bool(re.search(r"{%-?\s*generation\b", template))
-    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map,
-                               return_assistant_tokens_mask=tagged)
-    (text,), tags = render([messages])
+    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
+    (text,), tags = render([messages], return_assistant_tokens_mask=tagged)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spoken = [turn for turn in turns if messages[turn]["content"].strip() or messages[turn].get("tool_calls")]
     if tagged:
-        if len(tags[0]) != len(turns):  # which is whose cannot be told, and all are learned
-            return text, tags[0], tagged
-        return text, [span for span, turn in zip(tags[0], turns, strict=True) if turn in spoken], tagged
+        one_each = len(tags[0]) == len(turns)  # else which is whose cannot be told, and all are learned
+        return text, [span for n, span in enumerate(tags[0]) if not one_each or turns[n] in spoken]
 
-    before, _ = render([messages[:turn] for turn in spoken], add_generation_prompt=True)
-    after, _ = render([messages[:turn + 1] for turn in spoken])
-    for turn, one, other in zip(spoken, before, after, strict=True):
-        if not other.startswith(one) or not text.startswith(other):
-            raise BadInput(f"the chat template writes message {turn + 1} otherwise when others follow or a "
-                           "reply begins, so its tokens cannot be told; expected a --chat-template that only "
-                           "appends, or one with {% generation %} tags, or rows of prompt and response")
-    return text, zip(map(len, before), map(len, after), strict=True), tagged
+    spans = []
+    for turn in spoken:
+        (before,), _ = render([messages[:turn]], add_generation_prompt=True)
+        (after,), _ = render([messages[:turn + 1]])
+        if not after.startswith(before) or not text.startswith(after):
+            raise BadInput(f"--chat-template: it writes message {turn + 1} otherwise when others follow or a "
+                           "reply begins; expected one that only appends, or one with {% generation %} tags")
+        spans.append((len(before), len(after.rstrip())))
+    return text, spans
 
 
 def encode_row(row, tokenizer, args, eos):

@@ -1,11 +1,11 @@
 """sft.py from rows to tokens, as hostile data would have it: every form of a row, torn files, conversations
 under templates in the manner of the well-known ones, streaming, data sets of the hub.
 
-What a row's tokens should be is computed here a second time, slowly and without sft.py, its chat templates or
-the tokenizer's offsets.
+What a row's tokens should be is computed here a second time, without sft.py and its chat templates.
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -76,21 +76,6 @@ MARKERS = ["<|im_start|>", "<|im_end|>"]
 
 def ids_of(text, tokenizer):
     return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def beginnings(ids, text, tokenizer):
-    """The character of the text that each token begins in, from the bytes that the tokens stand for: a letter
-    of a token is a byte, where it is no special one.
-    """
-    special = {i: word for word, i in tokenizer.get_added_vocab().items()}
-    character = [index for index, c in enumerate(text) for _ in c.encode()]
-    starts, position = [], 0
-    for token in ids:
-        word = special[token].encode() if token in special else tokenizer.convert_ids_to_tokens(token)
-        starts.append(character[position])
-        position += len(word)
-    assert position == len(character)
-    return starts
 
 
 def byte_tokenizer(template=None, eos="<eos>"):
@@ -296,41 +281,38 @@ def written(ids, mask, tokenizer):
 
 
 def expected_row(pieces, tokenizer):
-    """[(text, whether it is learned)] -> (ids, mask), and how many pieces begin within a token."""
-    text = "".join(text for text, _ in pieces)
-    learned = [flag for text, flag in pieces for _ in text]
-    ids = ids_of(text, tokenizer)
-    starts, place, straddling = beginnings(ids, text, tokenizer), 0, 0
-    for part, flag in pieces:
-        straddling += bool(flag and place not in starts)
-        place += len(part)
-    return (ids, [int(learned[start]) for start in starts]), straddling
+    """[(text, whether it is learned)] -> (ids, mask): what is learned at a stretch are tokens of its own."""
+    ids, mask = [], []
+    for learned, stretch in itertools.groupby(pieces, key=lambda piece: int(piece[1])):
+        part = ids_of("".join(text for text, _ in stretch), tokenizer)
+        ids += part
+        mask += [learned] * len(part)
+    return ids, mask
 
 
 @pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
 def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template, merges):
-    """A token that begins before the answer is the prompt's, even if the answer begins within it."""
-    rng, count, straddling = random.Random(1), 0, 0
+    """No token spans an answer's beginning, as none does at sampling, though in the whole text some would."""
+    rng, count, spanning = random.Random(1), 0, 0
     conversations = [conversation(rng) for _ in range(60)]
     texts = ["".join(text for text, _ in pieces(messages)) for messages in conversations]
     tokenizer = merging_tokenizer(template, texts) if merges else byte_tokenizer(template, "<|im_end|>")
 
     for messages, text in zip(conversations, texts, strict=True):
         found = chat_row(messages, tokenizer, ["<|im_end|>", "<eos>"])
-        expected, within = expected_row(list(pieces(messages)), tokenizer)
-        assert found == expected, (messages, written(*found, tokenizer))
+        assert found == expected_row(pieces(messages), tokenizer), (messages, written(*found, tokenizer))
         count += any(found[1])
-        straddling += within
+        spanning += found[0] != ids_of(text, tokenizer)
 
-        # As a prompt, which a response follows: no token spans the two, as none does at sampling.
+        # As a prompt, which a response follows.
         response = rng.choice(CONTENTS)
         before = ids_of(text + "<|im_start|>assistant\n", tokenizer)
         after = [*ids_of(response or "", tokenizer), tokenizer.eos_token_id]
         flag = int(bool((response or "").strip()))
         assert encoded(pair(messages, response), tokenizer) == (
             before + after, [0] * len(before) + [flag] * len(after))
-    assert count > 25 and (straddling > 15 or not merges), (count, straddling)
+    assert count > 25 and (spanning > 15 or not merges), (count, spanning)
 
 
 def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(tmp_path):
@@ -349,7 +331,7 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
     counts, taken_rows = train(tmp_path / "run", train_files=files, messages_key="chat", on_bad_row="skip",
                                val_ratio=0.0, chat_template=str(tmp_path / "chat.jinja"))
     parts = [[(text.replace("<|im_end|>", "<eos>"), flag) for text, flag in pieces(chat)] for chat in good]
-    assert taken_rows == [expected_row(part, sft.new_tokenizer(None))[0] for part in parts] * 3
+    assert taken_rows == [expected_row(part, sft.new_tokenizer(None)) for part in parts] * 3
     assert counts == (12, 0, 0, 6, 4 + len(worse))
 
 
@@ -390,23 +372,19 @@ TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
 
 
 @pytest.mark.parametrize(("template", "messages", "learned"), [
-    # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
+    # Whatever the tags enclose and nothing after it.
     (TAGS.format("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}"),
      [assistant(""), user("no"), assistant("é"), user("no")], "é<eos>👩"),
     (TAGS.format("{{ m.content }}<eos>"), [assistant("é"), user("no"), assistant("b")], "é<eos>b<eos>"),
     (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
-    # "Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins.
+    # "Assistant: " is what the reply follows, and a space follows its eos.
     ("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}",
      [user(" a "), assistant(" b "), user("c"), assistant("d e")], " b <eos>d e<eos>"),
 ], ids=["ends", "first", "leading-space", "space-before"])
-@pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
-def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
-    """Offsets without the space that a token begins or ends with are GPT-NeoX's, for one."""
+def test_answers_are_learned_to_the_letter(template, messages, learned):
     tokenizer = byte_tokenizer(template)
-    if trims:
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert written(*chat_row(messages, tokenizer, ["<eos>"]), tokenizer) == learned
 
 
