@@ -28,7 +28,6 @@ import math
 import os
 import platform
 import re
-import reprlib
 import shutil
 import signal
 import subprocess
@@ -66,7 +65,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -140,28 +138,21 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
-        rows = self.train_files or self.dataset
-        for flag, value, is_fine, expected in (
-                ("dataset", self.dataset, not self.train_files, "no --train-files"),
-                ("val-files", " ".join(self.val_files), self.train_files, "--train-files"),
-                ("splits", " ".join(self.splits), self.dataset or self.splits == ("train",), "--dataset"),
-                ("messages-key", self.messages_key, rows, "--train-files or --dataset"),
-                ("lora-adapter-path", self.lora_adapter_path, not self.lora_rank, "no --lora-rank"),
-                ("lora-adapter-path", self.lora_adapter_path, self.model, "--model"),
-                ("lora-rank", self.lora_rank, self.model, "--model")):
-            if value and not is_fine:
-                raise BadInput(f"--{flag} {value}: expected {expected} beside it")
+        for flag, is_fine, expected in (
+                ("dataset", not self.train_files, "no --train-files"),
+                ("val_files", self.train_files, "--train-files"),
+                ("splits", self.dataset, "--dataset"),
+                ("messages_key", self.train_files or self.dataset, "--train-files or --dataset"),
+                ("lora_adapter_path", self.model and not self.lora_rank, "--model, and no --lora-rank,"),
+                ("lora_rank", self.model, "--model")):
+            if getattr(self, flag) != getattr(Args, flag) and not is_fine:
+                raise BadInput(f"--{flag.replace('_', '-')}: expected {expected} beside it")
 
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
-
-    @property
-    def env_options(self) -> tuple[str, ...]:
-        """--env-kwargs, whose default is for Countdown alone."""
-        return () if self.env != Args.env and self.env_kwargs == Args.env_kwargs else self.env_kwargs
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -403,7 +394,7 @@ def new_tokenizer(words):
         core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
-    return FastTokenizer(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
 
@@ -463,21 +454,15 @@ def set_up_passes(model, args):
 
 @torch.no_grad()
 def check_packing(model, args):
-    """Raise BadInput where packed rows see each other, as in layers with a state that no mask cuts.
-
-    The second of two packed rows must come out the same, whatever the first one is, but for rounding.
-    """
-    ids = torch.arange(64, device=model.device) % model.get_output_embeddings().out_features
-    positions = torch.arange(32, device=model.device).repeat(2)[None]
-
-    def second(first):
-        tokens = torch.cat([first, ids[32:]])[None]
-        return model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
-
-    with precision(args, model.device):
-        one, other = (as_forward(model, functools.partial(second, first)).last_hidden_state[0, 32:].float()
-                      for first in (ids[:32], ids[:32].flip(0)))                             # (32, H)
-    if (one - other).norm(dim=-1).max() > 1e-2 * one.norm(dim=-1).max():
+    """Raise BadInput where a packed row changes with the one before it: no mask cuts some layers' state."""
+    row = torch.arange(32, device=model.device) % model.get_output_embeddings().out_features
+    positions, found = torch.arange(32, device=model.device).repeat(2)[None], []
+    for first in (row, row.flip(0)):
+        packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
+                                   position_ids=positions, use_cache=False)
+        with precision(args, model.device):
+            found.append(as_forward(model, packed).last_hidden_state[0, 32:].float())        # (32, H)
+    if (found[0] - found[1]).norm(dim=-1).max() > 1e-2 * found[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
@@ -518,7 +503,7 @@ def plain_text(content, where):
     texts = [block.get("text") if isinstance(block, dict) and block.get("type") in ("text", None) else block
              for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise BadInput(f"{where}: expected a text, text blocks or null, got {reprlib.repr(content)}")
+        raise BadInput(f"{where}: expected a text, text blocks or null, got {content!r:.99}")
     # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
     return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
 
@@ -527,12 +512,12 @@ def to_messages(value, where):
     """A list of chat messages (or its JSON), checked, each content a plain text."""
     value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
-        raise BadInput(f"{where}: expected a list of messages, got {reprlib.repr(value)}")
+        raise BadInput(f"{where}: expected a list of messages, got {value!r:.99}")
     messages = []
     for number, message in enumerate(value, 1):
         here = f"{where}, message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(f"{here}: expected a role and a content, got {reprlib.repr(message)}")
+            raise BadInput(f"{here}: expected a role and a content, got {message!r:.99}")
         others = {key: item for key, item in message.items() if item is not None}  # parquet fills with nulls
         messages.append(others | {"content": plain_text(message.get("content"), here)})
     return messages
@@ -598,56 +583,49 @@ def assistant_turns(messages, tokenizer):
 
 def encode_row(row, tokenizer, args, eos):
     """A row, or its line of JSON -> (ids, mask), not cut yet."""
-    try:
-        row = json.loads(row) if isinstance(row, bytes) else row
-        if missing := set(args.columns).difference(dict(row)):
-            raise BadInput(f"column {min(missing)}: missing; it has {[*row]!r:.300}")
-        if args.messages_key:
-            messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
-            return encode_conversation(messages, tokenizer, eos)
-        prompt, response = row[args.prompt_key], row[args.response_key]
-        prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        return encode(to_messages(prompt, f"column {args.prompt_key}"),
-                      plain_text(response, f"column {args.response_key}"), tokenizer)
-    except BadInput:
-        raise
-    except Exception as error:  # a template is a program
-        raise BadInput(f"it is no JSON, or the chat template refuses it ({first_line(error)})") from error
+    row = json.loads(row) if isinstance(row, bytes) else row
+    if missing := [name for name in args.columns if name not in row]:
+        raise BadInput(f"column {missing[0]}: missing; it has {[*row]!r:.300}")
+    if args.messages_key:
+        messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
+        return encode_conversation(messages, tokenizer, eos)
+    prompt, response = row[args.prompt_key], row[args.response_key]
+    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    return encode(to_messages(prompt, f"column {args.prompt_key}"),
+                  plain_text(response, f"column {args.response_key}"), tokenizer)
 
 
 def cut(ids, mask, args):
     """Truncation to --max-length.  -> (ids, mask); nothing may be left in the mask."""
-    if len(ids) > args.max_length:
-        if args.truncation == "error":
-            raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
-        kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
-        ids, mask = ids[kept], mask[kept]
-    return ids, [0, *mask[1:]]  # nothing predicts the first token
+    if len(ids) > args.max_length and args.truncation == "error":
+        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
+    kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
+    return ids[kept], [0, *mask[kept][1:]]  # nothing predicts the first token
 
 
-def encode_rows(rows, path, tokenizer, args, eos, counts):
+def encode_rows(args, side, path, tokenizer, eos, counts):
     """Rows to tokens, a few in memory at a time, into an Arrow file; counts: of those cut and left out."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
-    features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
-                                 mask=datasets.List(datasets.Value("bool")))
+    features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
-        for where, row in tqdm(rows, desc=f"{path.stem} rows to tokens", unit="row", disable=None):
+        for where, row in tqdm(read_rows(args, side), f"{side} rows to tokens", unit="row", disable=None):
             try:
                 whole = encode_row(row, tokenizer, args, eos)
                 ids, mask = cut(*whole, args)
-            except BadInput as error:
+            except Exception as error:  # a template is a program
+                what = "" if isinstance(error, BadInput) else "no JSON, or the chat template refuses it: "
+                reason = f"{where}, {what}{first_line(error)}"
                 if args.on_bad_row == "error":
-                    raise BadInput(f"{where}, {error}") from error
+                    raise BadInput(reason) from error
                 counts["bad"] += 1
                 if counts["bad"] <= 5:
-                    tqdm.write(f"left out: {where}, {error}")
+                    tqdm.write(f"left out: {reason}")
                 continue
             counts["truncated"] += len(ids) < len(whole[0])
+            counts["dropped"] += not any(mask)
             if any(mask):
                 writer.write(dict(ids=ids, mask=mask))
-            else:
-                counts["dropped"] += 1
         writer.finalize()
     flush_to_disk(temporary)
     temporary.replace(path)
@@ -659,7 +637,7 @@ def examples_of_rows(args, tokenizer, eos, run):
     for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
         if RANK == 0 and not (run.state and path.exists()):  # a continued run finds its file
-            encode_rows(read_rows(args, side), path, tokenizer, args, eos, counts)
+            encode_rows(args, side, path, tokenizer, eos, counts)
         gather([])  # the others wait for it
         data.append(datasets.Dataset.from_file(str(path)))
     train, val = data[0], data[-1]
@@ -670,7 +648,7 @@ def examples_of_rows(args, tokenizer, eos, run):
     if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
         raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected rows to learn from and rows "
                        f"to hold out, got {len(train)} and {len(val)}; {counts}")
-    held_out = [tuple(val[index].values()) for index in range(min(len(val), args.eval_tasks))]
+    held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
@@ -681,20 +659,19 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     a rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, start = [([], [])], 0
+    rows, start = [], 0
     for number, turn in enumerate(turns):
         before = start
         for start in range(before, max(number, 1)):
             history = messages[:num_prompt] + messages[turns[start]:turn]
             ids, mask = encode(history, messages[turn]["content"], tokenizer)
-            if len(ids) <= args.max_length:
+            if fits := len(ids) <= args.max_length:
                 break
-        shown, learned = rows[-1]
-        if start == before and len(ids) <= args.max_length and ids[:len(shown)] == shown:
-            rows.pop()
+        if rows and fits and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:
+            _, learned = rows.pop()
             mask = learned + mask[len(learned):]
         rows.append((ids, mask))
-    return [row for row in rows if row[0]]
+    return rows
 
 
 def examples_of_env(env, args, tokenizer):
@@ -801,13 +778,13 @@ def evaluate(model, tokenizer, env, held_out, args):
     for start in (starts[index] for index in shard(len(starts))):
         torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
         sampled = correct(start, args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-        scores += [*zip(sampled, correct(start, 1, do_sample=False), strict=True)]
+        scores += [*np.hstack([sampled, correct(start, 1, do_sample=False)])]
     unshard(model, whole=False)
 
-    scores = gather(scores)
+    scores = np.array(gather(scores))
     for source in sorted({task.source for task in tasks}):
-        of = [score for score, task in zip(scores, tasks, strict=True) if task.source == source]
-        sampled, greedy = (np.stack(part) for part in zip(*of, strict=True))
+        of = scores[[task.source == source for task in tasks]]
+        sampled, greedy = of[:, :-1], of[:, -1]
         metrics |= {f"val/{source}/pass@1": float(sampled.mean()),
                     f"val/{source}/pass@{args.eval_samples}": float(sampled.max(1).mean()),
                     f"val/{source}/greedy": float(greedy.mean())}
@@ -1048,14 +1025,14 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    files = [("--train-files", name) for name in args.train_files]
-    files += [("--val-files", name) for name in args.val_files]
-    for flag, name in files:
-        if not Path(name).is_file():
-            raise BadInput(f"{flag} {name}: expected a .parquet, .json or .jsonl file")
-    env = None if rows_given else envs.make(args.env, **envs.parse_options(args.env_options))
+    files = [Path(name) for name in args.train_files + args.val_files]
+    if missing := [name for name in files if not name.is_file()]:
+        raise BadInput(f"{missing[0]}: expected a .parquet, .json or .jsonl file")
+    # The default of --env-kwargs is for Countdown alone.
+    options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
+    env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template + "".join(sha256(Path(name)) for _, name in files)
+    source = tokenizer.chat_template + "".join(map(sha256, files))
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
