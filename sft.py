@@ -108,11 +108,9 @@ class Args:
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
     output_dir: str = ""  # folder of the result (default: the run's model/); what was there: <name>.previous
 
-    # Sizes
+    # Optimisation
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
     microbatch_tokens: Count = 4096  # tokens per pass, padding included [tokens]; never changes the gradient
-
-    # Optimisation
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
     steps: Whole = 1200  # optimiser steps; 0: as many as --epochs takes
     epochs: NotNegative = 10.0  # passes over the training rows, where --steps is 0
@@ -384,10 +382,9 @@ def new_tokenizer(words):
         core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        result = r"(?<=[-+*/] \d|[-+*/] \d\d|[-+*/] \d\d\d|[-+*/] \d\d\d\d) (?=\d)"
         core.decoder = decoders.Sequence([
             decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
-            decoders.Replace(Regex(result), " = "),
+            decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
             decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -444,12 +441,10 @@ def set_up_passes(model, args):
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # Not transformers' own switch: it works in training mode only, which would wake dropout.
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if not layers:
-            raise BadInput(f"--gradient-checkpointing: {args.model} has no layers that can be recomputed")
-        for layer in layers:
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
-                                              preserve_rng_state=False)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
+                                                  preserve_rng_state=False)
 
 
 @torch.no_grad()
@@ -1073,7 +1068,7 @@ def main(args):
 
     def evaluates(step):
         """At the first and the last step, every --eval-every, and where an epoch ends."""
-        epoch_ends = step * args.batch_size // num_rows > (step - 1) * args.batch_size // num_rows
+        epoch_ends = step * args.batch_size % num_rows < args.batch_size
         return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
 
     def save():
@@ -1141,10 +1136,10 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + num_tokens)
             if evaluates(step) or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
-                window, weight_norm = [], full_tensor(torch.nn.utils.get_total_norm(parameters))
+                window = []
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
-                    "train/weight_norm": float(weight_norm),
+                    "train/weight_norm": float(full_tensor(torch.nn.utils.get_total_norm(parameters))),
                     "train/learning_rate": learning_rate(step, num_steps, args),
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
