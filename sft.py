@@ -22,11 +22,11 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-import reprlib
 import shutil
 import signal
 import subprocess
@@ -62,7 +62,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -106,11 +105,9 @@ class Args:
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
     output_dir: str = ""  # folder of the result (default: the run's model/); what was there: <name>.previous
 
-    # Sizes
+    # Optimisation
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
     microbatch_tokens: Count = 4096  # tokens per pass, padding included [tokens]; never changes the gradient
-
-    # Optimisation
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
     steps: Whole = 1200  # optimiser steps; 0: as many as --epochs takes
     epochs: NotNegative = 10.0  # passes over the training rows, where --steps is 0
@@ -136,28 +133,21 @@ class Args:
     track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
-        rows = self.train_files or self.dataset
-        for flag, value, is_fine, expected in (
-                ("dataset", self.dataset, not self.train_files, "no --train-files"),
-                ("val-files", " ".join(self.val_files), self.train_files, "--train-files"),
-                ("splits", " ".join(self.splits), self.dataset or self.splits == ("train",), "--dataset"),
-                ("messages-key", self.messages_key, rows, "--train-files or --dataset"),
-                ("lora-adapter-path", self.lora_adapter_path, not self.lora_rank, "no --lora-rank"),
-                ("lora-adapter-path", self.lora_adapter_path, self.model, "--model"),
-                ("lora-rank", self.lora_rank, self.model, "--model")):
-            if value and not is_fine:
-                raise BadInput(f"--{flag} {value}: expected {expected} beside it")
+        for flag, is_fine, expected in (
+                ("dataset", not self.train_files, "no --train-files"),
+                ("val_files", self.train_files, "--train-files"),
+                ("splits", self.dataset, "--dataset"),
+                ("messages_key", self.train_files or self.dataset, "--train-files or --dataset"),
+                ("lora_adapter_path", self.model and not self.lora_rank, "--model, and no --lora-rank,"),
+                ("lora_rank", self.model, "--model")):
+            if getattr(self, flag) != getattr(Args, flag) and not is_fine:
+                raise BadInput(f"--{flag.replace('_', '-')}: expected {expected} beside it")
 
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change; every other one decides what is learned."""
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
-
-    @property
-    def env_options(self) -> tuple[str, ...]:
-        """--env-kwargs, whose default is for Countdown alone."""
-        return () if self.env != Args.env and self.env_kwargs == Args.env_kwargs else self.env_kwargs
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -386,17 +376,16 @@ def new_tokenizer(words):
         core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        result = r"(?<=[-+*/] \d|[-+*/] \d\d|[-+*/] \d\d\d|[-+*/] \d\d\d\d) (?=\d)"
         core.decoder = decoders.Sequence([
             decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
-            decoders.Replace(Regex(result), " = "),
+            decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
             decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
-    return FastTokenizer(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
 
@@ -445,31 +434,23 @@ def set_up_passes(model, args):
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # Not transformers' own switch: it works in training mode only, which would wake dropout.
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if not layers:
-            raise BadInput(f"--gradient-checkpointing: {args.model} has no layers that can be recomputed")
-        for layer in layers:
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
-                                              preserve_rng_state=False)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
+                                                  preserve_rng_state=False)
 
 
 @torch.no_grad()
 def check_packing(model, args):
-    """Raise BadInput where packed rows see each other, as in layers with a state that no mask cuts.
-
-    The second of two packed rows must come out the same, whatever the first one is, but for rounding.
-    """
-    ids = torch.arange(64, device=model.device) % model.get_output_embeddings().out_features
-    positions = torch.arange(32, device=model.device).repeat(2)[None]
-
-    def second(first):
-        tokens = torch.cat([first, ids[32:]])[None]
-        return model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
-
-    with precision(args, model.device):
-        one, other = (as_forward(model, functools.partial(second, first)).last_hidden_state[0, 32:].float()
-                      for first in (ids[:32], ids[:32].flip(0)))                             # (32, H)
-    if (one - other).norm(dim=-1).max() > 1e-2 * one.norm(dim=-1).max():
+    """Raise BadInput where a packed row changes with the one before it: no mask cuts some layers' state."""
+    row = torch.arange(32, device=model.device) % model.get_output_embeddings().out_features
+    positions, found = torch.arange(32, device=model.device).repeat(2)[None], []
+    for first in (row, row.flip(0)):
+        packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
+                                   position_ids=positions, use_cache=False)
+        with precision(args, model.device):
+            found.append(as_forward(model, packed).last_hidden_state[0, 32:].float())        # (32, H)
+    if (found[0] - found[1]).norm(dim=-1).max() > 1e-2 * found[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
@@ -510,7 +491,7 @@ def plain_text(content, where):
     texts = [block.get("text") if isinstance(block, dict) and block.get("type") in ("text", None) else block
              for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise BadInput(f"{where}: expected a text, text blocks or null, got {reprlib.repr(content)}")
+        raise BadInput(f"{where}: expected a text, text blocks or null, got {content!r:.99}")
     # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
     return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
 
@@ -519,12 +500,12 @@ def to_messages(value, where):
     """A list of chat messages (or its JSON), checked, each content a plain text."""
     value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
-        raise BadInput(f"{where}: expected a list of messages, got {reprlib.repr(value)}")
+        raise BadInput(f"{where}: expected a list of messages, got {value!r:.99}")
     messages = []
     for number, message in enumerate(value, 1):
         here = f"{where}, message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(f"{here}: expected a role and a content, got {reprlib.repr(message)}")
+            raise BadInput(f"{here}: expected a role and a content, got {message!r:.99}")
         others = {key: item for key, item in message.items() if item is not None}  # parquet fills with nulls
         messages.append(others | {"content": plain_text(message.get("content"), here)})
     return messages
@@ -544,105 +525,95 @@ def encode(messages, response, tokenizer):
 
 
 def encode_conversation(messages, tokenizer, eos):
-    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it."""
-    text, spans, tagged = assistant_spans(messages, tokenizer)
-    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, ends = np.array(coded.offset_mapping, dtype=int).reshape(-1, 2).T
-    is_eos, mask = np.isin(coded.input_ids, eos), np.zeros(len(starts), dtype=int)
-    for start, end in spans:
-        turn = (starts >= start) & (starts < end)
-        turn &= ends > start  # not the space before it, where offsets leave spaces out
-        if not (turn & is_eos).any():
-            raise BadInput("the chat template ends an assistant turn without an eos token, so no reply would "
-                           "ever end; expected another --chat-template")
-        if not tagged:  # nor what the template writes after its eos, a line break mostly
-            turn[np.flatnonzero(turn & is_eos)[-1] + 1:] = False
-        mask[turn] = 1
-    return coded.input_ids, mask.tolist()
+    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it.
+
+    A turn becomes tokens by itself, as it does at sampling: none spans its beginning.
+    """
+    text, turns = assistant_turns(messages, tokenizer)
+    bounds = [0, *itertools.chain(*turns), len(text)]
+    parts = [text[start:end] for start, end in itertools.pairwise(bounds)]  # every second one is a turn
+    ids, mask = [], []
+    for number, part in enumerate(tokenizer(parts, add_special_tokens=False).input_ids):
+        learned = number % 2
+        if learned and set(eos).isdisjoint(part):
+            raise BadInput("--chat-template: it ends an assistant turn without an eos token: none would end")
+        ids += part
+        mask += [learned] * len(part)
+    return ids, mask
 
 
-def assistant_spans(messages, tokenizer):
-    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)]; whether
-    tags of the template ({% generation %}) say so.
+def assistant_turns(messages, tokenizer):
+    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)].
 
-    Without tags a turn is what the template adds to the messages before it and to the start of a reply: its
-    text, its eos and what follows that. A template that does not only append is refused. (apply_chat_template
-    has a mask of its own, but it errs where a turn's first or last character has no token to itself.)
+    The template's {% generation %} tags say so, or a turn is what it adds to the messages before it and to
+    the start of a reply, but for white space after its eos. One that does not only append is refused.
     """
     template = tokenizer.get_chat_template()
     tagged = bool(re.search(r"{%-?\s*generation\b", template))
-    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map,
-                               return_assistant_tokens_mask=tagged)
-    (text,), tags = render([messages])
+    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
+    (text,), tags = render([messages], return_assistant_tokens_mask=tagged)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     spoken = [turn for turn in turns if messages[turn]["content"].strip() or messages[turn].get("tool_calls")]
     if tagged:
-        if len(tags[0]) != len(turns):  # which is whose cannot be told, and all are learned
-            return text, tags[0], tagged
-        return text, [span for span, turn in zip(tags[0], turns, strict=True) if turn in spoken], tagged
+        one_each = len(tags[0]) == len(turns)  # else which is whose cannot be told, and all are learned
+        return text, [span for n, span in enumerate(tags[0]) if not one_each or turns[n] in spoken]
 
-    before, _ = render([messages[:turn] for turn in spoken], add_generation_prompt=True)
-    after, _ = render([messages[:turn + 1] for turn in spoken])
-    for turn, one, other in zip(spoken, before, after, strict=True):
-        if not other.startswith(one) or not text.startswith(other):
-            raise BadInput(f"the chat template writes message {turn + 1} otherwise when others follow or a "
-                           "reply begins, so its tokens cannot be told; expected a --chat-template that only "
-                           "appends, or one with {% generation %} tags, or rows of prompt and response")
-    return text, zip(map(len, before), map(len, after), strict=True), tagged
+    spans = []
+    for turn in spoken:
+        (before,), _ = render([messages[:turn]], add_generation_prompt=True)
+        (after,), _ = render([messages[:turn + 1]])
+        if not after.startswith(before) or not text.startswith(after):
+            raise BadInput(f"--chat-template: it writes message {turn + 1} otherwise when others follow or a "
+                           "reply begins; expected one that only appends, or one with {% generation %} tags")
+        spans.append((len(before), len(after.rstrip())))
+    return text, spans
 
 
 def encode_row(row, tokenizer, args, eos):
     """A row, or its line of JSON -> (ids, mask), not cut yet."""
-    try:
-        row = json.loads(row) if isinstance(row, bytes) else row
-        if missing := set(args.columns).difference(dict(row)):
-            raise BadInput(f"column {min(missing)}: missing; it has {[*row]!r:.300}")
-        if args.messages_key:
-            messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
-            return encode_conversation(messages, tokenizer, eos)
-        prompt, response = row[args.prompt_key], row[args.response_key]
-        prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        return encode(to_messages(prompt, f"column {args.prompt_key}"),
-                      plain_text(response, f"column {args.response_key}"), tokenizer)
-    except BadInput:
-        raise
-    except Exception as error:  # a template is a program
-        raise BadInput(f"it is no JSON, or the chat template refuses it ({first_line(error)})") from error
+    row = json.loads(row) if isinstance(row, bytes) else row
+    if missing := [name for name in args.columns if name not in row]:
+        raise BadInput(f"column {missing[0]}: missing; it has {[*row]!r:.300}")
+    if args.messages_key:
+        messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
+        return encode_conversation(messages, tokenizer, eos)
+    prompt, response = row[args.prompt_key], row[args.response_key]
+    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    return encode(to_messages(prompt, f"column {args.prompt_key}"),
+                  plain_text(response, f"column {args.response_key}"), tokenizer)
 
 
 def cut(ids, mask, args):
     """Truncation to --max-length.  -> (ids, mask); nothing may be left in the mask."""
-    if len(ids) > args.max_length:
-        if args.truncation == "error":
-            raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
-        kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
-        ids, mask = ids[kept], mask[kept]
-    return ids, [0, *mask[1:]]  # nothing predicts the first token
+    if len(ids) > args.max_length and args.truncation == "error":
+        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
+    kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
+    return ids[kept], [0, *mask[kept][1:]]  # nothing predicts the first token
 
 
-def encode_rows(rows, path, tokenizer, args, eos, counts):
+def encode_rows(args, side, path, tokenizer, eos, counts):
     """Rows to tokens, a few in memory at a time, into an Arrow file; counts: of those cut and left out."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
-    features = datasets.Features(ids=datasets.List(datasets.Value("int32")),
-                                 mask=datasets.List(datasets.Value("bool")))
+    features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
-        for where, row in tqdm(rows, desc=f"{path.stem} rows to tokens", unit="row", disable=None):
+        for where, row in tqdm(read_rows(args, side), f"{side} rows to tokens", unit="row", disable=None):
             try:
                 whole = encode_row(row, tokenizer, args, eos)
                 ids, mask = cut(*whole, args)
-            except BadInput as error:
+            except Exception as error:  # a template is a program
+                what = "" if isinstance(error, BadInput) else "no JSON, or the chat template refuses it: "
+                reason = f"{where}, {what}{first_line(error)}"
                 if args.on_bad_row == "error":
-                    raise BadInput(f"{where}, {error}") from error
+                    raise BadInput(reason) from error
                 counts["bad"] += 1
                 if counts["bad"] <= 5:
-                    tqdm.write(f"left out: {where}, {error}")
+                    tqdm.write(f"left out: {reason}")
                 continue
             counts["truncated"] += len(ids) < len(whole[0])
+            counts["dropped"] += not any(mask)
             if any(mask):
                 writer.write(dict(ids=ids, mask=mask))
-            else:
-                counts["dropped"] += 1
         writer.finalize()
     flush_to_disk(temporary)
     temporary.replace(path)
@@ -654,7 +625,7 @@ def examples_of_rows(args, tokenizer, eos, run):
     for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
         if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run finds its file
-            encode_rows(read_rows(args, side), path, tokenizer, args, eos, counts)
+            encode_rows(args, side, path, tokenizer, eos, counts)
         gather([])  # the others wait for it
         data.append(datasets.Dataset.from_file(str(path)))
     train, val = data[0], data[-1]
@@ -665,7 +636,7 @@ def examples_of_rows(args, tokenizer, eos, run):
     if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
         raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected rows to learn from and rows "
                        f"to hold out, got {len(train)} and {len(val)}; {counts}")
-    held_out = [tuple(val[index].values()) for index in range(min(len(val), args.eval_tasks))]
+    held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
@@ -676,20 +647,19 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     a rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, start = [([], [])], 0
+    rows, start = [], 0
     for number, turn in enumerate(turns):
         before = start
         for start in range(before, max(number, 1)):
             history = messages[:num_prompt] + messages[turns[start]:turn]
             ids, mask = encode(history, messages[turn]["content"], tokenizer)
-            if len(ids) <= args.max_length:
+            if fits := len(ids) <= args.max_length:
                 break
-        shown, learned = rows[-1]
-        if start == before and len(ids) <= args.max_length and ids[:len(shown)] == shown:
-            rows.pop()
+        if rows and fits and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:
+            _, learned = rows.pop()
             mask = learned + mask[len(learned):]
         rows.append((ids, mask))
-    return [row for row in rows if row[0]]
+    return rows
 
 
 def examples_of_env(env, args, tokenizer):
@@ -796,13 +766,13 @@ def evaluate(model, tokenizer, env, held_out, args):
     for start in (starts[index] for index in shard(len(starts))):
         torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
         sampled = correct(start, args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-        scores += [*zip(sampled, correct(start, 1, do_sample=False), strict=True)]
+        scores += [*np.hstack([sampled, correct(start, 1, do_sample=False)])]
     unshard(model, whole=False)
 
-    scores = gather(scores)
+    scores = np.array(gather(scores))
     for source in sorted({task.source for task in tasks}):
-        of = [score for score, task in zip(scores, tasks, strict=True) if task.source == source]
-        sampled, greedy = (np.stack(part) for part in zip(*of, strict=True))
+        of = scores[[task.source == source for task in tasks]]
+        sampled, greedy = of[:, :-1], of[:, -1]
         metrics |= {f"val/{source}/pass@1": float(sampled.mean()),
                     f"val/{source}/pass@{args.eval_samples}": float(sampled.max(1).mean()),
                     f"val/{source}/greedy": float(greedy.mean())}
@@ -1029,14 +999,14 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    files = [("--train-files", name) for name in args.train_files]
-    files += [("--val-files", name) for name in args.val_files]
-    for flag, name in files:
-        if not Path(name).is_file():
-            raise BadInput(f"{flag} {name}: expected a .parquet, .json or .jsonl file")
-    env = None if rows_given else envs.make(args.env, **envs.parse_options(args.env_options))
+    files = [Path(name) for name in args.train_files + args.val_files]
+    if missing := [name for name in files if not name.is_file()]:
+        raise BadInput(f"{missing[0]}: expected a .parquet, .json or .jsonl file")
+    # The default of --env-kwargs is for Countdown alone.
+    options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
+    env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template + "".join(sha256(Path(name)) for _, name in files)
+    source = tokenizer.chat_template + "".join(map(sha256, files))
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
@@ -1074,7 +1044,7 @@ def main(args):
 
     def evaluates(step):
         """At the first and the last step, every --eval-every, and where an epoch ends."""
-        epoch_ends = step * args.batch_size // num_rows > (step - 1) * args.batch_size // num_rows
+        epoch_ends = step * args.batch_size % num_rows < args.batch_size
         return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
 
     def save():
@@ -1138,10 +1108,10 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + num_tokens)
             if evaluates(step) or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
-                window, weight_norm = [], full_tensor(torch.nn.utils.get_total_norm(parameters))
+                window = []
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
-                    "train/weight_norm": float(weight_norm),
+                    "train/weight_norm": float(full_tensor(torch.nn.utils.get_total_norm(parameters))),
                     "train/learning_rate": learning_rate(step, num_steps, args),
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,

@@ -114,7 +114,7 @@ MUTANTS = {
         "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
         "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
         "val/loss by rows": ("/ sum(sum(mask) for _, mask in held_out)", "/ len(held_out)"),
-        "spaces before a turn are learned": ("turn &= ends > start", "turn &= ends >= start"),
+        "the line break after a turn is learned": ("len(after.rstrip())", "len(after)"),
         "a log is not on the disk": (', named, self.dir / "train_log.jsonl")', ", named)"),
     },
     "a2c_vecenv.py": {

@@ -388,7 +388,12 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
     assert args == json.loads(json.dumps(expected))
     assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
-    assert sft.Args().env_options == ("skill=mixed",) and sft.Args(env="logic").env_options == ()
+
+
+def test_the_options_of_the_default_environment_are_not_those_of_another(tmp_path):
+    folder = train(sft, tmp_path / "run", env="logic", env_kwargs=sft.Args.env_kwargs, steps=1, batch_size=1,
+                   eval_every=0, eval_tasks=1, max_length=4096)
+    assert validate(folder)["ok"]
 
 
 def test_padding_and_tokens_are_counted(tmp_path):

@@ -1,11 +1,11 @@
 """sft.py from rows to tokens, as hostile data would have it: every form of a row, torn files, conversations
 under templates in the manner of the well-known ones, streaming, data sets of the hub.
 
-What a row's tokens should be is computed here a second time, slowly and without sft.py, its chat templates or
-the tokenizer's offsets.
+What a row's tokens should be is computed here a second time, without sft.py and its chat templates.
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -78,21 +78,6 @@ def ids_of(text, tokenizer):
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def beginnings(ids, text, tokenizer):
-    """The character of the text that each token begins in, from the bytes that the tokens stand for: a letter
-    of a token is a byte, where it is no special one.
-    """
-    special = {i: word for word, i in tokenizer.get_added_vocab().items()}
-    character = [index for index, c in enumerate(text) for _ in c.encode()]
-    starts, position = [], 0
-    for token in ids:
-        word = special[token].encode() if token in special else tokenizer.convert_ids_to_tokens(token)
-        starts.append(character[position])
-        position += len(word)
-    assert position == len(character)
-    return starts
-
-
 def byte_tokenizer(template=None, eos="<eos>"):
     """Asked for special tokens it would add a bos and an eos, which the template writes already."""
     tokenizer = sft.new_tokenizer(None)
@@ -139,7 +124,8 @@ BAD = {  # a line of JSONL, what the message says
     "image": (pair([user([*blocks("see"), {"type": "image", "url": "x"}])], "a"),
               "column prompt, message 1: .*image"),
     "missing": ({"prompt": "a"}, "column response: missing"),
-    "a list": ([1, 2], "it is no JSON"),
+    "a list": ([1, 2], r"column prompt: missing; it has \[1, 2\]"),
+    "a number": (b"7", "no JSON.*int"),
     "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', "JSON"),
     "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', "JSON"),
     "long": (pair("a" * 400, "a"), r"--max-length 300: .* 40\d tokens"),
@@ -205,7 +191,7 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_p
     if name == "half.parquet":
         os.truncate(path, path.stat().st_size // 2)
     line = complaint(tmp_path / "run", train_files=(str(path),))
-    where = re.escape(f"{'' if name == 'empty.jsonl' else '--train-files '}{path}")
+    where = re.escape(f"{'' if name in ('no.jsonl', 'empty.jsonl') else '--train-files '}{path}")
     assert re.match(f"{where}{message}", line) and len(line) < 500 + len(str(path)), line
 
 
@@ -296,41 +282,38 @@ def written(ids, mask, tokenizer):
 
 
 def expected_row(pieces, tokenizer):
-    """[(text, whether it is learned)] -> (ids, mask), and how many pieces begin within a token."""
-    text = "".join(text for text, _ in pieces)
-    learned = [flag for text, flag in pieces for _ in text]
-    ids = ids_of(text, tokenizer)
-    starts, place, straddling = beginnings(ids, text, tokenizer), 0, 0
-    for part, flag in pieces:
-        straddling += bool(flag and place not in starts)
-        place += len(part)
-    return (ids, [int(learned[start]) for start in starts]), straddling
+    """[(text, whether it is learned)] -> (ids, mask): what is learned at a stretch are tokens of its own."""
+    ids, mask = [], []
+    for learned, stretch in itertools.groupby(pieces, key=lambda piece: int(piece[1])):
+        part = ids_of("".join(text for text, _ in stretch), tokenizer)
+        ids += part
+        mask += [learned] * len(part)
+    return ids, mask
 
 
 @pytest.mark.parametrize("merges", [False, True], ids=["bytes", "merges"])
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
 def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template, merges):
-    """A token that begins before the answer is the prompt's, even if the answer begins within it."""
-    rng, count, straddling = random.Random(1), 0, 0
+    """No token spans an answer's beginning, as none does at sampling, though in the whole text some would."""
+    rng, count, spanning = random.Random(1), 0, 0
     conversations = [conversation(rng) for _ in range(60)]
     texts = ["".join(text for text, _ in pieces(messages)) for messages in conversations]
     tokenizer = merging_tokenizer(template, texts) if merges else byte_tokenizer(template, "<|im_end|>")
 
     for messages, text in zip(conversations, texts, strict=True):
         found = chat_row(messages, tokenizer, ["<|im_end|>", "<eos>"])
-        expected, within = expected_row(list(pieces(messages)), tokenizer)
-        assert found == expected, (messages, written(*found, tokenizer))
+        assert found == expected_row(pieces(messages), tokenizer), (messages, written(*found, tokenizer))
         count += any(found[1])
-        straddling += within
+        spanning += found[0] != ids_of(text, tokenizer)
 
-        # As a prompt, which a response follows: no token spans the two, as none does at sampling.
+        # As a prompt, which a response follows.
         response = rng.choice(CONTENTS)
         before = ids_of(text + "<|im_start|>assistant\n", tokenizer)
         after = [*ids_of(response or "", tokenizer), tokenizer.eos_token_id]
         flag = int(bool((response or "").strip()))
         assert encoded(pair(messages, response), tokenizer) == (
             before + after, [0] * len(before) + [flag] * len(after))
-    assert count > 25 and (straddling > 15 or not merges), (count, straddling)
+    assert count > 25 and (spanning > 15 or not merges), (count, spanning)
 
 
 def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_be(tmp_path):
@@ -349,23 +332,25 @@ def test_conversations_of_files_are_learned_dropped_and_left_out_as_they_should_
     counts, taken_rows = train(tmp_path / "run", train_files=files, messages_key="chat", on_bad_row="skip",
                                val_ratio=0.0, chat_template=str(tmp_path / "chat.jinja"))
     parts = [[(text.replace("<|im_end|>", "<eos>"), flag) for text, flag in pieces(chat)] for chat in good]
-    assert taken_rows == [expected_row(part, sft.new_tokenizer(None))[0] for part in parts] * 3
+    assert taken_rows == [expected_row(part, sft.new_tokenizer(None)) for part in parts] * 3
     assert counts == (12, 0, 0, 6, 4 + len(worse))
 
 
 @pytest.mark.parametrize(("words", "said"), [
     ("{{ raise_exception('no such role') }}", "no such role"), ("{{ m.more.a.b }}", "attribute"),
-    ("{{ m.more | tojson }}", "recursion"), ("\ud800", "refuses it")])  # half a character
-def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said):
+    (r"{{ '\ud800' }}", "refuses it")])  # half a character
+@pytest.mark.parametrize("form", ["pair", "chat"])
+def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said, form, tmp_path):
     """Fields beyond role and content are as the data has them, and a template takes them for granted."""
-    deep = functools.reduce(lambda inner, _: [inner], range(50_000), [])
-    template = "{% for m in messages %}{{ m.content }}" + words + "<|im_end|>{% endfor %}"
-    tokenizer, messages = byte_tokenizer(template, "<|im_end|>"), [user("a") | {"more": deep}]
-    chat = {"m": [*messages, assistant("b")]}
-    for row, flags in ((pair(messages, "b"), {}), (chat, dict(messages_key="m"))):
-        with pytest.raises(BadInput, match=said) as error:
-            encoded(row, tokenizer, **flags)
-        assert len(str(error.value)) < 500
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% if m.more %}" + words
+                        + "{% endif %}<eos>{% endfor %}")
+    messages = [user("a", more=1)]
+    row, flags = {"pair": (pair(messages, "b"), {}),
+                  "chat": ({"m": [*messages, assistant("b")]}, dict(messages_key="m"))}[form]
+    name = write_jsonl(tmp_path / "rows.jsonl", [row])
+    line = complaint(tmp_path / "run", train_files=(name,), chat_template=str(template), **flags)
+    assert re.match(f"--train-files {re.escape(name)}, row 1, .*{said}", line) and len(line) < 500, line
 
 
 QWEN3 = (  # of a reply that others follow the thoughts are dropped
@@ -390,23 +375,19 @@ TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
 
 
 @pytest.mark.parametrize(("template", "messages", "learned"), [
-    # Whatever the tags enclose and nothing after it: an end at token 0, a last character of several tokens.
+    # Whatever the tags enclose and nothing after it.
     (TAGS.format("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}"),
      [assistant(""), user("no"), assistant("é"), user("no")], "é<eos>👩"),
     (TAGS.format("{{ m.content }}<eos>"), [assistant("é"), user("no"), assistant("b")], "é<eos>b<eos>"),
     (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
-    # "Assistant: " is what the reply follows; trimmed, its space is empty, where the answer begins.
+    # "Assistant: " is what the reply follows, and a space follows its eos.
     ("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}",
      [user(" a "), assistant(" b "), user("c"), assistant("d e")], " b <eos>d e<eos>"),
 ], ids=["ends", "first", "leading-space", "space-before"])
-@pytest.mark.parametrize("trims", [False, True], ids=["offsets", "trimmed-offsets"])
-def test_answers_are_learned_to_the_letter(template, messages, learned, trims):
-    """Offsets without the space that a token begins or ends with are GPT-NeoX's, for one."""
+def test_answers_are_learned_to_the_letter(template, messages, learned):
     tokenizer = byte_tokenizer(template)
-    if trims:
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert written(*chat_row(messages, tokenizer, ["<eos>"]), tokenizer) == learned
 
 
@@ -520,10 +501,10 @@ def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (dict(train_files=("a.jsonl",), dataset="owner/name"), "--dataset owner/name: expected no --train-files"),
-    (dict(dataset="owner/name", val_files=("a.jsonl",)), "--val-files a.jsonl: expected --train-files"),
-    (dict(splits=("test",)), "--splits test: expected --dataset"),
-    (dict(messages_key="chat"), "--messages-key chat: expected --train-files or --dataset"),
+    (dict(train_files=("a.jsonl",), dataset="owner/name"), "--dataset: expected no --train-files"),
+    (dict(dataset="owner/name", val_files=("a.jsonl",)), "--val-files: expected --train-files"),
+    (dict(splits=("test",)), "--splits: expected --dataset"),
+    (dict(messages_key="chat"), "--messages-key: expected --train-files or --dataset"),
     (dict(train_files=("a.jsonl",), steps=0, epochs=0), "--steps 0"),
 ], ids=str)
 def test_flags_that_contradict_each_other_are_named(flags, message, tmp_path):
