@@ -125,8 +125,8 @@ MUTANTS = {
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
-        "a resume forgets the worlds": ('if run.state["env"] is not None:', "if False:"),
-        "short episodes are preferred": ('["reset_mask"] & (due > 0)', '["reset_mask"]'),
+        "a resume forgets the worlds": ('if run.state["env"]:', "if False:"),
+        "short episodes are preferred": ('["reset_mask"] & (number < args.eval_episodes)', '["reset_mask"]'),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
