@@ -852,12 +852,16 @@ def make_engine(model, tokenizer, args, folder):
 class Critic(torch.nn.Module):
     """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
 
-    def __init__(self, decoder, hidden_size):
+    def __init__(self, policy, backbone, args):
+        """backbone: a copy of the starting model, not adapted yet, for --critic own."""
         super().__init__()
-        self.decoder = decoder
-        self.head = torch.nn.Linear(hidden_size, 1)
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
+        if args.critic == "own":
+            self.decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
+        else:  # a function and no module: its weights are not the critic's
+            self.decoder = lambda **inputs: as_forward(policy, lambda: policy.get_decoder()(**inputs))
+        self.head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1)
+        for weight in self.head.parameters():
+            torch.nn.init.zeros_(weight)
 
     def forward(self, batch, hidden=None):
         """-> (B, T); at the environment's tokens as well, where the values mean nothing.
@@ -867,18 +871,6 @@ class Critic(torch.nn.Module):
         hidden = hidden_states(self.decoder, batch) if hidden is None else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
-
-
-def make_critic(policy, backbone, args):
-    """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
-    if args.critic == "none":
-        return None
-    if args.critic == "own":
-        decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
-    else:
-        def decoder(**inputs):  # a function and no module: its weights are not the critic's
-            return as_forward(policy, lambda: policy.get_decoder()(**inputs))
-    return distribute(Critic(decoder, policy.get_output_embeddings().in_features), policy.device)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
@@ -1687,7 +1679,7 @@ def main(args):
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)
         reference = distribute(add_lora(reference, args) if args.lora else reference, device)
-    critic = make_critic(model, backbone, args)
+    critic = distribute(Critic(model, backbone, args), device) if args.critic != "none" else None
     del base, backbone
     trained = torch.nn.ModuleList([model, critic] if critic else [model])
     weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
@@ -1709,13 +1701,12 @@ def main(args):
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
     episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
+    steps = args.epochs * min(args.minibatches, episodes)
     critic_steps = args.critic_epochs * min(args.critic_minibatches, episodes) if args.critic == "own" else 0
-    print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
-                 f"{episodes} episodes an iteration; {args.epochs * min(args.minibatches, episodes)} "
-                 f"optimiser step(s) of the policy and {critic_steps} of the critic on them, in passes of "
-                 f"{args.microbatch_tokens} tokens; {sum(p.numel() for p in sum(weights, [])):,} "
-                 f"trained weights on {device}"
-                 + (f"; continuing after iteration {iteration}" if run.state else ""))
+    print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
+                 f"{args.group_size} response(s) = {episodes} episodes; {steps} optimiser step(s) of the "
+                 f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
+                 f"tokens; {sum(p.numel() for p in sum(weights, [])):,} trained weights on {device}")
     rollouts = []
     gc.collect()
     gc.freeze()  # what is there now stays, and is not walked again

@@ -312,27 +312,23 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
 
 
 def check_advantages(played, flags):
-    """GAE with lambda 0.95 over the tokens that the policy chose, whatever stands between two turns."""
+    """Over the tokens that the policy chose, whatever stands between two turns."""
     found, expected = [], []
     for episode in played:
-        rewards, values, returns, advantages, old, ref = (
-            [x for s in episode["segments"] for x in itertools.compress(s[name] or (), s["response_mask"])]
+        rewards, values, returns, whitened, old, ref = (
+            torch.tensor([x for s in episode["segments"] for x in itertools.compress(
+                s[name] or (), s["response_mask"])], dtype=torch.float64)
             for name in ("rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs"))
         # A single reward is that of the last turn, even if it was cut.
-        assert rewards == [0.0] * (len(rewards) - 1) + [episode["reward"]]
-        found += advantages
-        if flags.get("kl_penalty") == "k3":
-            rewards = [x - flags["kl_coef"] * (math.exp(q - p) - (q - p) - 1)
-                       for x, p, q in zip(rewards, old, ref, strict=True)]
-        elif "kl_coef" in flags:
-            rewards = [x - flags["kl_coef"] * (p - q) for x, p, q in zip(rewards, old, ref, strict=True)]
-        values = [*(values or [0.0] * len(rewards)), 0.0]
-        errors = [x + values[t + 1] - values[t] for t, x in enumerate(rewards)]
-        advantages = [sum(0.95**k * x for k, x in enumerate(errors[t:])) for t in range(len(errors))]
-        assert returns == pytest.approx([x + v for x, v in zip(advantages, values, strict=False)], abs=1e-9)
-        expected += advantages
-    mean, deviation = statistics.fmean(expected), statistics.pstdev(expected)
-    assert found == pytest.approx([(x - mean) / deviation for x in expected], rel=1e-5, abs=1e-5)
+        assert rewards.tolist() == [0.0] * (len(rewards) - 1) + [episode["reward"]]
+        if "kl_coef" in flags:
+            rewards -= flags["kl_coef"] * (k3(ref - old) if "kl_penalty" in flags else old - ref)
+        values = values if len(values) else torch.zeros_like(rewards)
+        advantages = ppo_llm.gae(rewards[None], values[None], 1.0, 0.95)[0]
+        torch.testing.assert_close(returns, advantages + values)
+        found, expected = [*found, whitened], [*expected, advantages]
+    raw, found = torch.cat(expected), torch.cat(found)
+    torch.testing.assert_close(found, (raw - raw.mean()) / raw.std(correction=0), rtol=1e-5, atol=1e-5)
 
 
 PPO = {
