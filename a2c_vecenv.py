@@ -113,8 +113,8 @@ class Args:
                            ("iterations", "update_every"), ("log_every", "update_every")):
             value, divisor = getattr(self, name), getattr(self, unit)
             if value % divisor:  # no gradient is left half full
-                message = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
-                raise BadInput(message.replace("_", "-"))
+                text = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
+                raise BadInput(text.replace("_", "-"))
         if self.normalize_advantages and self.num_envs * self.num_steps < 2:
             raise BadInput("--normalize-advantages needs two steps or more in a rollout")
         if min(self.num_envs, self.eval_envs) < WORLD_SIZE:
@@ -288,8 +288,7 @@ def make_env(args, num_envs, device):
     rows = shard(num_envs)
     goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
     env = pixels.make_vec(args.env_id, len(rows), device, **goal | parse_options(args.env_kwargs))
-    env.others = rows.start, num_envs - rows.stop
-    return pixels.RecordEpisodeStatistics(env)
+    return pixels.RecordEpisodeStatistics(env, others=(rows.start, num_envs - rows.stop))
 
 
 def rollout(agent, env, obs, args):
@@ -303,19 +302,19 @@ def rollout(agent, env, obs, args):
         logits, values = forward(agent, obs, args)
         actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
-        done = terminated | truncated
 
         # V of the last observation of an episode that was cut (0 without the bootstrap): what the environment
         # returned is already the first observation of the next one.
         cut_values = torch.zeros_like(rewards)
         if args.bootstrap_truncated and bool(truncated.any()):
             with torch.no_grad():
-                cut_values[truncated] = forward(agent.forward, info["final_obs"][truncated[done]], args)[1]
+                final_obs = info["final_obs"][truncated[info["reset_mask"]]]
+                cut_values[truncated] = forward(agent.forward, final_obs, args)[1]
 
         steps.append(dict(
             logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
-            truncated=truncated, done=done, cut_values=cut_values, ended_return=info["episode_return"],
-            ended_length=info["episode_length"], dist=info.get("dist", torch.zeros_like(rewards)).clone()))
+            truncated=truncated, done=info["reset_mask"], cut_values=cut_values, dist=info["dist"],
+            ended_return=info["episode_return"], ended_length=info["episode_length"]))
 
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
@@ -333,18 +332,17 @@ def rollout(agent, env, obs, args):
 def evaluate(agent, env, args, greedy=False):
     """Exactly eval_episodes episodes, the same number in each environment: short ones are not preferred."""
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    obs = env.reset(args.seed + 1_000_000 + env.others[0])  # starts that training seeds do not begin with
-    due = torch.tensor([len(range(row, args.eval_episodes, args.eval_envs)) for row in shard(args.eval_envs)],
-                       device=env.device)  # episodes that each environment has yet to play
-    found = [torch.zeros(0, 3, device=env.device)]
-    while (due > 0).any():
+    obs = env.reset(args.seed + 1_000_000)  # starts that training seeds do not begin with
+    number = torch.tensor(shard(args.eval_envs), device=env.device)  # of each row's episode among all
+    found = []
+    while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args)
         obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
-        numbers = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
-        found.append(numbers[info["reset_mask"] & (due > 0)])                                # (ended, 3)
-        due -= info["reset_mask"].long()
+        ended = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
+        found += ended[info["reset_mask"] & (number < args.eval_episodes)].tolist()
+        number += args.eval_envs * info["reset_mask"]
 
-    success, lengths, returns = torch.cat(gather([torch.cat(found).cpu()])).unbind(-1)
+    success, lengths, returns = torch.tensor(gather(found)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
@@ -361,9 +359,9 @@ MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncate
 
 def rollout_means(batch, num_actions):
     """The means of one rollout, and the share of each action.  -> (len(MEANS) + num_actions,) float64"""
-    means = [batch[name].mean(dtype=torch.float64) for name in MEANS.values()]
-    chosen = batch["actions"][..., None] == torch.arange(num_actions, device=means[0].device)  # (T, E, A)
-    return torch.cat([torch.stack(means), chosen.mean((0, 1), dtype=torch.float64)])
+    chosen = [batch["actions"] == action for action in range(num_actions)]
+    numbers = [*(batch[name] for name in MEANS.values()), *chosen]
+    return torch.stack([number.mean(dtype=torch.float64) for number in numbers])
 
 
 def window_metrics(window, batch, args, env):
@@ -373,21 +371,18 @@ def window_metrics(window, batch, args, env):
     """
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
     distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
-    percentiles = distances.flatten().quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
+    percentiles = distances.quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
     last = torch.stack([*percentiles, values.mean(), values.std(correction=0), 1 - unexplained])
 
-    numbers = torch.cat([last.double(), means]).tolist()
     names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
+    numbers = torch.cat([last.double(), means]).tolist()
     metrics = dict(zip(names, numbers, strict=False))
     num_steps = len(window) * args.num_steps * args.num_envs
     metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
-    metrics["grad_norm"] *= args.update_every  # rollouts without an optimiser step count as 0
-    episodes = max(metrics["reset_rate"], 1e-12)  # ended per step
-    metrics["episode_return"] /= episodes
-    metrics["episode_length"] /= episodes
-    metrics["success_rate"] = metrics["done_rate"] / episodes if env.has_goal else 0.0
-    return metrics
+    ended = max(metrics["reset_rate"], 1e-12)  # episodes per step
+    metrics["success_rate"] = metrics["done_rate"] / ended if env.has_goal else 0.0
+    return metrics | {name: metrics[name] / ended for name in ("episode_return", "episode_length")}
 
 
 # Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
@@ -598,12 +593,12 @@ def main(args):
     agent = Agent(env, args.network, args.hidden_size).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
-    obs = env.reset(args.seed + env.others[0])
+    obs = env.reset(args.seed)
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
-        if run.state["env"] is not None:
-            obs = env.load_state_dict(pixels.state_of_rows(run.state["env"], shard(args.num_envs)))
+        if run.state["env"]:  # else it cannot be saved: new episodes
+            obs = env.load_state_dict(run.state["env"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
@@ -639,7 +634,8 @@ def main(args):
             if iteration % args.update_every == 0:
                 for weight in agent.parameters():
                     all_reduce(weight.grad)
-                batch["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                batch["grad_norm"] = norm * args.update_every  # so that means are those of these steps
                 optimizer.param_groups[0]["lr"] = args.learning_rate * left
                 optimizer.step()
                 optimizer.zero_grad()

@@ -199,20 +199,16 @@ SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "critic/vf_", "val/"
 # Maths
 
 
-def gae(rewards, values, mask, gamma, lam):
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16). All (B, T) -> (B, T), 0 where mask is 0.
+def gae(rewards, values, gamma, lam):
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16). All (B, T), zeros after an end -> (B, T).
 
-    A step is a token of the policy: what the environment wrote between two of them (mask 0) takes no time and
-    has no value. Nothing follows the last: a length limit is the task's, not an interruption of it.
+    A step is a token of the policy: what the environment wrote between two of them takes no time and has no
+    value. Nothing follows the last: a length limit is the task's, not an interruption of it.
     """
-    advantages = torch.zeros_like(rewards)
-    trace, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        chosen = mask[:, t] > 0
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        trace = torch.where(chosen, delta + gamma * lam * trace, trace)
-        next_value = torch.where(chosen, values[:, t], next_value)
-        advantages[:, t] = trace * chosen
+    deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
+    advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[:, 0])
+    for t in reversed(range(deltas.shape[1])):
+        advantages[:, t] = trace = deltas[:, t] + gamma * lam * trace
     return advantages
 
 
@@ -232,11 +228,6 @@ def whiten(x, mask):
 def k3(log_ratio):
     """Unbiased, never negative estimate of KL(p || q) from samples of p; log_ratio = log q - log p."""
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
-
-
-def kl_penalty(logprobs, ref_logprobs, kind):
-    """Estimate of KL(policy || reference) at each token the policy sampled [nats].  All of one shape."""
-    return logprobs - ref_logprobs if kind == "k1" else k3(ref_logprobs - logprobs)
 
 
 def adapt_kl_coef(coef, kl, target):
@@ -824,12 +815,16 @@ class VllmServers(Engine):
 class Critic(torch.nn.Module):
     """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
 
-    def __init__(self, decoder, hidden_size):
+    def __init__(self, policy, backbone, args):
+        """backbone: a copy of the starting model, not adapted yet, for --critic own."""
         super().__init__()
-        self.decoder = decoder
-        self.head = torch.nn.Linear(hidden_size, 1)
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
+        if args.critic == "own":
+            self.decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
+        else:  # a function and no module: its weights are not the critic's
+            self.decoder = lambda **inputs: as_forward(policy, lambda: policy.get_decoder()(**inputs))
+        self.head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1)
+        for weight in self.head.parameters():
+            torch.nn.init.zeros_(weight)
 
     def forward(self, batch, hidden=None):
         """-> (B, T); at the environment's tokens as well, where the values mean nothing.
@@ -839,18 +834,6 @@ class Critic(torch.nn.Module):
         hidden = hidden_states(self.decoder, batch) if hidden is None else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
-
-
-def make_critic(policy, backbone, args):
-    """The critic that --critic names, or None. backbone: a copy of the starting model, not adapted yet."""
-    if args.critic == "none":
-        return None
-    if args.critic == "own":
-        decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
-    else:
-        def decoder(**inputs):  # a function and no module: its weights are not the critic's
-            return as_forward(policy, lambda: policy.get_decoder()(**inputs))
-    return distribute(Critic(decoder, policy.get_output_embeddings().in_features), policy.device)
 
 
 # Rollout: tasks to scored token sequences, one coroutine for each episode
@@ -1221,39 +1204,40 @@ def store_values(critic, episodes, args, pad_id):
 def estimate_advantages(episodes, kl_coef, args):
     """Penalise, estimate, whiten: advantages and returns of all segments of each episode.  -> metrics
 
-    An episode's tokens are one row, whatever its segments, so that advantages flow across its turns. Means
-    and what the log says are those of all processes.
+    The tokens that the policy chose in an episode are one row, whatever its segments, so that advantages flow
+    across its turns. Means and what the log says are those of all processes.
     """
     def rows(name):
-        lists = [[x for segment in segments for x in getattr(segment, name)] for segments in episodes]
+        lists = [[x for s in segments for x in itertools.compress(getattr(s, name), s.response_mask)]
+                 for segments in episodes]
         return pad(lists or [[0.0]], 0, "cpu", dtype=torch.float64)                      # (B, T)
 
     mask, old_logprobs = rows("response_mask"), rows("old_logprobs")
     ref_logprobs = rows("ref_logprobs") if args.kl_coef else old_logprobs
-    penalty = kl_coef * kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
-    rewards = rows("rewards") - penalty * mask
-    values = torch.zeros_like(mask) if args.critic == "none" else rows("values") * mask
-    advantages = gae(rewards, values, mask, DISCOUNT, args.gae_lambda)
+    kl = dict(k1=old_logprobs - ref_logprobs, k3=k3(ref_logprobs - old_logprobs))
+    rewards = rows("rewards") - kl_coef * kl[args.kl_penalty]
+    values = torch.zeros_like(mask) if args.critic == "none" else rows("values")
+    advantages = gae(rewards, values, DISCOUNT, args.gae_lambda)
     returns = advantages + values
     for name, x in dict(advantages=whiten(advantages, mask), returns=returns).items():
         for segments, row in zip(episodes, map(iter, x.tolist()), strict=False):
-            for segment in segments:
-                setattr(segment, name, [*itertools.islice(row, len(segment.response_ids))])
+            for s in segments:
+                setattr(s, name, [next(row) if chosen else 0.0 for chosen in s.response_mask])
 
     mismatch = old_logprobs - rows("rollout_logprobs")
     ratio = torch.exp(mismatch)
-    means = {"train/kl_loss": k3(ref_logprobs - old_logprobs), "kl/k1": old_logprobs - ref_logprobs,
-             "train/entropy": -old_logprobs,  # an estimate, until the policy is updated
-             "mismatch/kl": k3(mismatch), "mismatch/frac_capped": ratio > TIS_CAP}
+    means = {"train/kl_loss": kl["k3"], "kl/k1": kl["k1"], "mismatch/kl": k3(mismatch),
+             "mismatch/frac_capped": ratio > TIS_CAP,
+             "train/entropy": -old_logprobs}  # an estimate, until the policy is updated
     metrics = {name: float(masked_mean(x, mask)) for name, x in means.items()}
     metrics["mismatch/ratio_max"] = float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX))
     metrics |= spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
-    chosen = {name: gather(x[mask > 0].tolist()) or [0.0] for name, x in
+    tokens = {name: gather(x[mask > 0].tolist()) or [0.0] for name, x in
               dict(advantages=advantages, returns=returns, values=values).items()}
-    for name, numbers in chosen.items():
+    for name, numbers in tokens.items():
         metrics |= spread(f"critic/{name}", numbers)
-    targets, predictions = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("returns", "values"))
-    unexplained, variance = (targets - predictions).var(correction=0), targets.var(correction=0)
+    # What the values leave unexplained of the returns is the advantages.
+    unexplained, variance = np.var(tokens["advantages"]), np.var(tokens["returns"])
     explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
     return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
 
@@ -1647,36 +1631,34 @@ def main(args):
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)
         reference = distribute(add_lora(reference, args) if args.lora else reference, device)
-    critic = make_critic(model, backbone, args)
+    critic = distribute(Critic(model, backbone, args), device) if args.critic != "none" else None
     del base, backbone
-    weights = {name: [p for p in module.parameters() if p.requires_grad] if module else []
-               for name, module in (("train", model), ("critic", critic))}
+    trained = torch.nn.ModuleList([model, critic] if critic else [model])
+    weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
     shared = critic if args.critic == "shared" else None  # trained with the policy, whose backbone it shares
-    trained = {"optimizer": torch.nn.ModuleList([model, shared]) if shared else model}
-    trained |= {"critic_optimizer": critic} if args.critic == "own" else {}
-    beta2 = {"optimizer": args.beta2, "critic_optimizer": args.critic_beta2}
-    optimizers = {name: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], fused=True,
-                                          betas=(0.9, beta2[name]), weight_decay=0.0)
-                  for name, module in trained.items()}
+    groups = {"optimizer": (sum(weights, []) if shared else weights[0], args.beta2)}
+    if args.critic == "own":
+        groups["critic_optimizer"] = weights[1], args.critic_beta2
+    optimizers = {name: torch.optim.AdamW(parameters, betas=(0.9, beta2), fused=True, weight_decay=0.0)
+                  for name, (parameters, beta2) in groups.items()}
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train the critic alone
-    cursor, metrics = 0, {}  # tasks drawn so far; numbers that are to be logged
-    kl_coef = args.kl_coef
-    if run.checkpoint:
-        cursor, metrics, kl_coef = (run.state[name] for name in ("cursor", "metrics", "kl_coef"))
-        if critic:
-            dcp.set_model_state_dict(critic, run.state.pop("critic"), options=PART)
-        for name in (name for name in optimizers if run.state.get(name)):
-            dcp.set_optimizer_state_dict(trained[name], optimizers[name], run.state.pop(name), options=FULL)
+    state = run.state if run.checkpoint else dict(cursor=0, metrics={}, kl_coef=args.kl_coef)
+    # Tasks drawn so far; numbers that are to be logged; the penalty's coefficient.
+    cursor, metrics, kl_coef = (state[name] for name in ("cursor", "metrics", "kl_coef"))
+    if run.checkpoint and critic:
+        dcp.set_model_state_dict(critic, state.pop("critic"), options=PART)
+    for name, optimizer in optimizers.items():
+        if name in state:
+            dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
     episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
+    steps = args.epochs * min(args.minibatches, episodes)
     critic_steps = args.critic_epochs * min(args.critic_minibatches, episodes) if args.critic == "own" else 0
-    print_rank_0(f"{run.dir}\n{args.prompts_per_iteration} prompts x {args.group_size} response(s) = "
-                 f"{episodes} episodes an iteration; {args.epochs * min(args.minibatches, episodes)} "
-                 f"optimiser step(s) of the policy and {critic_steps} of the critic on them, in passes of "
-                 f"{args.microbatch_tokens} tokens; {sum(p.numel() for p in sum(weights.values(), [])):,} "
-                 f"trained weights on {device}"
-                 + (f"; continuing after iteration {iteration}" if run.checkpoint else ""))
+    print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
+                 f"{args.group_size} response(s) = {episodes} episodes; {steps} optimiser step(s) of the "
+                 f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
+                 f"tokens; {sum(p.numel() for p in sum(weights, [])):,} trained weights on {device}")
     rollouts = []
     gc.collect()
     gc.freeze()  # what is there now stays, and is not walked again
@@ -1691,7 +1673,7 @@ def main(args):
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():
                 if optimizer.state:  # of one that never stepped this would make up a state
-                    state[name] = dcp.get_optimizer_state_dict(trained[name], optimizer, options=FULL)
+                    state[name] = dcp.get_optimizer_state_dict(trained, optimizer, options=FULL)
             run.save(state,
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
@@ -1767,7 +1749,7 @@ def main(args):
                     numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                     if args.kl_target:
                         kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
-                for name, parameters in weights.items():
+                for name, parameters in zip(("train", "critic"), weights, strict=False):
                     norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                     numbers[f"{name}/weight_norm"] = float(norm)
 

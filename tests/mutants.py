@@ -84,9 +84,10 @@ MUTANTS = {
         "a stop is not saved": ("(last or stopped or iteration %", "(last or iteration %"),
     },
     "ppo_llm.py": {
-        "GAE: no lambda": ("delta + gamma * lam * trace", "delta + gamma * trace"),
-        "GAE: values of others' tokens": ("torch.where(chosen, values[:, t], next_value)", "values[:, t]"),
-        "the penalty is a reward": ('rows("rewards") - penalty', 'rows("rewards") + penalty'),
+        "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
+        "GAE: others' tokens count": (
+            "itertools.compress(getattr(s, name), s.response_mask)", "getattr(s, name)"),
+        "the penalty is a reward": ('rows("rewards") - kl_coef', 'rows("rewards") + kl_coef'),
         "controller's upper bound": ("-0.2), 0.2)", "-0.2), 0.4)"),
         "value loss: the smaller": ("torch.maximum(error, near_error)", "torch.minimum(error, near_error)"),
         "returns are advantages": ("returns = advantages + values", "returns = advantages"),
@@ -98,7 +99,7 @@ MUTANTS = {
             "[0.0] * (len(r.turns) - 1) + [rewards]", "[rewards] + [0.0] * (len(r.turns) - 1)"),
         "a resume forgets the coefficient": ('for name in ("cursor", "metrics", "kl_coef"))',
             'if name != "kl_coef" else args.kl_coef for name in ("cursor", "metrics", "kl_coef"))'),
-        "a resume forgets the critic": ('run.state.pop("critic"), options', "critic.state_dict(), options"),
+        "a resume forgets the critic": ('state.pop("critic"), options', "critic.state_dict(), options"),
         "the critic's steps are not counted": ("+ steps + critic_steps", "+ steps"),
         "failed ones are trained": ('if "error" not in (r.termination', 'if "none" not in (r.termination'),
     },
@@ -125,8 +126,8 @@ MUTANTS = {
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
-        "a resume forgets the worlds": ('if run.state["env"] is not None:', "if False:"),
-        "short episodes are preferred": ('["reset_mask"] & (due > 0)', '["reset_mask"]'),
+        "a resume forgets the worlds": ('if run.state["env"]:', "if False:"),
+        "short episodes are preferred": ('["reset_mask"] & (number < args.eval_episodes)', '["reset_mask"]'),
         "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",

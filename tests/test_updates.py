@@ -311,8 +311,28 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
         assert len(groups) > 3 and record["rollout/groups_submitted"] in (6, 9)
 
 
+def check_advantages(played, flags):
+    """Over the tokens that the policy chose, whatever stands between two turns."""
+    found, expected = [], []
+    for episode in played:
+        rewards, values, returns, whitened, old, ref = (
+            torch.tensor([x for s in episode["segments"] for x in itertools.compress(
+                s[name] or (), s["response_mask"])], dtype=torch.float64)
+            for name in ("rewards", "values", "returns", "advantages", "old_logprobs", "ref_logprobs"))
+        # A single reward is that of the last turn, even if it was cut.
+        assert rewards.tolist() == [0.0] * (len(rewards) - 1) + [episode["reward"]]
+        if "kl_coef" in flags:
+            rewards -= flags["kl_coef"] * (k3(ref - old) if "kl_penalty" in flags else old - ref)
+        values = values if len(values) else torch.zeros_like(rewards)
+        advantages = ppo_llm.gae(rewards[None], values[None], 1.0, 0.95)[0]
+        torch.testing.assert_close(returns, advantages + values)
+        found, expected = [*found, whitened], [*expected, advantages]
+    raw, found = torch.cat(expected), torch.cat(found)
+    torch.testing.assert_close(found, (raw - raw.mean()) / raw.std(correction=0), rtol=1e-5, atol=1e-5)
+
+
 PPO = {
-    "cut": dict(microbatch_tokens=20, beta2=0.9, critic_beta2=0.8, clip=0.05),
+    "cut": dict(microbatch_tokens=20, beta2=0.9, critic_beta2=0.8, clip=0.05, kl_coef=0.3, kl_penalty="k3"),
     "turns": dict(TURNS, prompts_per_iteration=5, critic_epochs=1, microbatch_tokens=60, temperature=0.9,
                   kl_coef=0.1),
     "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, critic_learning_rate=2e-2, kl_coef=0.1),
@@ -332,10 +352,7 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     record, kind = records(folder)[-1], flags.get("critic", "own")
     played, _ = episodes(folder, "train_step_000002")
     segments = [s for episode in played for s in episode["segments"] if any(s["response_mask"])]
-    for episode in played:  # a single reward is that of the last turn, even if it was cut
-        rewards = [reward for s in episode["segments"]
-                   for reward, chosen in zip(s["rewards"], s["response_mask"], strict=True) if chosen]
-        assert rewards == [0.0] * (len(rewards) - 1) + [episode["reward"]]
+    check_advantages(played, flags)
     if case == "turns":
         assert {episode["reward"] + len(episode["turns"]) for episode in played} == {0.5}
         assert {"done", "length"} <= {episode["termination"] for episode in played}
@@ -425,6 +442,6 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
         monkeypatch.setattr(ppo_llm, "generate", off)
         folder = train(ppo_llm, tmp_path / f"{times}", **RUN | dict(
             iterations=1, dtype="bfloat16", critic="none", epochs=1, minibatches=1, prompts_per_iteration=16))
-        ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["model.norm.weight"]["exp_avg"])
+        ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["0.model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)

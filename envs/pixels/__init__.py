@@ -11,7 +11,7 @@ the same step (autoreset), so that `obs` is already the first observation of tha
     info["final_obs"]    the last observations of the episodes that ended, in row order   (ended, *obs_shape)
     info["dist"]         distance to the goal before the reset, where there is a goal     (num_envs,) float32
 
-`obs` and what `info` holds are the environment's own buffers, valid until its next step: clone to keep them.
+`obs` is the environment's own buffer, valid until its next step: clone to keep it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class VecEnv:
     device: torch.device
     action_names: list[str]
     has_goal = False  # True: info["dist"], and a terminated episode is a success
-    others: tuple[int, int] = (0, 0)  # rows before and after these, that other processes hold
     log_meta: dict  # what a log's meta line says of it (spec: num_actions, action_codec_id, goal_sha256, ...)
 
     def reset(self, seed: int) -> torch.Tensor:
@@ -104,10 +103,14 @@ class RecordEpisodeStatistics:
 
     info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
+    info["dist"]              0 where there is no goal                                    (num_envs,) float32
+
+    others: so many rows before and after these are held by other processes. Seeds and states are those of
+    all rows, of which these take their own.
     """
 
-    def __init__(self, env: VecEnv):
-        self.env = env
+    def __init__(self, env: VecEnv, others: tuple[int, int] = (0, 0)):
+        self.env, self.others = env, others
         self.so_far = torch.zeros(2, env.num_envs, device=env.device)  # return and length
 
     def __getattr__(self, name):
@@ -115,20 +118,23 @@ class RecordEpisodeStatistics:
 
     def reset(self, seed: int) -> torch.Tensor:
         self.so_far.zero_()
-        return self.env.reset(seed)
+        return self.env.reset(seed + self.others[0])
 
     def step(self, actions: torch.Tensor):
         obs, rewards, terminated, truncated, info = self.env.step(actions)
         self.so_far += torch.stack([rewards, torch.ones_like(rewards)])
         info["episode_return"], info["episode_length"] = self.so_far * info["reset_mask"]
         self.so_far.masked_fill_(info["reset_mask"], 0)
+        info.setdefault("dist", torch.zeros_like(rewards))
         return obs, rewards, terminated, truncated, info
 
     def state_dict(self) -> dict | None:
+        """Of these rows alone: join_states makes one of all processes'."""
         state = self.env.state_dict()
         return state and state | {"so_far": self.so_far.T.cpu()}
 
     def load_state_dict(self, state: dict) -> torch.Tensor:
+        state = state_of_rows(state, range(self.others[0], self.others[0] + self.num_envs))
         self.so_far.copy_(state["so_far"].T)
         return self.env.load_state_dict(state)
 
