@@ -51,6 +51,7 @@ from typing import Annotated, Literal
 from dotenv import load_dotenv
 
 load_dotenv(".env")  # before the libraries below read the environment
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages for torch's large tensors on a CPU
 
 import numpy as np
 import peft
@@ -1124,8 +1125,10 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     engine.begin_rollout()
     try:
         asyncio.run(player.play_all(rollouts))
-    except* EngineError as errors:
-        problem = str(errors.exceptions[0])
+    except* EngineError as error:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        problem = str(error)
     if problem := max(gather([problem])):  # in all processes, so that they can save together
         raise EngineError(problem)
     for r in rollouts:
