@@ -446,7 +446,7 @@ def weights_sha256(model, adapter=""):
     digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -594,9 +594,9 @@ class Engine:
         self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
         self.eos = eos_ids(model, tokenizer)
 
-    def begin_rollout(self):
-        # `playing`: how many episodes wait for the engine or soon will, and not for a sub-agent.
-        self.requests, self.playing, self.changed = [], 0, asyncio.Event()
+    def begin_rollout(self, playing):
+        """playing: how many episodes wait for the engine or soon will, and not for a sub-agent"""
+        self.requests, self.playing, self.changed = [], playing, asyncio.Event()
 
     def sample(self, prompt_ids, temperature, seed):
         """-> response_ids, logprobs.  seed: numbers and texts that name this reply among all of a run"""
@@ -979,7 +979,7 @@ class Player:
     async def play_all(self, rollouts):
         """Play episodes, --max-concurrent at a time, while the engine answers."""
         queue, limit = iter(rollouts), self.args.episode_timeout
-        self.engine.playing = self.args.max_concurrent or len(rollouts)
+        self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
         progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
 
         async def worker():
@@ -1077,7 +1077,6 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
                 for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
     problem = ""
-    engine.begin_rollout()
     try:
         asyncio.run(player.play_all(rollouts))
     except* EngineError as error:

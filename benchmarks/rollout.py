@@ -89,13 +89,12 @@ def ask_all(engine, prompts):
     """Ask an engine for GROUP replies to each prompt at once.  -> the number of tokens in them"""
     async def ask():
         order = range(len(prompts) * GROUP)
-        engine.playing = len(order)
+        engine.begin_rollout(len(order))
         serving = asyncio.create_task(engine.serve())
         replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, (n,)) for n in order))
         serving.cancel()
         return sum(len(ids) for ids, _ in replies)
 
-    engine.begin_rollout()
     return asyncio.run(ask())
 
 
