@@ -444,13 +444,13 @@ def set_up_passes(model, args):
 def check_packing(model, args):
     """Raise BadInput where a packed row changes with the one before it: no mask cuts some layers' state."""
     row = torch.arange(32, device=model.device) % model.get_output_embeddings().out_features
-    positions, found = torch.arange(32, device=model.device).repeat(2)[None], []
+    positions, hidden = torch.arange(32, device=model.device).repeat(2)[None], []
     for first in (row, row.flip(0)):
         packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
                                    position_ids=positions, use_cache=False)
         with precision(args, model.device):
-            found.append(as_forward(model, packed).last_hidden_state[0, 32:].float())        # (32, H)
-    if (found[0] - found[1]).norm(dim=-1).max() > 1e-2 * found[0].norm(dim=-1).max():  # more than rounding
+            hidden.append(as_forward(model, packed).last_hidden_state[0, 32:].float())        # (32, H)
+    if (hidden[0] - hidden[1]).norm(dim=-1).max() > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
