@@ -548,6 +548,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
             mask, position = mask[parent], position[parent]
             cache.reorder_cache(parent)
         mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
+    ids, logprobs = ids[:, :t + 1], logprobs[:, :t + 1]
     lengths = (ids >= 0).sum(1).tolist()
     return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
 
@@ -781,14 +782,14 @@ class VllmServers(Engine):
     def sync_weights(self, model):
         """The first process hands the weights to each server; the others wait until they have them."""
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
-        path, name, problem = str(self.folder.resolve()), None, ""
+        name, problem = f"policy-{os.urandom(8).hex()}", ""  # new each time: a network's folder may be cached
+        path = str((self.folder / name).resolve())
         load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
             # Under a new name: one loaded in place is read from the disk by every batch of requests.
-            name = f"policy-{os.urandom(8).hex()}"
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         if RANK == 0:
-            shutil.rmtree(path, ignore_errors=True)  # what a kill has left there
+            shutil.rmtree(self.folder, ignore_errors=True)  # what a kill has left there
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
@@ -798,8 +799,9 @@ class VllmServers(Engine):
                     self.post(url, "/reset_prefix_cache?reset_running_requests=true", {})
             except EngineError as error:
                 problem = str(error)
-            shutil.rmtree(path)
-        self.adapter, problem = gather([(name, problem)])[0]
+            shutil.rmtree(self.folder)
+        name, problem = gather([(name, problem)])[0]
+        self.adapter = name if self.args.lora else None
         if problem:
             raise EngineError(problem)
 
