@@ -334,15 +334,15 @@ def evaluate(agent, env, args, greedy=False):
     torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
     obs = env.reset(args.seed + 1_000_000)  # starts that training seeds do not begin with
     number = torch.tensor(shard(args.eval_envs), device=env.device)  # of each row's episode among all
-    found = []
+    found = [torch.zeros(0, 3, device=env.device)]
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args)
         obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
         ended = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
-        found += ended[info["reset_mask"] & (number < args.eval_episodes)].tolist()
+        found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
-    success, lengths, returns = torch.tensor(gather(found)).unbind(-1)
+    success, lengths, returns = torch.tensor(gather(torch.cat(found).tolist())).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
@@ -602,13 +602,13 @@ def main(args):
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
-    print_rank_0(f"{run.dir}\n{args.num_envs} environments x {args.num_steps} steps = "
-                 f"{args.num_envs * args.num_steps} steps a rollout, on {device}"
-                 + (f"; continuing after iteration {run.counters['iteration']}" if run.checkpoint else ""))
+    start = run.counters["iteration"] + 1
+    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
+                 f"{args.num_steps} steps = {args.num_envs * args.num_steps} steps a rollout, on {device}")
     window, batch, metrics = [], {}, {}
 
     try:
-        for iteration in range(run.counters["iteration"] + 1, args.iterations + 1):
+        for iteration in range(start, args.iterations + 1):
             torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
 
             # 1. Rollout: num_steps of all environments, with the graph of the forward passes.

@@ -145,7 +145,7 @@ def runs(tmp_path_factory):
     killed_after(folder / "accumulated of 2", folder / "accumulated by 1", 10)
     said = torchrun_in_turn(3, [
         words("pixel-goal", folder / "pixel-goal of 3"), words("CartPole", folder / "CartPole by 3")], folder)
-    assert said.count("continuing after iteration 10") == 1
+    assert said.count("From iteration 11 on") == 1
     assert command_line(*words("accumulated", folder / "accumulated by 1")) == 0
     return folder
 
