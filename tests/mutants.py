@@ -48,7 +48,7 @@ MUTANTS = {
     "grpo_llm.py": {
         "RLOO's factor": ("size / (size - 1)", "size / size"),
         "sample deviation": ("rewards.std()", "rewards.std(ddof=1)"),
-        "balance of the other sign": ("torch.where(advantages < 0", "torch.where(advantages > 0"),
+        "balance of the other sign": ("np.where(advantages < 0", "np.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
         "GSPO: gradient of the mean": ("sequence.detach() + logprobs", "sequence + logprobs"),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
