@@ -507,7 +507,7 @@ def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
     if server:
         assert server.posts("/v1/load_lora_adapter") == 2 * 5  # the starts, and each iteration
         cards = requests.get(server.url + "/v1/models", timeout=PATIENCE).json()["data"]
-        assert cards[-1]["root"] .startswith(str(tmp_path / "run" / "sync"))
+        assert cards[-1]["root"].startswith(str(tmp_path / "run" / "sync"))
 
 
 @pytest.mark.slow
