@@ -128,7 +128,7 @@ def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_c
         hits.append(path) or len(hits) > 2 + 3 * 4) else ()
     words = words_of(grpo_llm, folder, max_staleness=2, **asking(server, iterations=5, learning_rate=5e-4))
     assert command_line("grpo_overlap.py", *words) == 1
-    assert re.search(r"^error: EngineError: --vllm-url \S+ /v1/completions answered 500: EngineCore died",
+    assert re.search(r"^error: EngineError: --vllm-url \S+: /v1/completions: 500 .*EngineCore died",
                      capsys.readouterr().err, re.MULTILINE)
     server.trouble = lambda path, body: ()
     assert command_line("grpo_overlap.py", *words) == 0

@@ -55,7 +55,7 @@ def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     lines = path.read_text().splitlines()[2:]
     added = [line[1:] for line in lines if line.startswith("+")]
     removed = sum(line.startswith("-") for line in lines)
-    assert len(added) < 60 and (len(added) + removed < 60 or removed > 5 * len(added))
+    assert len(added) < 60 and (len(added) + removed < 60 or removed > 4 * len(added))
     assert max(map(len, added)) <= 110
 
 
