@@ -995,7 +995,8 @@ class Player:
 
         async with asyncio.TaskGroup() as group:  # an engine that fails ends all
             serving = group.create_task(self.engine.serve())
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing)]:
+            # One at least: the engine begins before it ends, and gathers weights with the other processes'.
+            for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing or 1)]:
                 await task  # in turn; gather would wake up for each
             serving.cancel()
 
