@@ -51,7 +51,6 @@ from typing import Annotated, Literal
 from dotenv import load_dotenv
 
 load_dotenv(".env")  # before the libraries below read the environment
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages for torch's large tensors on a CPU
 
 import numpy as np
 import peft
