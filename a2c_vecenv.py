@@ -113,8 +113,8 @@ class Args:
                            ("iterations", "update_every"), ("log_every", "update_every")):
             value, divisor = getattr(self, name), getattr(self, unit)
             if value % divisor:  # no gradient is left half full
-                text = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
-                raise BadInput(text.replace("_", "-"))
+                message = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
+                raise BadInput(message.replace("_", "-"))
         if self.normalize_advantages and self.num_envs * self.num_steps < 2:
             raise BadInput("--normalize-advantages needs two steps or more in a rollout")
         if min(self.num_envs, self.eval_envs) < WORLD_SIZE:
