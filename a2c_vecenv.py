@@ -165,8 +165,7 @@ def choose_actions(logits, greedy=False, others=(0, 0)):
 # Network
 
 
-# Image encoders: channels, kernel and stride of each convolution.
-CONVOLUTIONS = {
+CONVOLUTIONS = {  # of the image encoders: channels, kernel, stride
     "patch": [(16, 8, 8)],  # a linear map of patches of 8 x 8 pixels
     "small": [(16, 8, 4), (32, 4, 2)],  # arXiv:1312.5602, section 4.1
     "nature": [(32, 8, 4), (64, 4, 2), (64, 3, 1)],  # Mnih et al., Nature 518 (2015), Methods
@@ -597,11 +596,11 @@ def main(args):
             frac = 1 - args.anneal * (iteration - 1) / args.iterations
 
             for _ in range(args.update_every):
-                # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
+                # 1. Rollout: num_steps of all environments; the graph of the forward passes is kept.
                 with precision(args, device):
                     obs, batch = rollout(agent, env, obs, args)
 
-                # 2. Advantages, and the returns that are the targets of the values.
+                # 2. Advantages, and returns: the targets of the values.
                 values = batch["values"].detach()
                 advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
                                  batch["done"], args.gamma, args.gae_lambda)
@@ -610,7 +609,7 @@ def main(args):
                     everyone = all_rows(advantages, env)
                     advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
 
-                # 3. Gradient: summed over processes, that of the mean over all rows and rollouts.
+                # 3. Gradient: its sum over processes is that of the mean loss over all rollouts and rows.
                 loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
                     batch["logprobs"], batch["entropies"], batch["values"], advantages, batch["returns"],
                     args.value_coef, args.entropy_coef * frac)
@@ -625,8 +624,8 @@ def main(args):
             optimizer.param_groups[0]["lr"] = args.learning_rate * frac
             optimizer.step()
             optimizer.zero_grad()
-            env_steps = iteration * args.update_every * rollout_steps
-            run.counters |= dict(iteration=iteration, opt_steps=iteration, env_steps=env_steps)
+            run.counters |= dict(iteration=iteration, opt_steps=iteration,
+                                 env_steps=iteration * args.update_every * rollout_steps)
 
             # 5. Log, evaluate, checkpoint.
             log_now, evaluate_now, save_now = (
