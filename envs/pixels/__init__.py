@@ -99,7 +99,7 @@ class VecEnv:
 
 
 class RecordEpisodeStatistics:
-    """Wraps a VecEnv, as Gymnasium's wrapper of this name: return and length in the step that ends an episode.
+    """Wraps a VecEnv as Gymnasium's wrapper of this name does: return and length of each episode that ends.
 
     info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
