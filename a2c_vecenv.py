@@ -114,7 +114,7 @@ class Args:
 
     @property
     def may_change(self) -> set[str]:
-        """Flags that a continued run may change; every other one decides what is learned."""
+        """Flags that a continued run may change, since they do not affect what is learned."""
         flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return flags if self.anneal else flags | {"iterations"}
 

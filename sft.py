@@ -101,7 +101,7 @@ class Args:
     lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
     lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
-    lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
+    lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
     output_dir: str = ""  # folder of the result (default: the run's model/); what was there: <name>.previous
@@ -146,7 +146,7 @@ class Args:
 
     @property
     def may_change(self) -> set[str]:
-        """Flags that a continued run may change; every other one decides what is learned."""
+        """Flags that a continued run may change, since they do not affect what is learned."""
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
