@@ -7,6 +7,7 @@ the papers have it. It must come to the second checkpoint and to the second reco
 
 import itertools
 import math
+import resource
 import statistics
 
 import pytest
@@ -445,3 +446,11 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
         ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["0.model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)
+
+
+def test_what_a_pass_frees_the_next_one_takes_without_page_faults():
+    grpo_llm.start_processes(grpo_llm.Args())
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        assert len([torch.ones(2**20) for _ in range(16)]) == 16  # 16,384 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
