@@ -148,11 +148,6 @@ class Args:
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that are read of each row."""
-        return (self.messages_key,) if self.messages_key else (self.prompt_key, self.response_key)
-
 
 # The defaults where --model is given.
 REAL_MODEL = dict(
@@ -161,6 +156,7 @@ REAL_MODEL = dict(
     checkpoint_every=50, max_response_tokens=512)
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
+SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
@@ -211,13 +207,6 @@ def learning_rate(step, steps, args):
     left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
     low = args.final_learning_rate
     return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
-
-
-def parameter_groups(model, weight_decay):
-    """Trained parameters for AdamW: matrices decay, vectors (norms and biases) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
-            dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
 
 
 # Processes: under torchrun each keeps a shard of every weight (FSDP2) and learns from its share of the rows.
@@ -367,10 +356,11 @@ def new_tokenizer(words):
     A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
     more tokens: encoding drops them, and decoding restores them for the verifier.
     """
-    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])
+    ids = {token: number for number, token in enumerate(tokens)}
     if words:
-        vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words, ":"]))}
-        core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         core.decoder = decoders.Sequence([
@@ -378,8 +368,7 @@ def new_tokenizer(words):
             decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
             decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
     else:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
+        core = Tokenizer(models.BPE(ids, []))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
@@ -523,7 +512,7 @@ def to_messages(value):
 
 
 def encode_row(row, tokenizer, args, eos):
-    """A row of a file or data set -> (ids, mask), before truncation. A malformed one raises some exception."""
+    """A row of a file or data set -> (ids, mask), before truncation. A malformed row raises any exception."""
     if args.messages_key:
         return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos)
     prompt, response = row[args.prompt_key], row[args.response_key]
@@ -544,11 +533,13 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
+    columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
+    names = " and ".join(columns)
     split = args.splits[side == "val"] if args.dataset else ""
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
         for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
-            rows = envs.read_rows(name, where, split, args.columns, streaming=True)
+            rows = envs.read_rows(name, where, split, columns, streaming=True)
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
                     encoded = encode_row(row, tokenizer, args, eos)
@@ -556,11 +547,10 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
                 except BadInput as error:
                     raise BadInput(f"{where}, row {number}, {error}") from error
                 except Exception as error:  # a chat template may raise anything
-                    raise BadInput(f"{where}, row {number}: expected text or messages in "
-                                   f"{' and '.join(args.columns)}, got {reprlib.repr(row)} ({error!r:.200})"
-                                   ) from error
-                counts["truncated"] += len(ids) < len(encoded[0])
-                counts["dropped"] += not any(mask)
+                    raise BadInput(f"{where}, row {number}: expected text or messages in {names}, got "
+                                   f"{reprlib.repr(row)} ({error!r:.200})") from error
+                counts["data/truncated"] += len(ids) < len(encoded[0])
+                counts["data/dropped"] += not any(mask)
                 if any(mask):
                     writer.write(dict(ids=ids, mask=mask))
         writer.finalize()
@@ -570,7 +560,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
 
 def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> (function: index -> [(ids, mask)], number of rows, held-out rows, counts)"""
-    data, counts = [], dict(truncated=0, dropped=0)
+    data, counts = [], {"data/truncated": 0, "data/dropped": 0}
     for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
         if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
@@ -630,9 +620,6 @@ def examples_of_env(env, args, tokenizer):
 
 
 # Passes: rows of tokens to tensors
-
-
-SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 
 
 def pack(rows, size):
@@ -721,13 +708,12 @@ def accuracy(model, tokenizer, env, args):
         scores += [*np.hstack(correct)]
     unshard(model, whole=False)
 
-    scores, metrics = np.array(gather(scores)), {}
+    scores, metrics = np.array(gather(scores)), {}  # (tasks, samples + 1): the last is the greedy one
     for source in sorted({task.source for task in tasks}):
         of = scores[[task.source == source for task in tasks]]
-        sampled, greedy = of[:, :-1], of[:, -1]
-        metrics |= {f"val/{source}/pass@1": float(sampled.mean()),
-                    f"val/{source}/pass@{args.eval_samples}": float(sampled.max(1).mean()),
-                    f"val/{source}/greedy": float(greedy.mean())}
+        metrics |= {f"val/{source}/pass@1": float(of[:, :-1].mean()),
+                    f"val/{source}/pass@{args.eval_samples}": float(of[:, :-1].max(1).mean()),
+                    f"val/{source}/greedy": float(of[:, -1].mean())}
     return metrics
 
 
@@ -979,9 +965,12 @@ def main(args):
         check_packing(model, args)
     output = Path(args.output_dir or run.dir / "model")
     output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # an error now, if ever
-    optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate,
-                                  betas=(0.9, args.beta2), fused=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    parameters = matrices + vectors
+    optimizer = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)],
+        lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
     # window: loss and gradient norm of each step since the last record; best: checkpoint of lowest val/loss.
     rows, window, best = [], [], ("", math.inf)
@@ -989,11 +978,10 @@ def main(args):
         window, best = run.state["window"], (run.state["best"], run.state["best_loss"])
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open(num_steps)
-    counts = dict(rows=num_rows, held_out=len(held_out)) | counts
     start = step = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {step:,} to "
-                 f"{num_steps:,}; " + ", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {start:,} to "
+                 f"{num_steps:,}; {num_rows:,} rows, {len(held_out):,} held out")
 
     def evaluation():
         with run.timed("eval"):
@@ -1010,7 +998,7 @@ def main(args):
 
     try:
         if not run.checkpoint:
-            run.record({f"data/{name}": count for name, count in counts.items()} | evaluation())
+            run.record({"data/rows": num_rows, "data/held_out": len(held_out)} | counts | evaluation())
         for step in range(start + 1, num_steps + 1):
             # 1. Batch: this process's share of the next rows of the epoch's permutation.
             with run.timed("update"):

@@ -169,7 +169,7 @@ BROKEN = {  # a file, its rows, what the message says behind its name
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "type.parquet": ([pair("a", 0.5)] * 4, ", row 1: .*0.5"),
     "half.parquet": (pairs(60), ": cannot be read .*footer"),
-    "empty.jsonl": ([], ": expected rows to learn from and rows to hold out, got 0 and 0; .*'dropped': 0"),
+    "empty.jsonl": ([], ": expected rows to learn from and rows to hold out, got 0 and 0; .*dropped': 0"),
     **{f"{case}.jsonl": ([*pairs(3), b"", line, *pairs(2)], f"(,|: cannot be read at) row 5{message}")
        for case, (line, message) in BAD.items()},
 }
