@@ -112,7 +112,7 @@ class Args:
     epochs: NotNegative = 10.0  # passes over the training rows, where --steps is 0
     learning_rate: Positive = 5e-3  # peak learning rate of AdamW
     warmup_steps: Whole = 20  # linear warm-up [steps]
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: constant, then a linear decay
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: linear decay in the last tenth
     final_learning_rate: Share = 0.05  # share of the peak that cosine and wsd end at
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay, of matrices only
@@ -447,7 +447,7 @@ def eos_ids(model, tokenizer):
     return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
-# Data: rows, conversations and demonstrations are tokenised to (ids, mask)
+# Data: text to tokens. A row of tokens is (ids, mask), two lists; mask is 1 where a token is learned.
 
 
 def encode(parts, tokenizer):
@@ -683,7 +683,8 @@ def accuracy(model, tokenizer, env, args):
     at_temperature_1 = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
 
     def is_correct(task, ids):
-        text, ended = tokenizer.decode(ids, skip_special_tokens=True), not set(eos).isdisjoint(ids)
+        ended = not set(eos).isdisjoint(ids)  # else it was cut off by --max-response-tokens
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         return float(ended and env.start(task, args.seed).step(text).info["correct"])
 
     # Tasks per call: at most 64, and a cached token takes about a sixteenth of the memory of a trained one.
@@ -698,7 +699,7 @@ def accuracy(model, tokenizer, env, args):
         correct = []
         for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
             with precision(args, model.device):
-                # repetition_penalty: the model's generation config may have another; processes do not wait.
+                # The model's generation config must not change sampling, nor do processes wait for others.
                 responses = model.generate(
                     **inputs, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
                     eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
