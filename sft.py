@@ -677,8 +677,6 @@ def evaluate(model, tokenizer, env, held_out, args):
 def accuracy(model, tokenizer, env, args):
     """Correctness of responses to test tasks, sampled at temperature 1 and greedy.  -> metrics"""
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    prompts = [tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, return_dict=False)
-               for task in tasks]
     eos, scores = eos_ids(model, tokenizer), []
     at_temperature_1 = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
 
@@ -687,16 +685,16 @@ def accuracy(model, tokenizer, env, args):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return float(ended and env.start(task, args.seed).step(text).info["correct"])
 
-    # Tasks per call: at most 64, and a cached token takes about a sixteenth of the memory of a trained one.
-    longest = max(map(len, prompts), default=0) + args.max_response_tokens
-    size = min(64, max(1, 16 * args.microbatch_tokens // (longest * args.eval_samples)))
+    # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
+    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
     starts = range(0, len(tasks), size)
     unshard(model, whole=True)
     for start in (starts[index] for index in shard(len(starts))):
         torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-        inputs = tokenizer.pad(dict(input_ids=prompts[start:start + size]), padding_side="left",
-                               return_tensors="pt").to(model.device)
-        correct = []
+        chunk, correct = tasks[start:start + size], []
+        inputs = tokenizer.apply_chat_template(
+            [task.messages for task in chunk], add_generation_prompt=True, padding=True, return_tensors="pt",
+            tokenizer_kwargs=dict(padding_side="left")).to(model.device)
         for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
             with precision(args, model.device):
                 # The model's generation config must not change sampling, nor do processes wait for others.
@@ -704,7 +702,7 @@ def accuracy(model, tokenizer, env, args):
                     **inputs, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
                     eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
                     synced_gpus=False, **sampling)[:, inputs.input_ids.shape[1]:]
-            asked = [task for task in tasks[start:start + size] for _ in range(samples)]
+            asked = [task for task in chunk for _ in range(samples)]
             correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
         scores += [*np.hstack(correct)]
     unshard(model, whole=False)
