@@ -224,7 +224,7 @@ def forward(network, obs, args):
 
 
 def precision(args, device):
-    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
@@ -236,18 +236,22 @@ RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if
 
 
 def start_processes(args):
-    """Join the processes of torchrun, if it started this one.  -> the device of this process"""
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
+        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
+            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart; what an earlier attempt wrote into it must not be read.
+        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -257,7 +261,7 @@ def print_rank_0(text):
 
 
 def gather(items):
-    """The lists of all processes as one, in order of ranks, in each of them."""
+    """All-gather: the lists of all ranks, concatenated."""
     parts = [items] * WORLD_SIZE
     if UNDER_TORCHRUN:
         dist.all_gather_object(parts, items)
@@ -271,7 +275,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def shard(size):
-    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
@@ -385,7 +389,7 @@ def window_metrics(window, batch, args, env):
     return metrics | {name: metrics[name] / ended for name in ("episode_return", "episode_length")}
 
 
-# Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
+# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
 
 
 def sha256(path):
@@ -401,10 +405,10 @@ def flush_to_disk(*paths):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
+    """A run folder and the counters. A folder that holds a checkpoint is continued. Rank 0 writes."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what decides the run beside the flags, such as hashes of the model and of the reward."""
+        """identity: what a continued run must share beside its flags, such as a hash of the model."""
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.args, self.meta = args, dict(
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -412,20 +416,20 @@ class Run:
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
-        # Oldest first; without those that turn out to be damaged, which must not count as the newest.
+        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
         self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
         if self.checkpoints or self.log.tell():
             self.check_same_run()
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
+        while self.checkpoints and not self.checkpoint:
+            folder = self.checkpoints[-1]
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
                 self.checkpoints.pop()
@@ -439,7 +443,7 @@ class Run:
         self.times = dict.fromkeys(TIMES, 0.0)
 
     def check_same_run(self):
-        """Refuse, by name, whatever would make the continued run another run."""
+        """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
             self.log.seek(0)
             old = json.loads(self.log.readline())["meta"]
@@ -454,7 +458,7 @@ class Run:
             raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def open(self, total):
-        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -467,14 +471,14 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the writer is opened, or it would see nothing
+        if self.args.track:  # before the SummaryWriter is made, which wandb patches
             try:
                 import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
                 wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
                            config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
@@ -501,7 +505,7 @@ class Run:
         self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before; some are printed."""
+        """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
         values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
@@ -514,7 +518,7 @@ class Run:
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
             iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event: an event for each number takes longer than all else that is logged.
+            # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
             self.write(self.place | values)
@@ -527,7 +531,7 @@ class Run:
         self.log.flush()
 
     def save(self, state, *parts):
-        """checkpoints/step_<iteration>, complete or not at all; each part(folder) writes of the model."""
+        """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -548,7 +552,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             named.rename(folder.with_name("state.json"))
-        except Exception as error:  # a full disk: each library has an exception of its own for it
+        except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
@@ -563,7 +567,7 @@ class Run:
             self.writer.close()
 
     def fail(self, error, evidence):
-        """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
+        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
         what = dict(type=type(error).__name__, message=str(error), rank=RANK)
         folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
@@ -583,7 +587,7 @@ class Run:
 
 def main(args):
     """Train.  -> the last record's numbers"""
-    # Set-up: whatever is wrong with the input is found here, before anything is trained.
+    # Set-up: errors in the input are found here, before anything is trained.
     stop = []
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it

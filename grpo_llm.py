@@ -23,6 +23,7 @@ import asyncio
 import atexit
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -229,8 +230,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
 def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
     """Weights that turn per-token losses into one number by a plain sum.  mask (B, T) -> (B, T).
 
-    num_tokens and num_sequences are those of the whole minibatch: the sum over its passes is its loss,
-    however it is cut.
+    num_tokens and num_sequences are those of the minibatch, so that its loss is the sum over its passes,
+    however it is cut into them.
     """
     if aggregation == "token":
         return mask / num_tokens
@@ -262,8 +263,8 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
 def hidden_states(decoder, batch):
     """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
 
-    That shift by one happens here and nowhere else. Where responses share a prompt, it is computed once and
-    its keys and values handed to them, with gradient.
+    That shift by one happens here and nowhere else. A prompt that several responses share is computed once,
+    and its keys and values are copied to them, with gradient.
     """
     prompts, rows = batch["prompts"], batch["prompt_of_row"]
     valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
@@ -294,14 +295,14 @@ def token_logprobs(model, batch, temperature):
 
 
 def learning_rate(iteration, args):
-    """Linear warm-up, then linear decay to a share of the peak, reached in the last iteration."""
+    """Linear warm-up, then linear decay to a share of the peak in the last iteration."""
     warm = min(1.0, iteration / max(args.warmup_iterations, 1))
     progress = (iteration - args.warmup_iterations) / max(args.iterations - args.warmup_iterations, 1)
     return args.learning_rate * warm * (1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0))
 
 
-# Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2), plays its share
-# of the episodes and trains on what it played.
+# Processes, under torchrun: each holds a shard of the weights (FSDP2), plays its share of the episodes and
+# trains on them.
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -310,18 +311,22 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 
 
 def start_processes(args):
-    """Join the processes of torchrun, if it started this one.  -> the device of this process"""
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
+        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
+            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart; what an earlier attempt wrote into it must not be read.
+        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -331,7 +336,7 @@ def print_rank_0(text):
 
 
 def gather(items):
-    """The lists of all processes as one, in order of ranks, in each of them."""
+    """All-gather: the lists of all ranks, concatenated."""
     parts = [items] * WORLD_SIZE
     if UNDER_TORCHRUN:
         dist.all_gather_object(parts, items)
@@ -345,7 +350,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def shard(size):
-    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
@@ -354,59 +359,66 @@ def full_tensor(tensor):
 
 
 def distribute(model, device):
-    """A model on its device. Under torchrun a layer's weights are gathered when it computes (FSDP2)."""
+    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
-        # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
-        # rollout are not as many in each process.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
+        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
+        # rollout the processes do not run equally many.
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
-    model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
 
 
 def as_forward(model, function):
-    """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
+    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
     return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
-def unshard(model, whole):
-    """Whole weights on each process until they are let go: sampling then waits for no other process."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not whole, recurse=False)
-            module.unshard() if whole else module.reshard()
+@contextlib.contextmanager
+def unsharded(model):
+    """All weights on each process, so that sampling waits for no other process."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def trained_weights(model):
-    """(name, whole tensor) of an adapter's weights, or of all; all processes read to the end."""
-    # The state names a tied head too, as vLLM must be told.
+    """Yield (name, full tensor) of the adapter's weights, or of all. A collective: all ranks exhaust it."""
+    # state_dict, unlike named_parameters, has a tied head under its own name too, which vLLM needs.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.requires_grad or not isinstance(model, peft.PeftModel):
             yield name, full_tensor(tensor.detach())
 
 
-# Engine: load, generate, sync
+# Engine: load, generate, sync weights
 
 
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
-    beside = Path(__file__).parent / name  # the defaults work from anywhere
+    beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
         if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
-    except Exception as error:  # each library has its own for a damaged file
+    except Exception as error:  # each library raises its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
                        "folder with config.json and weights") from error
 
@@ -428,19 +440,19 @@ def load_tokenizer(args):
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model in `dtype`, on the CPU, without dropout."""
+    """A causal language model in `dtype`, on the CPU, in evaluation mode."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    if not model.generation_config.do_sample:  # what greedy decoding ignores could not be saved
+    if not model.generation_config.do_sample:  # save_pretrained refuses sampling options beside greedy
         model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
     hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
     if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
-        raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
-                       "script does not")
+        raise BadInput(f"--model {name}: it changes its logits after the head (such as a soft cap), which "
+                       "this script does not")
     return model
 
 
 def weights_sha256(model, adapter=""):
-    """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
+    """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     weights = Path(adapter, "adapter_model.safetensors")
     digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
@@ -450,13 +462,13 @@ def weights_sha256(model, adapter=""):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
             target_modules=targets if targets == "all-linear" else targets.split(","))
-        config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
         if folder:
@@ -470,7 +482,7 @@ def add_lora(model, args, checkpoint=""):
 
 
 def precision(args, device):
-    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
@@ -483,7 +495,7 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 
 def uniform(seeds, count):
-    """Numbers in [0, 1) from each seed alone: SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64"""
+    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
     return (bits & 2**53 - 1).double() * 2.0**-53
@@ -497,8 +509,8 @@ def sample(logits, row, temperature, uniform):
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)          # (rows, V)
     if temperature:
-        # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
-        # number a response instead of V; in float64, since the tail of a large vocabulary drowns in float32.
+        # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
+        # float64, since the sum over a large vocabulary would lose its tail in float32.
         cdf = logprobs.exp().double().cumsum(-1)[row]                                    # (B, V)
         tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
@@ -511,15 +523,15 @@ def sample(logits, row, temperature, uniform):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    seeds: a text or a number for each response; its draws depend on nothing else, so not on other responses.
-    Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every beginning that several responses have in common. Those that ended leave when they
-    are an eighth of the batch: leaving copies the cache.
+    seeds: a text or a number for each response, on which alone its random numbers depend.
+    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
+    since that copies the cache.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device, size, unique = model.device, head.out_features, {}
     draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
-    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
+    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # (B,), of a response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
@@ -559,9 +571,9 @@ def eos_ids(model, tokenizer):
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in buffers with room to grow: a decode step writes one column and copies nothing."""
+    """Keys and values in buffers with spare room: a decode step writes one column and copies nothing."""
 
-    length = 0  # of what is in the buffers
+    length = 0  # columns in use
 
     def get_seq_length(self):
         return self.length
@@ -580,65 +592,64 @@ class GrowingLayer(DynamicLayer):
 
 
 class EngineError(OSError):
-    """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
+    """The sampler failed or disagrees with the trainer, whose own state is intact."""
 
 
 Request = collections.namedtuple("Request", "seed future prompt_ids temperature")
 
 
 class Engine:
-    """A sampler. Episodes await `sample`, while `serve` runs beside them and answers, or fails for all."""
+    """A sampler. Episodes await `sample`; the task `serve` runs beside them and answers their requests."""
 
     def __init__(self, model, tokenizer, args, folder=None):
-        """folder: where weights are written that servers are to read."""
+        """folder: where weights are written for servers to read."""
         self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
         self.eos = eos_ids(model, tokenizer)
 
-    def begin_rollout(self, playing):
-        """playing: how many episodes wait for the engine or soon will, and not for a sub-agent"""
-        self.requests, self.playing, self.changed = [], playing, asyncio.Event()
+    def begin_rollout(self, active):
+        """active: the number of episodes that will request, without those that wait for a sub-agent."""
+        self.requests, self.active, self.changed = [], active, asyncio.Event()
 
     def sample(self, prompt_ids, temperature, seed):
-        """-> response_ids, logprobs.  seed: numbers and texts that name this reply among all of a run"""
+        """Await it.  -> response_ids, logprobs.  seed: numbers and texts that identify this reply in a run"""
         future = asyncio.get_running_loop().create_future()
         self.requests.append(Request(seed, future, prompt_ids, temperature))
         self.changed.set()
         return future
 
     def leave(self):
-        """An episode asks no more."""
-        self.playing -= 1
+        """An active episode will request no more."""
+        self.active -= 1
         self.changed.set()
 
-    async def next_requests(self, together=False):
-        """Take what is asked, in order, after a change; together: once every episode in play waits."""
+    async def next_requests(self, of_all=False):
+        """The new requests, sorted by seed; of_all: once every active episode has one."""
         while True:
             await self.changed.wait()
             self.changed.clear()
-            # A timeout may have ended who asked.
+            # An episode that timed out has cancelled its own.
             waiting = [request for request in self.requests if not request.future.done()]
-            if not together or len(waiting) >= max(self.playing, 1):
+            if not of_all or len(waiting) >= max(self.active, 1):
                 self.requests = []
                 return sorted(waiting, key=lambda request: request.seed)
 
     def sync_weights(self, model):
-        """Hand over the trained weights."""
+        """Copy the trained weights to the sampler."""
 
     def sleep(self):
-        """Give the device's memory back until the next hand-over."""
+        """Free the device's memory until the next sync_weights."""
 
 
 class HfEngine(Engine):
-    """Samples with the trained weights themselves: nothing to hand over, no other arithmetic."""
+    """Samples with the trained weights themselves, so there is nothing to sync."""
 
     async def serve(self):
-        """Answer all together, once every episode in play waits; so no batch depends on timing."""
+        """Answer in batches, each once every active episode waits, so that none depends on timing."""
         limit = self.args.max_response_tokens
-        unshard(self.model, whole=True)
-        try:
+        with unsharded(self.model):
             while True:
-                waiting = await self.next_requests(together=True)
-                # A cached token costs far less memory than a trained one, hence the factor.
+                waiting = await self.next_requests(of_all=True)
+                # A cached token takes far less memory than a trained one, hence the factor.
                 longest = max(len(request.prompt_ids) for request in waiting) + limit
                 rows = max(1, 16 * self.args.microbatch_tokens // longest)
                 for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
@@ -648,21 +659,16 @@ class HfEngine(Engine):
                         replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
                     for future, reply in zip(futures, replies, strict=True):
                         future.set_result(reply)
-        finally:
-            unshard(self.model, whole=False)
 
 
 class VllmEngine(Engine):
-    """vLLM in this process: token ids in, ids and log-probabilities out.
+    """vLLM in this process, with continuous batching: an episode's next turn waits for no other episode."""
 
-    A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
-    """
-
-    lora = None  # the adapter that was handed over last
+    lora = None  # the last adapter that was loaded
 
     def __init__(self, model, tokenizer, args, folder=None):
         super().__init__(model, tokenizer, args, folder)
-        # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
+        # In one process weights need no transport, and torch.manual_seed seeds vLLM's sampling too.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         options = dict(max_num_seqs=256, gpu_memory_utilization=0.4, enable_sleep_mode=True)
@@ -681,7 +687,7 @@ class VllmEngine(Engine):
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
                 max_model_len=args.max_context_tokens, seed=args.seed,
-                # Weights that training will replace start as noise: whatever does not arrive shows at once.
+                # Weights that sync_weights will replace start as noise: one that it misses is noticed.
                 load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
                 logprobs_mode="processed_logprobs", **options)
@@ -705,16 +711,16 @@ class VllmEngine(Engine):
                         if output.finished and not (future := running.pop(output.request_id)).done():
                             reply = output.outputs[0]
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
-                    await asyncio.sleep(0)  # whoever can go on may ask before the next step
+                    await asyncio.sleep(0)  # let episodes go on and request before the next step
         finally:
             engine.abort_request([*running])
 
     def sync_weights(self, model):
-        """All that reaches into the engine. What its prefix cache holds was computed with the old weights."""
+        """In place; with LoRA the adapter alone. The prefix cache was computed with the old weights."""
         torch.cuda.empty_cache()
-        self.llm.wake_up(tags=["weights"])  # nothing happens where it is awake
+        self.llm.wake_up(tags=["weights"])  # no effect where it is awake
         if self.args.lora:
-            number = self.lora.lora_int_id + 1 if self.lora else 1  # under an old one it would be the old one
+            number = self.lora.lora_int_id + 1 if self.lora else 1  # a known id would keep the old adapter
             with tempfile.TemporaryDirectory() as path:
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
                 self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
@@ -726,42 +732,41 @@ class VllmEngine(Engine):
 
     def sleep(self):
         if self.llm.llm_engine.model_config.enable_sleep_mode:
-            self.llm.sleep(1 if self.args.lora else 2)  # 2 forgets the weights, since new ones will come
+            self.llm.sleep(1 if self.args.lora else 2)  # 2 drops the weights: sync_weights brings new ones
 
 
 class VllmServers(Engine):
-    """Running vLLM servers that see the run's folder (docs/engines.md has the command that starts one).
+    """Running vLLM servers that can read the run's folder (docs/engines.md has the command to start one).
 
-    A request that fails is not tried again: a server that was started anew would answer with other weights.
+    A failed request is not retried: a server that was restarted would answer with the weights on its disk.
     """
 
-    adapter = None  # the name of the one that was handed over last; without, the model itself is asked
+    adapter = None  # name of the last adapter that was loaded; None: the base model's
 
     def post(self, url, path, body):
-        """-> the server's answer, if it is a good one"""
         try:
             answer = requests.post(url.rstrip("/") + path, json=body, timeout=(5, 600),
-                                   proxies=dict(http="", https=""))  # one for the web is not for these
+                                   proxies=dict(http="", https=""))  # not through a proxy for the web
             answer.raise_for_status()
             return answer
         except requests.RequestException as error:
-            said = first_line(error) if error.response is None else f"{error} {error.response.text[:300]}"
-            raise EngineError(f"--vllm-url {url}: {path}: {said} (docs/engines.md)") from error
+            why = first_line(error) if error.response is None else f"{error} {error.response.text[:300]}"
+            raise EngineError(f"--vllm-url {url}: {path}: {why} (docs/engines.md)") from error
 
     async def serve(self):
         servers = itertools.cycle(self.args.vllm_url)
-        async with asyncio.TaskGroup() as asking:  # one that fails ends all
+        async with asyncio.TaskGroup() as posting:  # a failed request ends all
             while True:
-                groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
+                groups = {}  # one prompt's replies in one request, at half the cost; not greedy ones
                 for request in await self.next_requests():
                     key = tuple(request.prompt_ids), request.temperature or request.seed
                     groups.setdefault(key, []).append(request)
                 for group, url in zip(groups.values(), servers, strict=False):
-                    asking.create_task(self.answer(url, group))
+                    posting.create_task(self.answer(url, group))
 
     async def answer(self, url, group):
-        """Requests that differ in nothing, as one."""
-        # All that a server would otherwise take from the model's generation config is said.
+        """Get the replies to requests with the same prompt and temperature."""
+        # Whatever the server would otherwise take from the model's generation config is set.
         body = dict(
             model=self.adapter, prompt=group[0].prompt_ids, n=len(group), logprobs=0,
             temperature=group[0].temperature, max_tokens=self.args.max_response_tokens,
@@ -779,22 +784,21 @@ class VllmServers(Engine):
             raise EngineError(f"--vllm-url {url}: not an answer of vLLM's ({error!r:.300})") from error
 
     def sync_weights(self, model):
-        """The first process hands the weights to each server; the others wait until they have them."""
+        """Rank 0 writes the weights and has each server load them; the other ranks wait for it."""
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
-        name, problem = f"policy-{os.urandom(8).hex()}", ""  # new each time: a network's folder may be cached
+        name, problem = f"policy-{os.urandom(8).hex()}", ""  # a new path, since network folders are cached
         path = str((self.folder / name).resolve())
         load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
-            # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         if RANK == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # what a kill has left there
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
                     self.post(url, *load)
-                    # What it had cached is of older weights. Requests of episodes that ran out of time may
-                    # still be in the making; they begin again.
+                    # The cache is of older weights. Requests of episodes that timed out may still be running.
                     self.post(url, "/reset_prefix_cache?reset_running_requests=true", {})
             except EngineError as error:
                 problem = str(error)
@@ -805,17 +809,17 @@ class VllmServers(Engine):
             raise EngineError(problem)
 
 
-# Rollout: tasks to scored token sequences, one coroutine for each episode
+# Rollout: tasks to scored token sequences, one coroutine per episode
 
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """What the model saw and said without a break; the lists from response_ids on are equally long."""
+    """A prompt, and sampled and environment tokens after it; all lists but prompt_ids have equal length."""
 
     prompt_ids: list[int]
     response_ids: list[int] = dataclasses.field(default_factory=list)
-    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: the environment's
-    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where the mask is
+    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: environment's
+    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where mask is 0
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     advantage: float = 0.0
@@ -841,15 +845,15 @@ class Rollout:
 
     task: envs.Task
     number: int  # within the group; of a sub-agent, among its parent's
-    order: tuple  # among all episodes of its kind; with the turn it names the random numbers of a reply
-    prompt: list  # the text of the task's messages, and its ids
+    order: tuple  # among all episodes of its kind; with the turn it seeds a reply
+    prompt: list  # the rendered text of the task's messages, and its ids
     messages: list[dict] = dataclasses.field(default_factory=list)
     segments: list[Segment] = dataclasses.field(default_factory=list)
-    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
+    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
     children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
-    text: str = ""  # the last segment, as far as the model has seen and said it
-    start: int = 0  # the first message after the task's that the last segment holds
+    text: str = ""  # the last segment's, without the last reply
+    start: int = 0  # index of the last segment's first message after the task's
     reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
@@ -857,7 +861,7 @@ class Rollout:
 
     @property
     def info(self) -> dict:
-        """The environment's last word on it."""
+        """That of the last step."""
         return self.steps[-1].info if self.steps else {}
 
     @property
@@ -867,32 +871,27 @@ class Rollout:
 
     @property
     def family(self) -> list["Rollout"]:
-        """Itself, then its sub-agents, each followed by its own."""
+        """Itself and its sub-agents, each followed by its own."""
         return [self, *(member for child in self.children for member in child.family)]
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens that the policy chose, its sub-agents' included."""
-        return sum(end - start for member in self.family for _, start, end in member.turns)
 
-
-# done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
-# --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
+# done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
+# --max-response-tokens, --max-context-tokens, --max-turns, --episode-timeout; error: the environment failed.
 TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
-EPISODE_RETRIES = 2  # times that an episode whose environment fails is played again from its start
+EPISODE_RETRIES = 2  # times that an episode is played again because its environment failed
 
 
 def episode_reward(rollout: Rollout) -> float:
-    """The scalar that is maximised: edit here, or point --reward-fn at a function of the same form.
+    """The scalar to maximise: edit here, or point --reward-fn at a function of the same form.
 
-    rollout.steps are the environment's answers, their .info the named parts, rollout.messages the texts. A
-    reply cut by the length limit never reaches the environment; Episode.end judges what was there before it.
+    rollout.steps are the environment's, their .info the named parts, rollout.messages the conversation. A
+    reply that is cut by the length limit is no step; Episode.end scores the state before it.
     """
     return sum(step.reward for step in rollout.steps)
 
 
 def render(messages, tokenizer, args):
-    """The text of a history and of the opening of the model's turn; none where the template refuses it."""
+    """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
         if args.chat_template == "plain":
             text = "".join(message["content"] for message in messages)
@@ -901,17 +900,17 @@ def render(messages, tokenizer, args):
     except Exception as error:  # a template is a program
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
-    return text.encode(errors="replace").decode()  # no tokenizer takes half a surrogate pair
+    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
 def encode_prompts(texts, tokenizer, args):
-    """The ids of whole histories; of one without a text, none."""
+    """The ids of rendered conversations; none for an empty text."""
     ids = tokenizer(texts, add_special_tokens=args.chat_template == "plain").input_ids if texts else []
     return [ids if text else [] for text, ids in zip(texts, ids, strict=True)]
 
 
 def check_prompts(env, tokenizer, args):
-    """Refuse a model that cannot read the tasks of the first iteration."""
+    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
     prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
     if not all(prompts):
@@ -926,31 +925,29 @@ def check_prompts(env, tokenizer, args):
 
 
 def extension(text, r, tokenizer):
-    """The ids of what `text` adds to what the model has seen and to its reply, which ended with eos; None
-    where the template has rewritten some of that.
-    """
+    """The ids that `text` appends to the last segment, which ended with eos; None if it is no extension."""
     rest, reply = text[len(r.text):], r.reply
-    if not rest.startswith(reply):  # templates trim what they are given
+    if not rest.startswith(reply):  # templates strip messages
         rest, reply = rest.lstrip(), reply.strip()
     if not (text.startswith(r.text) and rest.startswith(reply)):
         return None
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    if closing.strip() or not eos:  # usually the reply's eos has closed the turn; here another mark does
+    if closing.strip() or not eos:  # the template closes a turn with another token than eos
         added = rest[len(reply):]
     ids = tokenizer(added, add_special_tokens=False).input_ids
-    # That mark may have been sampled, as one more kind of eos.
+    # That token is already there where it is one of several eos tokens and was sampled.
     return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
 
 def observe(r, tokenizer, args):
-    """Extend the segment by what the environment said; or fork: begin another one, where the template has
-    rewritten the history, or without its oldest turns, where it is too long.  -> whether another reply fits
+    """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
+    template has rewritten the history or its oldest turns must go.  -> whether another reply fits
     """
     for start in range(r.start, len(r.messages)):
         if r.messages[start]["role"] != "assistant":
-            continue  # what is kept of a history begins with a reply
+            continue  # the kept part of the history starts with a reply
         text = render(r.task.messages + r.messages[start:], tokenizer, args)
-        if not text:  # playing again would favour who got not so far
+        if not text:  # not an error: a retry would be a second chance
             return False
         segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
@@ -965,7 +962,7 @@ def observe(r, tokenizer, args):
 
 
 class Player:
-    """Plays episodes: asks the engine for replies and hands them to the environment."""
+    """Plays episodes between an engine and an environment."""
 
     def __init__(self, engine, tokenizer, env, args, temperature, kind):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
@@ -973,12 +970,12 @@ class Player:
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
 
     def prompts(self, tasks):
-        """-> (task, its text, its ids), ..."""
+        """Yield (task, rendered text, ids)."""
         texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
         return zip(tasks, texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
 
     async def play_all(self, rollouts):
-        """Play episodes, --max-concurrent at a time, while the engine answers."""
+        """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
         queue, limit = iter(rollouts), self.args.episode_timeout
         self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
         progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
@@ -992,22 +989,22 @@ class Player:
                 progress.update()
             self.engine.leave()
 
-        async with asyncio.TaskGroup() as group:  # an engine that fails ends all
+        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
             serving = group.create_task(self.engine.serve())
-            # One at least: the engine begins before it ends, and gathers weights with the other processes'.
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing or 1)]:
-                await task  # in turn; gather would wake up for each
+            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
+            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
+                await task
             serving.cancel()
 
     async def play(self, r, given=None):
-        """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
+        """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
         for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
             episode, r.messages, r.segments, r.turns, r.steps, r.children = None, [], [], [], [], []
             try:
                 episode = given or await self.call(self.env.start, r.task, self.args.seed)
                 r.termination = await self.play_turns(r, episode)
                 if r.steps and r.termination in ("length", "context", "turns"):
-                    # A limit of ours ended it: its environment judges what there is.
+                    # The script's own limit: the environment scores what there is.
                     if step := await self.call(episode.end, r.termination):
                         earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
                         r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
@@ -1020,7 +1017,7 @@ class Player:
                     await self.call.close([episode])
 
     async def play_turns(self, r, episode):
-        """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
+        """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
         r.text, prompt_ids = r.prompt
         r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
@@ -1048,16 +1045,16 @@ class Player:
                 return "context"
 
     async def play_children(self, r, pairs):
-        """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
+        """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
         tasks, episodes = zip(*pairs, strict=True)
         children = [Rollout(task, number, (*r.order, r.retries, number), prompt)
                     for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
         r.children += children
-        self.engine.playing += len(children) - 1  # they wait for the engine, and it for them
+        self.engine.active += len(children) - 1  # the parent is not active while they are
         ended = itertools.count(1)
 
         def leave(task):
-            if next(ended) < len(children):  # the last one leaves its place to its parent, which goes on
+            if next(ended) < len(children):  # after the last one the parent is active again
                 self.engine.leave()
 
         try:
@@ -1070,9 +1067,9 @@ class Player:
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
-    """Play num_samples episodes of each task.  -> their Rollouts, those of a task side by side
+    """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
 
-    kind, and the number of the first task among all of that kind, name the random numbers of the replies.
+    kind ("train" or "val") and first, the number of the first task among all of that kind, seed the replies.
     """
     player = Player(engine, tokenizer, env, args, temperature, kind)
     rollouts = [Rollout(task, number, (position, number), prompt)
@@ -1085,7 +1082,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         problem = str(error)
-    if problem := max(gather([problem])):  # in all processes, so that they can save together
+    if problem := max(gather([problem])):  # raised on all ranks, since saving is collective
         raise EngineError(problem)
     for r in rollouts:
         reward = float(score(r)) if r.termination != "error" else 0.0
@@ -1098,9 +1095,9 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
 
 
 def trainable_groups(rollouts, args):
-    """Groups of segments with their advantages; one whose rewards are all equal teaches nothing and goes.
+    """The segments of each group, with advantages, without the groups whose rewards are all equal.
 
-    A member whose environment failed is no member: neither the baseline nor the update knows it.
+    An episode whose environment failed counts neither in the baseline nor in the update.
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
@@ -1124,15 +1121,14 @@ def trainable_groups(rollouts, args):
 
 
 def passes(segments, args, pad_id, device):
-    """This process's segments, by length, in passes of at most --microbatch-tokens padded response tokens, or
-    of one response.  -> (segments, what collate makes of them) of each
+    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
+    tokens, padding included.  Yields (segments, their tensors by collate).
 
-    All processes call the model equally often, since FSDP2 gathers its weights: one that has fewer passes
-    adds some that count 0.
+    A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
     """
     parts, rows = [], set()
     for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        rows.add(segment.key)  # equal ones are computed once
+        rows.add(segment.key)  # of equal segments one is computed
         if not parts or len(segment.response_ids) * len(rows) > args.microbatch_tokens:
             parts.append([])
             rows = {segment.key}
@@ -1143,13 +1139,13 @@ def passes(segments, args, pad_id, device):
 
 
 def collate(segments, pad_id, device):
-    """Tensors of a pass. Prompts (U, P), padded left, and responses (R, T), padded right, each different one
-    once, since equal ones have equal log-probabilities; all else by segment, (B, T).
+    """Tensors of a pass: unique prompts (U, P), padded left, and unique responses (R, T), padded right, since
+    equal ones have equal log-probabilities; all else by segment, (B, T).
     """
     rows, prompts = {}, {}
     row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
     prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
-    # Prompt tokens that sharing saves, at the price of another pass: FSDP2 would gather each layer twice.
+    # Prompt tokens saved by a pass of their own. Not under FSDP2, which would gather each layer twice.
     saved = (len(rows) - len(prompts)) * (max(map(len, prompts)) - 1)
     batch = dict(
         prompts=pad(prompts, pad_id, device, left=True),
@@ -1178,16 +1174,16 @@ def store_logprobs(model, groups, name, args, pad_id):
 
 
 def pass_loss(model, batch, num_tokens, num_segments, args):
-    """The part of the minibatch's loss that lies in this pass.  -> loss, sums over its tokens for the log."""
+    """This pass's part of the minibatch's loss.  -> loss, sums over tokens for the log, largest mismatch"""
     logprobs, entropy = token_logprobs(model, batch, args.temperature)                   # (B, T)
     mask, advantages = batch["response_mask"], batch["advantages"]
     weight = token_weights(mask, args.aggregation, num_tokens, num_segments, args.max_response_tokens)
-    # On policy, the policy before the update is the one being differentiated.
+    # On policy, the old policy is the current one.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     ref_logprobs = batch.get("ref_logprobs", logprobs.detach())
     per_token, clipped = policy_loss(logprobs, old_logprobs, advantages, mask, args.loss, args.clip_low,
                                      args.clip_high)
-    # Truncated importance sampling, for a sampler whose numerics differ: the raw ratio, then the cap.
+    # Truncated importance sampling, since the sampler's numerics may differ.
     mismatch = torch.exp(old_logprobs - batch["rollout_logprobs"])
     if args.tis_cap:
         per_token = per_token * mismatch.clamp(max=args.tis_cap)
@@ -1230,8 +1226,8 @@ def update(model, reference, optimizer, groups, args, pad_id):
                 loss.backward()
                 totals = {name: totals[name] + value for name, value in sums.items()}
                 ratios.append(ratio)
-            # Before the first step: a sampler that differs on the iteration's own tokens has other weights
-            # (stale ones, a head that did not arrive) or a stale prefix cache.
+            # Before the first step: a sampler that disagrees on its own tokens has stale weights, a wrong
+            # head or a stale prefix cache.
             mismatch = 0.0 if norms else float(all_reduce(totals["mismatch/kl"].clone())) / num_tokens
             if not mismatch <= MISMATCH_TOLERANCE[args.dtype]:
                 raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
@@ -1250,11 +1246,11 @@ def update(model, reference, optimizer, groups, args, pad_id):
     return metrics, len(norms)
 
 
-# Evaluate: the same rollout on held-out tasks, no update, fixed seeds
+# Evaluate: the same rollout on held-out tasks, with fixed seeds
 
 
 def evaluate(engine, tokenizer, env, args, score):
-    """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts"""
+    """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
     n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
     torch.manual_seed(args.seed + RANK)  # vLLM's draws, the same at every evaluation
@@ -1275,7 +1271,7 @@ def evaluate(engine, tokenizer, env, args, score):
     return metrics, sampled
 
 
-# Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
+# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
 
 
 def sha256(path):
@@ -1291,10 +1287,10 @@ def flush_to_disk(*paths):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
+    """A run folder and the counters. A folder that holds a checkpoint is continued. Rank 0 writes."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what decides the run beside the flags, such as hashes of the model and of the reward."""
+        """identity: what a continued run must share beside its flags, such as a hash of the model."""
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.args, self.meta = args, dict(
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -1302,20 +1298,20 @@ class Run:
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
-        # Oldest first; without those that turn out to be damaged, which must not count as the newest.
+        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
         self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
         if self.checkpoints or self.log.tell():
             self.check_same_run()
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
+        while self.checkpoints and not self.checkpoint:
+            folder = self.checkpoints[-1]
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
                 self.checkpoints.pop()
@@ -1329,7 +1325,7 @@ class Run:
         self.times = dict.fromkeys(TIMES, 0.0)
 
     def check_same_run(self):
-        """Refuse, by name, whatever would make the continued run another run."""
+        """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
             self.log.seek(0)
             old = json.loads(self.log.readline())["meta"]
@@ -1344,7 +1340,7 @@ class Run:
             raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def open(self, total):
-        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -1357,14 +1353,14 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the writer is opened, or it would see nothing
+        if self.args.track:  # before the SummaryWriter is made, which wandb patches
             try:
                 import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
                 wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
                            config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
@@ -1391,7 +1387,7 @@ class Run:
         self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before; some are printed."""
+        """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
         values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
@@ -1404,7 +1400,7 @@ class Run:
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
             iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event: an event for each number takes longer than all else that is logged.
+            # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
             self.write(self.place | values)
@@ -1417,7 +1413,7 @@ class Run:
         self.log.flush()
 
     def save(self, state, *parts):
-        """checkpoints/step_<iteration>, complete or not at all; each part(folder) writes of the model."""
+        """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -1438,7 +1434,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             named.rename(folder.with_name("state.json"))
-        except Exception as error:  # a full disk: each library has an exception of its own for it
+        except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
@@ -1453,7 +1449,7 @@ class Run:
             self.writer.close()
 
     def fail(self, error, evidence):
-        """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
+        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
         what = dict(type=type(error).__name__, message=str(error), rank=RANK)
         folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
@@ -1468,7 +1464,7 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
-# What the log says of episodes
+# Episodes in the log
 
 
 def json_bytes(value):
@@ -1478,7 +1474,7 @@ def json_bytes(value):
 
 
 def describe_episode(r):
-    """An episode as it is, its sub-agents within it (docs/train_log.md)."""
+    """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
     rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
     return dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward, correct=r.correct,
                 info=r.info, termination=r.termination, retries=r.retries, messages=r.messages,
@@ -1489,7 +1485,7 @@ def describe_episode(r):
 
 
 def log_episodes(run, kind, rollouts, args):
-    """episodes/<kind>_step_<iteration>.jsonl: some episodes, and a summary of all; a few are printed."""
+    """Write some episodes and a summary of all to episodes/<kind>_step_<iteration>.jsonl; print a few."""
     step = run.counters["iteration"]
     draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
     chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
@@ -1505,7 +1501,7 @@ def log_episodes(run, kind, rollouts, args):
         texts = [str(message.get("content")) for message in r.messages or r.task.messages]
         line = " | ".join([f"{kind} {r.task.id}", *texts,
                            f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
-        # What is not printable could move a terminal's cursor.
+        # Control characters could change the terminal's state.
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
 
 
@@ -1516,7 +1512,7 @@ def spread(name, values):
 
 
 def rollout_metrics(rollouts, throughput):
-    """What the log says of an iteration's episodes; those whose environment failed are but counted."""
+    """Metrics of an iteration's episodes; those whose environment failed are only counted."""
     played = [r for r in rollouts if r.termination != "error"]
     rewards, num_played = [r.reward for r in played], max(len(played), 1)
     shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
@@ -1540,13 +1536,13 @@ def rollout_metrics(rollouts, throughput):
 
 
 def main(args):
-    # Set-up: whatever is wrong with the input is found here, before anything is trained.
+    # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
     stop = []
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
-    held_out = env.num_tasks("test")  # an environment that should have some says so here
+    held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     check_prompts(env, tokenizer, args)
@@ -1570,7 +1566,7 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=0.0)
     state = run.state if run.checkpoint else dict(cursor=0, metrics={}, optimizer={})
-    cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers that are to be logged
+    cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers not logged yet
     if state["optimizer"]:
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open(args.iterations)
@@ -1582,22 +1578,22 @@ def main(args):
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
     rollouts = []
     gc.collect()
-    gc.freeze()  # what is there now stays, and is not walked again
-    gc.set_threshold(100_000)  # an iteration makes many small lists, which wake the collector for nothing
+    gc.freeze()  # excludes the objects made so far from collections
+    gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
 
     def save():
         with run.timed("checkpoint"):
             tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
             tensors = {name: tensor for name, tensor in tensors.items() if name in once}
-            stepped = run.counters["opt_steps"]  # or there is no state, and this would make one up
+            stepped = run.counters["opt_steps"]  # without a step there is no state, and this would create one
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
             run.save(dict(cursor=cursor, metrics=metrics, optimizer=state),
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         while True:
-            # 1. Hand the weights to the sampler; evaluate, log, checkpoint.
+            # 1. Sync the sampler's weights; evaluate, log, checkpoint.
             last = iteration >= args.iterations
             with run.timed("sync"):
                 engine.sync_weights(model)
@@ -1607,7 +1603,7 @@ def main(args):
                     evaluation, samples = evaluate(engine, tokenizer, env, args, score)
                 metrics |= evaluation
                 log_episodes(run, "val", samples, args)
-            if metrics:  # a continued run has none at first
+            if metrics:  # none at the start of a resumed run
                 run.record(metrics)
             metrics = {}
             stopped = any(gather(stop))
@@ -1647,9 +1643,10 @@ def main(args):
                     numbers, steps = update(model, reference, optimizer, groups, args, tokenizer.pad_token_id)
                 numbers["train/weight_norm"] = float(full_tensor(torch.nn.utils.get_total_norm(parameters)))
 
-            # 5. What the log says of the iteration, of all processes.
+            # 5. Metrics of the iteration, over all processes.
             rollouts, iteration, cursor = gather(rollouts), iteration + 1, drawn
-            generated = sum(r.num_generated for r in rollouts)
+            turns = [turn for r in rollouts for member in r.family for turn in member.turns]
+            generated = sum(end - start for _, start, end in turns)
             run.counters = dict(iteration=iteration, opt_steps=run.counters["opt_steps"] + steps,
                                 env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])
@@ -1664,7 +1661,7 @@ def main(args):
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
-                save()  # the trainer is whole: only the rollout is lost
+                save()  # the trainer's state is intact: only the rollout is lost
         run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
     finally:
         run.close()
@@ -1677,7 +1674,7 @@ if __name__ == "__main__":
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
-        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        # DTensor's caches keep gloo's threads alive, which may abort while the interpreter shuts down.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)

@@ -29,6 +29,7 @@ import atexit
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -138,7 +139,7 @@ class Args:
     critic_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # its second decay rate
 
     # Loss
-    gae_lambda: Share = 0.95  # GAE's lambda: 1 uses whole returns, less leans on the critic
+    gae_lambda: Share = 0.95  # GAE's lambda: 1 uses the returns alone, less relies on the critic
     clip: Share = 0.2  # the ratio is clipped at 1 - this and at 1 + this
     # penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]
     kl_coef: NotNegative = 0.0
@@ -202,8 +203,8 @@ SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "critic/vf_", "val/"
 def gae(rewards, values, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16). All (B, T), zeros after an end -> (B, T).
 
-    A step is a token of the policy: what the environment wrote between two of them takes no time and has no
-    value. Nothing follows the last: a length limit is the task's, not an interruption of it.
+    A step is a token of the policy: tokens of the environment between two of them are no steps. The value
+    after the last one is 0: a length limit counts as an end, since the task sets it.
     """
     deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
     advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[:, 0])
@@ -287,7 +288,7 @@ def hidden_states(decoder, batch):
 def token_logprobs(model, batch, temperature, critic=None):
     """Log-probability and entropy of each response token of each segment.  -> two (B, T).
 
-    With a critic that shares the model's states, its values as well: they are computed once for both.
+    With a critic on the model's own hidden states, its values too, from the same pass.
     """
     def of_pass():
         decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -301,15 +302,15 @@ def token_logprobs(model, batch, temperature, critic=None):
 
 
 def learning_rate(peak, iteration, start, args):
-    """Linear warm-up from iteration `start` on, 0 before; then linear decay to a share of the peak."""
-    done, whole, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
-    progress = (done - warm) / max(whole - warm, 1)
+    """0 before iteration `start`, linear warm-up from there, then linear decay to a share of the peak."""
+    done, total, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
+    progress = (done - warm) / max(total - warm, 1)
     decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
     return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
 
 
-# Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2), plays its share
-# of the episodes and trains on what it played.
+# Processes, under torchrun: each holds a shard of the weights (FSDP2), plays its share of the episodes and
+# trains on them.
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -319,18 +320,22 @@ PART = dcp.StateDictOptions(full_state_dict=True, strict=False)
 
 
 def start_processes(args):
-    """Join the processes of torchrun, if it started this one.  -> the device of this process"""
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
+        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
+            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart; what an earlier attempt wrote into it must not be read.
+        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -340,7 +345,7 @@ def print_rank_0(text):
 
 
 def gather(items):
-    """The lists of all processes as one, in order of ranks, in each of them."""
+    """All-gather: the lists of all ranks, concatenated."""
     parts = [items] * WORLD_SIZE
     if UNDER_TORCHRUN:
         dist.all_gather_object(parts, items)
@@ -354,7 +359,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def shard(size):
-    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
@@ -363,59 +368,66 @@ def full_tensor(tensor):
 
 
 def distribute(model, device):
-    """A model on its device. Under torchrun a layer's weights are gathered when it computes (FSDP2)."""
+    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
-        # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
-        # rollout are not as many in each process.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
+        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
+        # rollout the processes do not run equally many.
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
-    model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
 
 
 def as_forward(model, function):
-    """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
+    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
     return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
-def unshard(model, whole):
-    """Whole weights on each process until they are let go: sampling then waits for no other process."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not whole, recurse=False)
-            module.unshard() if whole else module.reshard()
+@contextlib.contextmanager
+def unsharded(model):
+    """All weights on each process, so that sampling waits for no other process."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def trained_weights(model):
-    """(name, whole tensor) of an adapter's weights, or of all; all processes read to the end."""
-    # The state names a tied head too, as vLLM must be told.
+    """Yield (name, full tensor) of the adapter's weights, or of all. A collective: all ranks exhaust it."""
+    # state_dict, unlike named_parameters, has a tied head under its own name too, which vLLM needs.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.requires_grad or not isinstance(model, peft.PeftModel):
             yield name, full_tensor(tensor.detach())
 
 
-# Engine: load, generate, sync
+# Engine: load, generate, sync weights
 
 
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
-    beside = Path(__file__).parent / name  # the defaults work from anywhere
+    beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
         if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
-    except Exception as error:  # each library has its own for a damaged file
+    except Exception as error:  # each library raises its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
                        "folder with config.json and weights") from error
 
@@ -437,19 +449,19 @@ def load_tokenizer(args):
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model in `dtype`, on the CPU, without dropout."""
+    """A causal language model in `dtype`, on the CPU, in evaluation mode."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    if not model.generation_config.do_sample:  # what greedy decoding ignores could not be saved
+    if not model.generation_config.do_sample:  # save_pretrained refuses sampling options beside greedy
         model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
     hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
     if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
-        raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
-                       "script does not")
+        raise BadInput(f"--model {name}: it changes its logits after the head (such as a soft cap), which "
+                       "this script does not")
     return model
 
 
 def weights_sha256(model, adapter=""):
-    """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
+    """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     weights = Path(adapter, "adapter_model.safetensors")
     digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
@@ -459,13 +471,13 @@ def weights_sha256(model, adapter=""):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
             target_modules=targets if targets == "all-linear" else targets.split(","))
-        config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
         if folder:
@@ -479,7 +491,7 @@ def add_lora(model, args, checkpoint=""):
 
 
 def precision(args, device):
-    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
@@ -492,7 +504,7 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 
 def uniform(seeds, count):
-    """Numbers in [0, 1) from each seed alone: SHAKE128 (FIPS 202) of its text.  -> (seeds, count) float64"""
+    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
     return (bits & 2**53 - 1).double() * 2.0**-53
@@ -506,8 +518,8 @@ def sample(logits, row, temperature, uniform):
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)          # (rows, V)
     if temperature:
-        # Inverse transform: the first token whose cumulative probability exceeds a uniform number. One random
-        # number a response instead of V; in float64, since the tail of a large vocabulary drowns in float32.
+        # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
+        # float64, since the sum over a large vocabulary would lose its tail in float32.
         cdf = logprobs.exp().double().cumsum(-1)[row]                                    # (B, V)
         tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
@@ -520,15 +532,15 @@ def sample(logits, row, temperature, uniform):
 def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
 
-    seeds: a text or a number for each response; its draws depend on nothing else, so not on other responses.
-    Responses that have not parted yet share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every beginning that several responses have in common. Those that ended leave when they
-    are an eighth of the batch: leaving copies the cache.
+    seeds: a text or a number for each response, on which alone its random numbers depend.
+    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
+    since that copies the cache.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device, size, unique = model.device, head.out_features, {}
     draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
-    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # of each response
+    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # (B,), of a response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
     tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
@@ -568,9 +580,9 @@ def eos_ids(model, tokenizer):
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in buffers with room to grow: a decode step writes one column and copies nothing."""
+    """Keys and values in buffers with spare room: a decode step writes one column and copies nothing."""
 
-    length = 0  # of what is in the buffers
+    length = 0  # columns in use
 
     def get_seq_length(self):
         return self.length
@@ -589,65 +601,64 @@ class GrowingLayer(DynamicLayer):
 
 
 class EngineError(OSError):
-    """The sampler is gone or cannot be trusted, while the trainer and its weights are whole."""
+    """The sampler failed or disagrees with the trainer, whose own state is intact."""
 
 
 Request = collections.namedtuple("Request", "seed future prompt_ids temperature")
 
 
 class Engine:
-    """A sampler. Episodes await `sample`, while `serve` runs beside them and answers, or fails for all."""
+    """A sampler. Episodes await `sample`; the task `serve` runs beside them and answers their requests."""
 
     def __init__(self, model, tokenizer, args, folder=None):
-        """folder: where weights are written that servers are to read."""
+        """folder: where weights are written for servers to read."""
         self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
         self.eos = eos_ids(model, tokenizer)
 
-    def begin_rollout(self, playing):
-        """playing: how many episodes wait for the engine or soon will, and not for a sub-agent"""
-        self.requests, self.playing, self.changed = [], playing, asyncio.Event()
+    def begin_rollout(self, active):
+        """active: the number of episodes that will request, without those that wait for a sub-agent."""
+        self.requests, self.active, self.changed = [], active, asyncio.Event()
 
     def sample(self, prompt_ids, temperature, seed):
-        """-> response_ids, logprobs.  seed: numbers and texts that name this reply among all of a run"""
+        """Await it.  -> response_ids, logprobs.  seed: numbers and texts that identify this reply in a run"""
         future = asyncio.get_running_loop().create_future()
         self.requests.append(Request(seed, future, prompt_ids, temperature))
         self.changed.set()
         return future
 
     def leave(self):
-        """An episode asks no more."""
-        self.playing -= 1
+        """An active episode will request no more."""
+        self.active -= 1
         self.changed.set()
 
-    async def next_requests(self, together=False):
-        """Take what is asked, in order, after a change; together: once every episode in play waits."""
+    async def next_requests(self, of_all=False):
+        """The new requests, sorted by seed; of_all: once every active episode has one."""
         while True:
             await self.changed.wait()
             self.changed.clear()
-            # A timeout may have ended who asked.
+            # An episode that timed out has cancelled its own.
             waiting = [request for request in self.requests if not request.future.done()]
-            if not together or len(waiting) >= max(self.playing, 1):
+            if not of_all or len(waiting) >= max(self.active, 1):
                 self.requests = []
                 return sorted(waiting, key=lambda request: request.seed)
 
     def sync_weights(self, model):
-        """Hand over the trained weights."""
+        """Copy the trained weights to the sampler."""
 
     def sleep(self):
-        """Give the device's memory back until the next hand-over."""
+        """Free the device's memory until the next sync_weights."""
 
 
 class HfEngine(Engine):
-    """Samples with the trained weights themselves: nothing to hand over, no other arithmetic."""
+    """Samples with the trained weights themselves, so there is nothing to sync."""
 
     async def serve(self):
-        """Answer all together, once every episode in play waits; so no batch depends on timing."""
+        """Answer in batches, each once every active episode waits, so that none depends on timing."""
         limit = self.args.max_response_tokens
-        unshard(self.model, whole=True)
-        try:
+        with unsharded(self.model):
             while True:
-                waiting = await self.next_requests(together=True)
-                # A cached token costs far less memory than a trained one, hence the factor.
+                waiting = await self.next_requests(of_all=True)
+                # A cached token takes far less memory than a trained one, hence the factor.
                 longest = max(len(request.prompt_ids) for request in waiting) + limit
                 rows = max(1, 16 * self.args.microbatch_tokens // longest)
                 for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
@@ -657,21 +668,16 @@ class HfEngine(Engine):
                         replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
                     for future, reply in zip(futures, replies, strict=True):
                         future.set_result(reply)
-        finally:
-            unshard(self.model, whole=False)
 
 
 class VllmEngine(Engine):
-    """vLLM in this process: token ids in, ids and log-probabilities out.
+    """vLLM in this process, with continuous batching: an episode's next turn waits for no other episode."""
 
-    A reply that ends makes room for the next prompt at once: no turn waits for the slowest of the others.
-    """
-
-    lora = None  # the adapter that was handed over last
+    lora = None  # the last adapter that was loaded
 
     def __init__(self, model, tokenizer, args, folder=None):
         super().__init__(model, tokenizer, args, folder)
-        # One process: weights need no transport, and torch.manual_seed rules vLLM's sampling too.
+        # In one process weights need no transport, and torch.manual_seed seeds vLLM's sampling too.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         options = dict(max_num_seqs=256, gpu_memory_utilization=0.4, enable_sleep_mode=True)
@@ -690,7 +696,7 @@ class VllmEngine(Engine):
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
                 max_model_len=args.max_context_tokens, seed=args.seed,
-                # Weights that training will replace start as noise: whatever does not arrive shows at once.
+                # Weights that sync_weights will replace start as noise: one that it misses is noticed.
                 load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
                 logprobs_mode="processed_logprobs", **options)
@@ -714,16 +720,16 @@ class VllmEngine(Engine):
                         if output.finished and not (future := running.pop(output.request_id)).done():
                             reply = output.outputs[0]
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
-                    await asyncio.sleep(0)  # whoever can go on may ask before the next step
+                    await asyncio.sleep(0)  # let episodes go on and request before the next step
         finally:
             engine.abort_request([*running])
 
     def sync_weights(self, model):
-        """All that reaches into the engine. What its prefix cache holds was computed with the old weights."""
+        """In place; with LoRA the adapter alone. The prefix cache was computed with the old weights."""
         torch.cuda.empty_cache()
-        self.llm.wake_up(tags=["weights"])  # nothing happens where it is awake
+        self.llm.wake_up(tags=["weights"])  # no effect where it is awake
         if self.args.lora:
-            number = self.lora.lora_int_id + 1 if self.lora else 1  # under an old one it would be the old one
+            number = self.lora.lora_int_id + 1 if self.lora else 1  # a known id would keep the old adapter
             with tempfile.TemporaryDirectory() as path:
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
                 self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
@@ -735,42 +741,41 @@ class VllmEngine(Engine):
 
     def sleep(self):
         if self.llm.llm_engine.model_config.enable_sleep_mode:
-            self.llm.sleep(1 if self.args.lora else 2)  # 2 forgets the weights, since new ones will come
+            self.llm.sleep(1 if self.args.lora else 2)  # 2 drops the weights: sync_weights brings new ones
 
 
 class VllmServers(Engine):
-    """Running vLLM servers that see the run's folder (docs/engines.md has the command that starts one).
+    """Running vLLM servers that can read the run's folder (docs/engines.md has the command to start one).
 
-    A request that fails is not tried again: a server that was started anew would answer with other weights.
+    A failed request is not retried: a server that was restarted would answer with the weights on its disk.
     """
 
-    adapter = None  # the name of the one that was handed over last; without, the model itself is asked
+    adapter = None  # name of the last adapter that was loaded; None: the base model's
 
     def post(self, url, path, body):
-        """-> the server's answer, if it is a good one"""
         try:
             answer = requests.post(url.rstrip("/") + path, json=body, timeout=(5, 600),
-                                   proxies=dict(http="", https=""))  # one for the web is not for these
+                                   proxies=dict(http="", https=""))  # not through a proxy for the web
             answer.raise_for_status()
             return answer
         except requests.RequestException as error:
-            said = first_line(error) if error.response is None else f"{error} {error.response.text[:300]}"
-            raise EngineError(f"--vllm-url {url}: {path}: {said} (docs/engines.md)") from error
+            why = first_line(error) if error.response is None else f"{error} {error.response.text[:300]}"
+            raise EngineError(f"--vllm-url {url}: {path}: {why} (docs/engines.md)") from error
 
     async def serve(self):
         servers = itertools.cycle(self.args.vllm_url)
-        async with asyncio.TaskGroup() as asking:  # one that fails ends all
+        async with asyncio.TaskGroup() as posting:  # a failed request ends all
             while True:
-                groups = {}  # replies to one prompt are one request, at half the cost; greedy ones may not be
+                groups = {}  # one prompt's replies in one request, at half the cost; not greedy ones
                 for request in await self.next_requests():
                     key = tuple(request.prompt_ids), request.temperature or request.seed
                     groups.setdefault(key, []).append(request)
                 for group, url in zip(groups.values(), servers, strict=False):
-                    asking.create_task(self.answer(url, group))
+                    posting.create_task(self.answer(url, group))
 
     async def answer(self, url, group):
-        """Requests that differ in nothing, as one."""
-        # All that a server would otherwise take from the model's generation config is said.
+        """Get the replies to requests with the same prompt and temperature."""
+        # Whatever the server would otherwise take from the model's generation config is set.
         body = dict(
             model=self.adapter, prompt=group[0].prompt_ids, n=len(group), logprobs=0,
             temperature=group[0].temperature, max_tokens=self.args.max_response_tokens,
@@ -788,22 +793,21 @@ class VllmServers(Engine):
             raise EngineError(f"--vllm-url {url}: not an answer of vLLM's ({error!r:.300})") from error
 
     def sync_weights(self, model):
-        """The first process hands the weights to each server; the others wait until they have them."""
+        """Rank 0 writes the weights and has each server load them; the other ranks wait for it."""
         tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
-        name, problem = f"policy-{os.urandom(8).hex()}", ""  # new each time: a network's folder may be cached
+        name, problem = f"policy-{os.urandom(8).hex()}", ""  # a new path, since network folders are cached
         path = str((self.folder / name).resolve())
         load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
         if self.args.lora:
-            # Under a new name: one loaded in place is read from the disk by every batch of requests.
+            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         if RANK == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # what a kill has left there
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
                     self.post(url, *load)
-                    # What it had cached is of older weights. Requests of episodes that ran out of time may
-                    # still be in the making; they begin again.
+                    # The cache is of older weights. Requests of episodes that timed out may still be running.
                     self.post(url, "/reset_prefix_cache?reset_running_requests=true", {})
             except EngineError as error:
                 problem = str(error)
@@ -838,17 +842,17 @@ class Critic(torch.nn.Module):
             return self.head(hidden.float()).squeeze(-1)
 
 
-# Rollout: tasks to scored token sequences, one coroutine for each episode
+# Rollout: tasks to scored token sequences, one coroutine per episode
 
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """What the model saw and said without a break; the lists from response_ids on are equally long."""
+    """A prompt, and sampled and environment tokens after it; all lists but prompt_ids have equal length."""
 
     prompt_ids: list[int]
     response_ids: list[int] = dataclasses.field(default_factory=list)
-    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: the environment's
-    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where the mask is
+    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: environment's
+    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where mask is 0
     rewards: list[float] = dataclasses.field(default_factory=list)  # at each turn's last token
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -874,15 +878,15 @@ class Rollout:
 
     task: envs.Task
     number: int  # within the group; of a sub-agent, among its parent's
-    order: tuple  # among all episodes of its kind; with the turn it names the random numbers of a reply
-    prompt: list  # the text of the task's messages, and its ids
+    order: tuple  # among all episodes of its kind; with the turn it seeds a reply
+    prompt: list  # the rendered text of the task's messages, and its ids
     messages: list[dict] = dataclasses.field(default_factory=list)
     segments: list[Segment] = dataclasses.field(default_factory=list)
-    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of a reply's tokens
+    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
     children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
-    text: str = ""  # the last segment, as far as the model has seen and said it
-    start: int = 0  # the first message after the task's that the last segment holds
+    text: str = ""  # the last segment's, without the last reply
+    start: int = 0  # index of the last segment's first message after the task's
     reply: str = ""  # the last one
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
@@ -890,7 +894,7 @@ class Rollout:
 
     @property
     def info(self) -> dict:
-        """The environment's last word on it."""
+        """That of the last step."""
         return self.steps[-1].info if self.steps else {}
 
     @property
@@ -900,19 +904,14 @@ class Rollout:
 
     @property
     def family(self) -> list["Rollout"]:
-        """Itself, then its sub-agents, each followed by its own."""
+        """Itself and its sub-agents, each followed by its own."""
         return [self, *(member for child in self.children for member in child.family)]
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens that the policy chose, its sub-agents' included."""
-        return sum(end - start for member in self.family for _, start, end in member.turns)
 
-
-# done: the environment's own end; truncated: its own limit; then --max-response-tokens, --max-context-tokens,
-# --max-turns and --episode-timeout; error: the environment failed, which says nothing of the replies.
+# done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
+# --max-response-tokens, --max-context-tokens, --max-turns, --episode-timeout; error: the environment failed.
 TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
-EPISODE_RETRIES = 2  # times that an episode whose environment fails is played again from its start
+EPISODE_RETRIES = 2  # times that an episode is played again because its environment failed
 
 
 def episode_reward(rollout: Rollout) -> list[float]:
@@ -937,7 +936,7 @@ def set_reward(r, rewards):
 
 
 def render(messages, tokenizer, args):
-    """The text of a history and of the opening of the model's turn; none where the template refuses it."""
+    """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
         if args.chat_template == "plain":
             text = "".join(message["content"] for message in messages)
@@ -946,17 +945,17 @@ def render(messages, tokenizer, args):
     except Exception as error:  # a template is a program
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
-    return text.encode(errors="replace").decode()  # no tokenizer takes half a surrogate pair
+    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
 def encode_prompts(texts, tokenizer, args):
-    """The ids of whole histories; of one without a text, none."""
+    """The ids of rendered conversations; none for an empty text."""
     ids = tokenizer(texts, add_special_tokens=args.chat_template == "plain").input_ids if texts else []
     return [ids if text else [] for text, ids in zip(texts, ids, strict=True)]
 
 
 def check_prompts(env, tokenizer, args):
-    """Refuse a model that cannot read the tasks of the first iteration."""
+    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
     prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
     if not all(prompts):
@@ -971,31 +970,29 @@ def check_prompts(env, tokenizer, args):
 
 
 def extension(text, r, tokenizer):
-    """The ids of what `text` adds to what the model has seen and to its reply, which ended with eos; None
-    where the template has rewritten some of that.
-    """
+    """The ids that `text` appends to the last segment, which ended with eos; None if it is no extension."""
     rest, reply = text[len(r.text):], r.reply
-    if not rest.startswith(reply):  # templates trim what they are given
+    if not rest.startswith(reply):  # templates strip messages
         rest, reply = rest.lstrip(), reply.strip()
     if not (text.startswith(r.text) and rest.startswith(reply)):
         return None
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    if closing.strip() or not eos:  # usually the reply's eos has closed the turn; here another mark does
+    if closing.strip() or not eos:  # the template closes a turn with another token than eos
         added = rest[len(reply):]
     ids = tokenizer(added, add_special_tokens=False).input_ids
-    # That mark may have been sampled, as one more kind of eos.
+    # That token is already there where it is one of several eos tokens and was sampled.
     return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
 
 def observe(r, tokenizer, args):
-    """Extend the segment by what the environment said; or fork: begin another one, where the template has
-    rewritten the history, or without its oldest turns, where it is too long.  -> whether another reply fits
+    """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
+    template has rewritten the history or its oldest turns must go.  -> whether another reply fits
     """
     for start in range(r.start, len(r.messages)):
         if r.messages[start]["role"] != "assistant":
-            continue  # what is kept of a history begins with a reply
+            continue  # the kept part of the history starts with a reply
         text = render(r.task.messages + r.messages[start:], tokenizer, args)
-        if not text:  # playing again would favour who got not so far
+        if not text:  # not an error: a retry would be a second chance
             return False
         segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
@@ -1010,7 +1007,7 @@ def observe(r, tokenizer, args):
 
 
 class Player:
-    """Plays episodes: asks the engine for replies and hands them to the environment."""
+    """Plays episodes between an engine and an environment."""
 
     def __init__(self, engine, tokenizer, env, args, temperature, kind):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
@@ -1018,12 +1015,12 @@ class Player:
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
 
     def prompts(self, tasks):
-        """-> (task, its text, its ids), ..."""
+        """Yield (task, rendered text, ids)."""
         texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
         return zip(tasks, texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
 
     async def play_all(self, rollouts):
-        """Play episodes, --max-concurrent at a time, while the engine answers."""
+        """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
         queue, limit = iter(rollouts), self.args.episode_timeout
         self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
         progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
@@ -1037,22 +1034,22 @@ class Player:
                 progress.update()
             self.engine.leave()
 
-        async with asyncio.TaskGroup() as group:  # an engine that fails ends all
+        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
             serving = group.create_task(self.engine.serve())
-            # One at least: the engine begins before it ends, and gathers weights with the other processes'.
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.playing or 1)]:
-                await task  # in turn; gather would wake up for each
+            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
+            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
+                await task
             serving.cancel()
 
     async def play(self, r, given=None):
-        """Play an episode to its end. One whose environment fails begins again; a sub-agent's is `given`."""
+        """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
         for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
             episode, r.messages, r.segments, r.turns, r.steps, r.children = None, [], [], [], [], []
             try:
                 episode = given or await self.call(self.env.start, r.task, self.args.seed)
                 r.termination = await self.play_turns(r, episode)
                 if r.steps and r.termination in ("length", "context", "turns"):
-                    # A limit of ours ended it: its environment judges what there is.
+                    # The script's own limit: the environment scores what there is.
                     if step := await self.call(episode.end, r.termination):
                         earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
                         r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
@@ -1065,7 +1062,7 @@ class Player:
                     await self.call.close([episode])
 
     async def play_turns(self, r, episode):
-        """Turn by turn: a reply, the environment's step with the sub-agents that it calls, its answer."""
+        """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
         r.text, prompt_ids = r.prompt
         r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
@@ -1093,16 +1090,16 @@ class Player:
                 return "context"
 
     async def play_children(self, r, pairs):
-        """Play the sub-agents (task, episode) that a step calls.  -> the last reply of each"""
+        """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
         tasks, episodes = zip(*pairs, strict=True)
         children = [Rollout(task, number, (*r.order, r.retries, number), prompt)
                     for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
         r.children += children
-        self.engine.playing += len(children) - 1  # they wait for the engine, and it for them
+        self.engine.active += len(children) - 1  # the parent is not active while they are
         ended = itertools.count(1)
 
         def leave(task):
-            if next(ended) < len(children):  # the last one leaves its place to its parent, which goes on
+            if next(ended) < len(children):  # after the last one the parent is active again
                 self.engine.leave()
 
         try:
@@ -1115,9 +1112,9 @@ class Player:
 
 
 def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
-    """Play num_samples episodes of each task.  -> their Rollouts, those of a task side by side
+    """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
 
-    kind, and the number of the first task among all of that kind, name the random numbers of the replies.
+    kind ("train" or "val") and first, the number of the first task among all of that kind, seed the replies.
     """
     player = Player(engine, tokenizer, env, args, temperature, kind)
     rollouts = [Rollout(task, number, (position, number), prompt)
@@ -1130,7 +1127,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         problem = str(error)
-    if problem := max(gather([problem])):  # in all processes, so that they can save together
+    if problem := max(gather([problem])):  # raised on all ranks, since saving is collective
         raise EngineError(problem)
     for r in rollouts:
         set_reward(r, score(r) if r.termination != "error" else 0.0)
@@ -1143,8 +1140,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
 
 
 def trainable_episodes(rollouts, args):
-    """The segments of each episode in which the policy said something; a sub-agent is one of its own, where
-    it learns from what its parent is worth. Where the environment failed, nothing is learned.
+    """The segments of each episode that hold sampled tokens, without episodes whose environment failed. With
+    --train-sub-agents a sub-agent is an episode of its own, with its parent's reward.
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
@@ -1156,11 +1153,10 @@ def trainable_episodes(rollouts, args):
 
 
 def passes(segments, args, pad_id, device):
-    """This process's segments, by length, in passes of at most --microbatch-tokens padded response tokens, or
-    of one response.  -> (segments, what collate makes of them) of each
+    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
+    tokens, padding included.  Yields (segments, their tensors by collate).
 
-    All processes call the model equally often, since FSDP2 gathers its weights: one that has fewer passes
-    adds some that count 0.
+    A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
     """
     parts = []
     for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
@@ -1185,31 +1181,21 @@ def collate(segments, pad_id, device):
 
 
 @torch.no_grad()
-def store_logprobs(model, groups, name, args, pad_id):
-    """Write the model's log-probabilities of all responses into segment.<name>."""
-    for part, batch in passes([s for group in groups for s in group], args, pad_id, model.device):
-        with precision(args, model.device):
-            logprobs, _ = token_logprobs(model, batch, args.temperature)
-        for segment, row in zip(part, logprobs.tolist(), strict=True):
+def store(model, episodes, name, args, pad_id):
+    """Write what a model computes for each response token into segment.<name>."""
+    device = next(model.parameters()).device
+    for part, batch in passes([s for episode in episodes for s in episode], args, pad_id, device):
+        with precision(args, device):
+            rows = model(batch) if name == "values" else token_logprobs(model, batch, args.temperature)[0]
+        for segment, row in zip(part, rows.tolist(), strict=True):
             setattr(segment, name, row[:len(segment.response_ids)])
 
 
-@torch.no_grad()
-def store_values(critic, episodes, args, pad_id):
-    """Write the critic's value before each response token into segment.values."""
-    device = critic.head.weight.device
-    for part, batch in passes([s for episode in episodes for s in episode], args, pad_id, device):
-        with precision(args, device):
-            values = critic(batch)
-        for segment, row in zip(part, values.tolist(), strict=True):
-            segment.values = row[:len(segment.response_ids)]
-
-
 def estimate_advantages(episodes, kl_coef, args):
-    """Penalise, estimate, whiten: advantages and returns of all segments of each episode.  -> metrics
+    """KL penalty, GAE and whitening: set the advantages and returns of all segments.  -> metrics
 
-    The tokens that the policy chose in an episode are one row, whatever its segments, so that advantages flow
-    across its turns. Means and what the log says are those of all processes.
+    All sampled tokens of an episode form one row, whatever its segments, so that GAE runs across its turns.
+    Means and metrics are over all processes.
     """
     def rows(name):
         lists = [[x for s in segments for x in itertools.compress(getattr(s, name), s.response_mask)]
@@ -1232,7 +1218,7 @@ def estimate_advantages(episodes, kl_coef, args):
     ratio = torch.exp(mismatch)
     means = {"train/kl_loss": kl["k3"], "kl/k1": kl["k1"], "mismatch/kl": k3(mismatch),
              "mismatch/frac_capped": ratio > TIS_CAP,
-             "train/entropy": -old_logprobs}  # an estimate, until the policy is updated
+             "train/entropy": -old_logprobs}  # an estimate, which the policy's update replaces
     metrics = {name: float(masked_mean(x, mask)) for name, x in means.items()}
     metrics["mismatch/ratio_max"] = float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX))
     metrics |= spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
@@ -1247,10 +1233,7 @@ def estimate_advantages(episodes, kl_coef, args):
 
 
 def policy_terms(model, batch, args, critic=None):
-    """The policy's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}
-
-    A critic that shares the policy's backbone is trained in the same pass.
-    """
+    """The policy's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
     logprobs, entropy, *values = token_logprobs(model, batch, args.temperature, critic)  # (B, T)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
     per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip)
@@ -1259,14 +1242,14 @@ def policy_terms(model, batch, args, critic=None):
     logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
-    if critic:
+    if critic:  # one that shares the policy's backbone is trained in the same pass
         value_loss, measured = value_terms(*values, batch)
         loss, logged = loss + VALUE_COEF * value_loss, logged | measured
     return loss, logged
 
 
 def value_terms(values, batch):
-    """The critic's loss at each token, and what the log says of it.  -> (B, T), {name: (B, T)}"""
+    """The critic's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
     errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], VALUE_CLIP)
     return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
@@ -1279,7 +1262,7 @@ MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats
 
 
 def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
-    """All optimiser steps of an iteration for the policy or the critic, whose loss `terms` gives.
+    """All optimiser steps of an iteration, of the policy or of the critic. terms(batch) is its loss.
 
     -> metrics (means over tokens), gradient norm (mean over steps), number of steps
     """
@@ -1290,7 +1273,7 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
     orders = [torch.randperm(len(episodes)).tensor_split(minibatches) for _ in range(epochs)]
     for chosen in itertools.chain(*orders):
         segments = [segment for index in chosen.tolist() for segment in episodes[index]]
-        # Of the whole minibatch, however it is cut into passes and processes.
+        # Over the minibatch, however it is cut into passes and processes.
         num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
         for _, batch in passes(segments, args, pad_id, device):
@@ -1316,11 +1299,11 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
     return dict(zip(totals, means.tolist(), strict=True)), norm, len(norms)
 
 
-# Evaluate: the same rollout on held-out tasks, no update, fixed seeds
+# Evaluate: the same rollout on held-out tasks, with fixed seeds
 
 
 def evaluate(engine, tokenizer, env, args, score):
-    """pass@1 and pass@n at --eval-temperature, greedy accuracy, by source.  -> metrics, sampled Rollouts"""
+    """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
     n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
     torch.manual_seed(args.seed + RANK)  # vLLM's draws, the same at every evaluation
@@ -1341,7 +1324,7 @@ def evaluate(engine, tokenizer, env, args, score):
     return metrics, sampled
 
 
-# Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
+# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
 
 
 def sha256(path):
@@ -1357,10 +1340,10 @@ def flush_to_disk(*paths):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
+    """A run folder and the counters. A folder that holds a checkpoint is continued. Rank 0 writes."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what decides the run beside the flags, such as hashes of the model and of the reward."""
+        """identity: what a continued run must share beside its flags, such as a hash of the model."""
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.args, self.meta = args, dict(
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -1368,20 +1351,20 @@ class Run:
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
-        # Oldest first; without those that turn out to be damaged, which must not count as the newest.
+        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
         self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
         if self.checkpoints or self.log.tell():
             self.check_same_run()
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
+        while self.checkpoints and not self.checkpoint:
+            folder = self.checkpoints[-1]
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
                 self.checkpoints.pop()
@@ -1395,7 +1378,7 @@ class Run:
         self.times = dict.fromkeys(TIMES, 0.0)
 
     def check_same_run(self):
-        """Refuse, by name, whatever would make the continued run another run."""
+        """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
             self.log.seek(0)
             old = json.loads(self.log.readline())["meta"]
@@ -1410,7 +1393,7 @@ class Run:
             raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def open(self, total):
-        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -1423,14 +1406,14 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the writer is opened, or it would see nothing
+        if self.args.track:  # before the SummaryWriter is made, which wandb patches
             try:
                 import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
                 wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
                            config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
@@ -1457,7 +1440,7 @@ class Run:
         self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before; some are printed."""
+        """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
         values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
@@ -1470,7 +1453,7 @@ class Run:
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
             iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event: an event for each number takes longer than all else that is logged.
+            # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
             self.write(self.place | values)
@@ -1483,7 +1466,7 @@ class Run:
         self.log.flush()
 
     def save(self, state, *parts):
-        """checkpoints/step_<iteration>, complete or not at all; each part(folder) writes of the model."""
+        """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -1504,7 +1487,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             named.rename(folder.with_name("state.json"))
-        except Exception as error:  # a full disk: each library has an exception of its own for it
+        except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
@@ -1519,7 +1502,7 @@ class Run:
             self.writer.close()
 
     def fail(self, error, evidence):
-        """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
+        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
         what = dict(type=type(error).__name__, message=str(error), rank=RANK)
         folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
@@ -1534,7 +1517,7 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
-# What the log says of episodes
+# Episodes in the log
 
 
 def json_bytes(value):
@@ -1544,7 +1527,7 @@ def json_bytes(value):
 
 
 def describe_episode(r):
-    """An episode as it is, its sub-agents within it (docs/train_log.md)."""
+    """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
     rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
     return dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward, correct=r.correct,
                 info=r.info, termination=r.termination, retries=r.retries, messages=r.messages,
@@ -1555,7 +1538,7 @@ def describe_episode(r):
 
 
 def log_episodes(run, kind, rollouts, args):
-    """episodes/<kind>_step_<iteration>.jsonl: some episodes, and a summary of all; a few are printed."""
+    """Write some episodes and a summary of all to episodes/<kind>_step_<iteration>.jsonl; print a few."""
     step = run.counters["iteration"]
     draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
     chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
@@ -1571,7 +1554,7 @@ def log_episodes(run, kind, rollouts, args):
         texts = [str(message.get("content")) for message in r.messages or r.task.messages]
         line = " | ".join([f"{kind} {r.task.id}", *texts,
                            f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
-        # What is not printable could move a terminal's cursor.
+        # Control characters could change the terminal's state.
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
 
 
@@ -1582,7 +1565,7 @@ def spread(name, values):
 
 
 def rollout_metrics(rollouts, throughput):
-    """What the log says of an iteration's episodes; those whose environment failed are but counted."""
+    """Metrics of an iteration's episodes; those whose environment failed are only counted."""
     played = [r for r in rollouts if r.termination != "error"]
     rewards, num_played = [r.reward for r in played], max(len(played), 1)
     shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
@@ -1606,13 +1589,13 @@ def rollout_metrics(rollouts, throughput):
 
 
 def main(args):
-    # Set-up: whatever is wrong with the input is found here, before anything is trained.
+    # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
     stop = []
     handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
-    held_out = env.num_tasks("test")  # an environment that should have some says so here
+    held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     pad_id = tokenizer.pad_token_id
@@ -1623,7 +1606,7 @@ def main(args):
     run = Run(args, "ppo", args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     torch.manual_seed(args.seed)  # of new adapters' weights
-    # The critic starts as a copy of the policy; but beneath two adapters lie the same frozen weights.
+    # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
     memo = {id(parameter): parameter for parameter in base.parameters()} if args.lora else None
     backbone = copy.deepcopy(base, memo) if args.critic == "own" else None
     model = (add_lora(base, args, run.checkpoint) if args.lora
@@ -1645,9 +1628,9 @@ def main(args):
         groups["critic_optimizer"] = weights[1], args.critic_beta2
     optimizers = {name: torch.optim.AdamW(parameters, betas=(0.9, beta2), fused=True, weight_decay=0.0)
                   for name, (parameters, beta2) in groups.items()}
-    alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train the critic alone
+    alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
     state = run.state if run.checkpoint else dict(cursor=0, metrics={}, kl_coef=args.kl_coef)
-    # Tasks drawn so far; numbers that are to be logged; the penalty's coefficient.
+    # Tasks drawn so far; numbers not logged yet; the penalty's coefficient.
     cursor, metrics, kl_coef = (state[name] for name in ("cursor", "metrics", "kl_coef"))
     if run.checkpoint and critic:
         dcp.set_model_state_dict(critic, state.pop("critic"), options=PART)
@@ -1665,8 +1648,8 @@ def main(args):
                  f"tokens; {sum(p.numel() for p in sum(weights, [])):,} trained weights on {device}")
     rollouts = []
     gc.collect()
-    gc.freeze()  # what is there now stays, and is not walked again
-    gc.set_threshold(100_000)  # an iteration makes many small lists, which wake the collector for nothing
+    gc.freeze()  # excludes the objects made so far from collections
+    gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
 
     def save():
         with run.timed("checkpoint"):
@@ -1676,14 +1659,14 @@ def main(args):
             state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():
-                if optimizer.state:  # of one that never stepped this would make up a state
+                if optimizer.state:  # without a step there is none, and this would create one
                     state[name] = dcp.get_optimizer_state_dict(trained, optimizer, options=FULL)
             run.save(state,
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         while True:
-            # 1. Hand the weights to the sampler; evaluate, log, checkpoint.
+            # 1. Sync the sampler's weights; evaluate, log, checkpoint.
             last = iteration >= args.iterations
             with run.timed("sync"):
                 engine.sync_weights(model)
@@ -1693,7 +1676,7 @@ def main(args):
                     evaluation, samples = evaluate(engine, tokenizer, env, args, score)
                 metrics |= evaluation
                 log_episodes(run, "val", samples, args)
-            if metrics:  # a continued run has none at first
+            if metrics:  # none at the start of a resumed run
                 run.record(metrics)
             metrics = {}
             stopped = any(gather(stop))
@@ -1715,28 +1698,28 @@ def main(args):
                                    score, "train", cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)
 
-            learned = any(gather([len(episodes)]))  # nothing, where every environment failed
+            learned = any(gather([len(episodes)]))  # False if every environment failed
             numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
             torch.manual_seed(seed)  # of the order of the episodes
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
-                store_logprobs(model, episodes, "old_logprobs", args, pad_id)
+                store(model, episodes, "old_logprobs", args, pad_id)
                 if args.kl_coef:
                     # The starting model: a copy, or the policy with its adapter switched off.
                     with contextlib.nullcontext() if reference else model.disable_adapter():
-                        store_logprobs(reference or model, episodes, "ref_logprobs", args, pad_id)
+                        store(reference or model, episodes, "ref_logprobs", args, pad_id)
                 if critic:
-                    store_values(critic, episodes, args, pad_id)
+                    store(critic, episodes, "values", args, pad_id)
                 numbers |= estimate_advantages(episodes, kl_coef, args)
-                # A sampler that differs has other weights (stale ones, a head that did not arrive) or a stale
-                # prefix cache.
+                # A sampler that disagrees on its own tokens has stale weights, another head or a stale prefix
+                # cache.
                 mismatch, tolerated = numbers["mismatch/kl"], MISMATCH_TOLERANCE[args.dtype]
                 if not mismatch <= tolerated:
                     raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
                                       f"{tolerated} in {args.dtype} (docs/engines.md)")
 
-                # 4. Fit the critic to the returns; one that shares the policy's backbone waits for 5.
+                # 4. Fit the critic to the returns; one that shares the policy's backbone is trained in 5.
                 if learned and args.critic == "own":
                     rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
                     measured, norm, critic_steps = update(
@@ -1744,7 +1727,7 @@ def main(args):
                         episodes, args.critic_epochs, args.critic_minibatches, args, pad_id)
                     numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
-                # 5. Update the policy, unless the critic is still to learn alone.
+                # 5. Update the policy, after --critic-warmup.
                 if learned and iteration >= alone:
                     rate = learning_rate(args.learning_rate, iteration + 1, alone + 1, args)
                     measured, norm, steps = update(
@@ -1757,11 +1740,12 @@ def main(args):
                     norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                     numbers[f"{name}/weight_norm"] = float(norm)
 
-            # 6. What the log says of the iteration, of all processes.
+            # 6. Metrics of the iteration, over all processes.
             rollouts, iteration = gather(rollouts), iteration + 1
             cursor += args.prompts_per_iteration
             opt_steps = run.counters["opt_steps"] + steps + critic_steps
-            generated = sum(r.num_generated for r in rollouts)
+            turns = [turn for r in rollouts for member in r.family for turn in member.turns]
+            generated = sum(end - start for _, start, end in turns)
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
             metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
@@ -1770,7 +1754,7 @@ def main(args):
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
-                save()  # the trainer is whole: only the rollout is lost
+                save()  # the trainer's state is intact: only the rollout is lost
         run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
     finally:
         run.close()
@@ -1783,7 +1767,7 @@ if __name__ == "__main__":
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
-        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        # DTensor's caches keep gloo's threads alive, which may abort while the interpreter shuts down.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)

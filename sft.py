@@ -20,6 +20,7 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -218,18 +219,22 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 
 
 def start_processes(args):
-    """Join the processes of torchrun, if it started this one.  -> the device of this process"""
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
+        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
+            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart; what an earlier attempt wrote into it must not be read.
+        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # the others' episodes, or rows, may take long
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -239,7 +244,7 @@ def print_rank_0(text):
 
 
 def gather(items):
-    """The lists of all processes as one, in order of ranks, in each of them."""
+    """All-gather: the lists of all ranks, concatenated."""
     parts = [items] * WORLD_SIZE
     if UNDER_TORCHRUN:
         dist.all_gather_object(parts, items)
@@ -253,7 +258,7 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def shard(size):
-    """The part of range(size) that is this process's: in order of ranks, and as even as can be."""
+    """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
@@ -262,36 +267,43 @@ def full_tensor(tensor):
 
 
 def distribute(model, device):
-    """A model on its device. Under torchrun a layer's weights are gathered when it computes (FSDP2)."""
+    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
     for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root too: no whole weights stay
-        # Else all forward passes before it decide what a backward pass gathers in advance, and those of a
-        # rollout are not as many in each process.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
+        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
+        # rollout the processes do not run equally many.
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
-    model.as_forward(lambda: None)  # FSDP2 takes the first module that computes for the root
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
 
 
 def as_forward(model, function):
-    """function() as the model's forward pass: what it calls of a sharded model has whole weights."""
+    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
     return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
-def unshard(model, whole):
-    """Whole weights on each process until they are let go: sampling then waits for no other process."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not whole, recurse=False)
-            module.unshard() if whole else module.reshard()
+@contextlib.contextmanager
+def unsharded(model):
+    """All weights on each process, so that sampling waits for no other process."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 # Engine: load, generate
@@ -299,33 +311,33 @@ def unshard(model, whole):
 
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
-    beside = Path(__file__).parent / name  # the defaults work from anywhere
+    beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
     try:
         if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
-    except Exception as error:  # each library has its own for a damaged file
+    except Exception as error:  # each library raises its own for a damaged file
         raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
                        "folder with config.json and weights") from error
 
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model in `dtype`, on the CPU, without dropout."""
+    """A causal language model in `dtype`, on the CPU, in evaluation mode."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    if not model.generation_config.do_sample:  # what greedy decoding ignores could not be saved
+    if not model.generation_config.do_sample:  # save_pretrained refuses sampling options beside greedy
         model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
     hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
     if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
-        raise BadInput(f"--model {name}: it rescales its logits after the head (a soft cap, say), which this "
-                       "script does not")
+        raise BadInput(f"--model {name}: it changes its logits after the head (such as a soft cap), which "
+                       "this script does not")
     return model
 
 
 def weights_sha256(model, adapter=""):
-    """Hash of the names, shapes and values of all weights, and of the adapter that training goes on from."""
+    """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     weights = Path(adapter, "adapter_model.safetensors")
     digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
     for name, tensor in sorted(model.state_dict().items()):
@@ -395,13 +407,13 @@ def make_tokenizer(args, env):
 
 
 def add_lora(model, args, checkpoint=""):
-    """Wrap the frozen base in a LoRA adapter: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
     try:
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
             target_modules=targets if targets == "all-linear" else targets.split(","))
-        config.lora_dropout = 0.0  # a ratio must compare two policies, not two draws of a mask
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
         if folder:
@@ -429,7 +441,7 @@ def check_packing(model, args):
 
 
 def precision(args, device):
-    """The arithmetic of every pass, sampling included, so that sampler and trainer agree."""
+    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
@@ -688,24 +700,22 @@ def accuracy(model, tokenizer, env, args):
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
     size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
     starts = range(0, len(tasks), size)
-    unshard(model, whole=True)
-    for start in (starts[index] for index in shard(len(starts))):
-        torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-        chunk, correct = tasks[start:start + size], []
-        inputs = tokenizer.apply_chat_template(
-            [task.messages for task in chunk], add_generation_prompt=True, padding=True, return_tensors="pt",
-            tokenizer_kwargs=dict(padding_side="left")).to(model.device)
-        for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
-            with precision(args, model.device):
+    with unsharded(model), precision(args, model.device):
+        for start in (starts[index] for index in shard(len(starts))):
+            torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
+            chunk, correct = tasks[start:start + size], []
+            inputs = tokenizer.apply_chat_template(
+                [task.messages for task in chunk], add_generation_prompt=True, padding=True,
+                return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
+            for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
                 # The model's generation config must not change sampling, nor do processes wait for others.
                 responses = model.generate(
                     **inputs, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
                     eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
                     synced_gpus=False, **sampling)[:, inputs.input_ids.shape[1]:]
-            asked = [task for task in chunk for _ in range(samples)]
-            correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
-        scores += [*np.hstack(correct)]
-    unshard(model, whole=False)
+                asked = [task for task in chunk for _ in range(samples)]
+                correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
+            scores += [*np.hstack(correct)]
 
     scores, metrics = np.array(gather(scores)), {}  # (tasks, samples + 1): the last is the greedy one
     for source in sorted({task.source for task in tasks}):
@@ -716,7 +726,7 @@ def accuracy(model, tokenizer, env, args):
     return metrics
 
 
-# Run folder: the log, checkpoints, resume, receipts. To the letter the same in all four scripts.
+# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
 
 
 def sha256(path):
@@ -732,10 +742,10 @@ def flush_to_disk(*paths):
 
 
 class Run:
-    """A run folder, and the counters. One that holds a checkpoint is continued. The first process writes."""
+    """A run folder and the counters. A folder that holds a checkpoint is continued. Rank 0 writes."""
 
     def __init__(self, args, algo, env, **identity):
-        """identity: what decides the run beside the flags, such as hashes of the model and of the reward."""
+        """identity: what a continued run must share beside its flags, such as a hash of the model."""
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.args, self.meta = args, dict(
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
@@ -743,20 +753,20 @@ class Run:
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
-        # Oldest first; without those that turn out to be damaged, which must not count as the newest.
+        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
         self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
         if self.checkpoints or self.log.tell():
             self.check_same_run()
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
+        while self.checkpoints and not self.checkpoint:
+            folder = self.checkpoints[-1]
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 self.checkpoint = str(folder)
-                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
                 self.checkpoints.pop()
@@ -770,7 +780,7 @@ class Run:
         self.times = dict.fromkeys(TIMES, 0.0)
 
     def check_same_run(self):
-        """Refuse, by name, whatever would make the continued run another run."""
+        """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
             self.log.seek(0)
             old = json.loads(self.log.readline())["meta"]
@@ -785,7 +795,7 @@ class Run:
             raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
 
     def open(self, total):
-        """In the first process: write the meta line; or cut the log to the checkpoint and mark the place."""
+        """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
         git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
@@ -798,14 +808,14 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the writer is opened, or it would see nothing
+        if self.args.track:  # before the SummaryWriter is made, which wandb patches
             try:
                 import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
                 wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
                            config=self.meta["args"], sync_tensorboard=True)
             except Exception as error:  # not installed, no key, no network
                 raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
-        # Records after the checkpoint are cut off; errors stay, and marks of resumes from one that is left.
+        # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
         lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
@@ -832,7 +842,7 @@ class Run:
         self.times[name] += time.perf_counter() - began
 
     def record(self, values):
-        """One line of numbers, all finite, with the times since the line before; some are printed."""
+        """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
         values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
@@ -845,7 +855,7 @@ class Run:
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
             iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event: an event for each number takes longer than all else that is logged.
+            # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
             self.write(self.place | values)
@@ -858,7 +868,7 @@ class Run:
         self.log.flush()
 
     def save(self, state, *parts):
-        """checkpoints/step_<iteration>, complete or not at all; each part(folder) writes of the model."""
+        """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
@@ -879,7 +889,7 @@ class Run:
             temporary.rename(folder)
             flush_to_disk(folder.parent)
             named.rename(folder.with_name("state.json"))
-        except Exception as error:  # a full disk: each library has an exception of its own for it
+        except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
@@ -894,7 +904,7 @@ class Run:
             self.writer.close()
 
     def fail(self, error, evidence):
-        """Leave a receipt with the files of `evidence` ({name: bytes}), and end with a non-zero exit."""
+        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
         what = dict(type=type(error).__name__, message=str(error), rank=RANK)
         folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
@@ -927,7 +937,7 @@ def export(checkpoint, folder):
 
 
 def main(args):
-    # Set-up: whatever is wrong with the input is found here, before anything is trained.
+    # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     stop = []
@@ -1071,7 +1081,7 @@ if __name__ == "__main__":
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
-        # DTensor's caches keep gloo's threads, which may abort a process that Python takes apart around them.
+        # DTensor's caches keep gloo's threads alive, which may abort while the interpreter shuts down.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)

@@ -187,7 +187,7 @@ class Speaker(grpo_llm.Engine):
 
     async def serve(self):
         while True:
-            waiting = await self.next_requests(together=not self.at_once)
+            waiting = await self.next_requests(of_all=not self.at_once)
             self.most = max(self.most, len(waiting))
             answered = waiting[:self.at_once or None]
             self.requests = waiting[len(answered):]
