@@ -210,7 +210,7 @@ def learning_rate(step, steps, args):
     return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
 
 
-# Processes: under torchrun each keeps a shard of every weight (FSDP2) and learns from its share of the rows.
+# Processes, under torchrun: each holds a shard of the weights (FSDP2) and learns from its share of the rows.
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
