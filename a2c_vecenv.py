@@ -2,20 +2,20 @@
 
     loss = mean[ -A_t log pi(a_t|s_t) + value_coef (R_t - V(s_t))^2 - entropy_coef H(pi(.|s_t)) ]
 
-n-step returns (arXiv:1602.01783, algorithm S3), or their average by GAE (arXiv:1506.02438). The actors of
-the paper are rows of one tensor here, and all wait for the update. An episode that a time limit cut is not
-over: its last observation still has a value (arXiv:1712.00378).
+Advantages are n-step returns minus values (arXiv:1602.01783, algorithm S3), or GAE (arXiv:1506.02438). Two
+deviations from A3C: the actors are rows of one batch, updated synchronously; and an episode that a time limit
+truncates bootstraps from the value of its last observation (arXiv:1712.00378).
 
-A2C updates once on what it collected, with the weights that collected it. So the forward pass that chose the
-actions *is* that of the update: its graph is kept, no observation is stored, and nothing is computed twice.
+The update uses the weights that collected the data. So the forward pass that sampled the actions is also the
+one that is differentiated: its graph is kept, no observation is stored, and there is no second pass.
 
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
     python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
     python a2c_vecenv.py --num-envs 16384 --num-steps 4 --network nature --dtype bfloat16 --cudagraphs
-    torchrun --nproc_per_node=2 a2c_vecenv.py --num-envs 1024   # shared by two GPUs or CPU cores
+    torchrun --nproc_per_node=2 a2c_vecenv.py --num-envs 1024   # data-parallel on two GPUs or CPU cores
     python a2c_vecenv.py --self-test                            # a toy world in 20 s: JSON, exit code 0 or 1
 
-Expect eval/success_rate to leave 0 near 100,000 steps and to end at 1.00, sampled and greedy.
+Expect eval/success_rate to rise from 0 at about 100,000 steps and to end at 1.00, sampled and greedy.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ import tempfile
 import time
 import traceback
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,7 +48,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -67,39 +65,38 @@ class Args:
     # Environment
     env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as key=value (docs/pixel_goal.md)
-    alpha: float = 5.0  # goal environments: reward of coming closer, per distance (one step: 0.03)
-    num_envs: Count = 32  # environments, stepped together
+    alpha: float = 5.0  # goal environments: reward per decrease of the distance (one step: 0.03)
+    num_envs: Count = 32  # environments, stepped in parallel
 
     # Algorithm
-    iterations: Count = 1200  # rollouts, of num_envs x num_steps environment steps each
-    num_steps: Count = 16  # steps of each environment per rollout; 1 is TD(0)
+    iterations: Count = 1200  # optimiser steps, each on update_every rollouts
+    num_steps: Count = 16  # steps of each environment per rollout; 1: TD(0)
     update_every: Count = 1  # rollouts per optimiser step; their gradients are averaged
     gamma: Share = 0.99  # discount per step
     gae_lambda: Share = 0.95  # 1: n-step returns; 0: one-step TD
-    bootstrap_truncated: bool = True  # a time limit is not an end: the value of the last observation counts
+    bootstrap_truncated: bool = True  # at a time limit, bootstrap from the value of the last observation
     normalize_advantages: bool = True  # mean 0, standard deviation 1 over the rollout
-    value_coef: NotNegative = 0.05  # weight of the value loss; returns reach 12: 0.5 would drown the policy
+    value_coef: NotNegative = 0.05  # weight of the value loss; returns reach 12: 0.5 would dominate
     entropy_coef: NotNegative = 0.05  # weight of the policy's entropy [per nat]
     learning_rate: NotNegative = 1e-3  # of Adam
-    anneal: bool = True  # learning rate and entropy bonus fall linearly to 0, else the greedy policy lags
+    anneal: bool = True  # learning rate and entropy bonus decay linearly to 0
     max_grad_norm: Positive = 0.5  # the gradient is clipped to this norm
 
     # Network
-    network: Literal["small", "nature", "patch"] = "small"  # encoder of pictures; vectors get an MLP
+    network: Literal["small", "nature", "patch"] = "small"  # encoder of images; vectors get an MLP
     hidden_size: Count = 128  # width of the last layer before policy and value (nature: 512 in the paper)
 
     # Speed: none of these changes the result beyond rounding
-    chunk: Count = 256  # rows per forward and backward pass, so that they stay in the cache
+    chunk: Count = 256  # rows per forward and backward pass, so that activations fit the cache
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and losses in float32
-    recompute: bool = False  # keep observations instead of activations: less memory, a quarter slower
     compile: bool = False  # torch.compile of the network
-    cudagraphs: bool = False  # compile it into CUDA graphs (mode reduce-overhead)
+    cudagraphs: bool = False  # torch.compile with CUDA graphs (mode reduce-overhead)
 
     # Evaluation, log and checkpoints
     eval_every: Whole = 100  # iterations between evaluations; 0: only at the end
-    eval_episodes: Count = 128  # episodes per evaluation, sampled and again greedy
-    eval_envs: Count = 64  # separate environments that play them; each plays the same number
-    log_every: Count = 20  # iterations per record
+    eval_episodes: Count = 128  # episodes per evaluation, with sampled and again with greedy actions
+    eval_envs: Count = 64  # separate environments; each plays the same number of these episodes
+    log_every: Count = 20  # iterations per record; evaluations and checkpoints write one too
     checkpoint_every: Count = 200  # iterations between checkpoints
     keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
@@ -109,21 +106,15 @@ class Args:
     self_test: bool = False  # learn a toy world, print the verdict as JSON and exit with 0 or 1
 
     def __post_init__(self):
-        for name, unit in (("checkpoint_every", "log_every"), ("eval_every", "log_every"),
-                           ("iterations", "update_every"), ("log_every", "update_every")):
-            value, divisor = getattr(self, name), getattr(self, unit)
-            if value % divisor:  # no gradient is left half full
-                message = f"--{name} {value}: expected a multiple of --{unit} {divisor}"
-                raise BadInput(message.replace("_", "-"))
         if self.normalize_advantages and self.num_envs * self.num_steps < 2:
-            raise BadInput("--normalize-advantages needs two steps or more in a rollout")
+            raise BadInput("--normalize-advantages needs at least two steps in a rollout")
         if min(self.num_envs, self.eval_envs) < WORLD_SIZE:
             raise BadInput(f"--num-envs {self.num_envs}, --eval-envs {self.eval_envs}: expected one or more "
                            f"for each of {WORLD_SIZE} processes")
 
     @property
     def may_change(self) -> set[str]:
-        """Flags that a continued run may change; every other one decides what is learned."""
+        """Flags that a continued run may change, since they do not affect what is learned."""
         flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return flags if self.anneal else flags | {"iterations"}
 
@@ -153,7 +144,7 @@ def gae(rewards, values, next_values, terminated, done, gamma, lam):
 def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entropy_coef):
     """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  (T, E) -> scalars
 
-    The gradient flows through logprobs, entropies and values; advantages and returns are constants.
+    Gradients flow through logprobs, entropies and values; advantages and returns are constants.
     -> loss, policy loss, value loss
     """
     policy_loss = -(advantages * logprobs).mean()
@@ -162,22 +153,21 @@ def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entro
 
 
 def choose_actions(logits, greedy=False, others=(0, 0)):
-    """An action from each row of logits (E, A), on their device: the first of A clocks to ring.
+    """Sample an action from each row of logits (E, A): argmax of p / Exp(1) noise is distributed as p.
 
-    others: so many rows before and after these are another process's. Their clocks are drawn too, and left
-    alone, so that a row gets the same ones whoever holds it.
+    others: how many rows before and after these belong to other processes. Noise is drawn for all rows, so
+    that a row gets the same noise whichever process holds it.
     """
     (E, A), (before, after) = logits.shape, others
-    clocks = 1.0 if greedy else logits.new_empty(before + E + after, A).exponential_()[before:before + E]
-    return (logits.softmax(-1) / clocks).argmax(-1)                                          # (E,)
+    noise = 1.0 if greedy else logits.new_empty(before + E + after, A).exponential_()[before:before + E]
+    return (logits.softmax(-1) / noise).argmax(-1)                                           # (E,)
 
 
 # Network
 
 
-# Encoders of pictures: width, kernel and stride of each convolution.
-CONVOLUTIONS = {
-    "patch": [(16, 8, 8)],  # one linear map of tiles of 8 x 8 pixels
+CONVOLUTIONS = {  # of the image encoders: channels, kernel, stride
+    "patch": [(16, 8, 8)],  # a linear map of patches of 8 x 8 pixels
     "small": [(16, 8, 4), (32, 4, 2)],  # arXiv:1312.5602, section 4.1
     "nature": [(32, 8, 4), (64, 4, 2), (64, 3, 1)],  # Mnih et al., Nature 518 (2015), Methods
 }
@@ -198,28 +188,25 @@ class Agent(nn.Module):
             layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         try:
-            self.body(torch.zeros(1, *env.obs_shape))  # tells the layers their input sizes
+            self.body(torch.zeros(1, *env.obs_shape))  # initialises the lazy layers
         except RuntimeError as error:
-            raise BadInput(f"--network {network}: {env.obs_shape} pictures are too small") from error
+            raise BadInput(f"--network {network}: images of shape {env.obs_shape} are too small") from error
         self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
-                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, 2**0.5)  # first, act at random
+                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, 2**0.5)  # at first, nearly uniform
                 nn.init.orthogonal_(layer.weight, gain)
                 nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        hidden = self.body(self.decode(obs) * (1 / self.high))  # float32, a copy: obs is the environment's
+        hidden = self.body(self.decode(obs) * (1 / self.high))  # a float32 copy: the env overwrites obs
         return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
-def forward(network, obs, args):
-    """The network on any number of rows, in chunks that stay in the cache."""
-    if args.recompute:
-        obs = obs.clone()  # the backward pass reads it again, and the environment overwrites its buffer
-        network = partial(recompute, network, use_reentrant=False, preserve_rng_state=False)
-    outputs = [network(rows) for rows in obs.split(args.chunk)]
+def forward(network, obs, chunk):
+    """The network's outputs for any number of rows, computed `chunk` rows at a time."""
+    outputs = [network(rows) for rows in obs.split(chunk)]
     return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
 
@@ -238,8 +225,7 @@ RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
-        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
         for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
             ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
@@ -280,8 +266,8 @@ def shard(size):
 
 
 def all_rows(rows, env):
-    """The columns of all processes, from those of this one's rows.  (..., env.num_envs) -> (..., all)"""
-    return all_reduce(nn.functional.pad(rows, env.others))  # x + 0 is x, whatever the order of the sum
+    """Columns of this process's environments -> of all environments.  (..., env.num_envs) -> (..., all)"""
+    return all_reduce(nn.functional.pad(rows, env.others))  # exact: each process adds zeros elsewhere
 
 
 # Rollout and evaluation
@@ -298,80 +284,75 @@ def make_env(args, num_envs, device):
 def rollout(agent, env, obs, args):
     """num_steps of every environment with the current policy.
 
-    -> obs after it; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values carry
-    the graph. What is compiled is agent(...), not agent.forward(...), whose number of rows varies.
+    -> the next obs; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values have a
+    graph. Passes without gradient call agent.forward, which is not compiled, as their number of rows varies.
     """
-    steps = []
+    steps, cut_obs = [], []
     for _ in range(args.num_steps):
-        logits, values = forward(agent, obs, args)
+        logits, values = forward(agent, obs, args.chunk)
         actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
-
-        # V of the last observation of an episode that was cut (0 without the bootstrap): what the environment
-        # returned is already the first observation of the next one.
-        cut_values = torch.zeros_like(rewards)
         if args.bootstrap_truncated and bool(truncated.any()):
-            with torch.no_grad():
-                final_obs = info["final_obs"][truncated[info["reset_mask"]]]
-                cut_values[truncated] = forward(agent.forward, final_obs, args)[1]
-
+            cut_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
         steps.append(dict(
             logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
-            truncated=truncated, done=info["reset_mask"], cut_values=cut_values, dist=info["dist"],
+            truncated=truncated, done=info["reset_mask"], dist=info["dist"],
             ended_return=info["episode_return"], ended_length=info["episode_length"]))
 
     batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
-    # Autocast keeps the weights it has cast, so this pass must come after one with gradient.
+
+    # The obs after a truncation is the first of the next episode: bootstrap from final_obs instead, or not at
+    # all. Autocast caches the weights that it casts, so these passes must come after one with gradient.
     with torch.no_grad():
-        last_values = forward(agent.forward, obs, args)[1]
-    next_values = torch.cat([batch["values"].detach()[1:], last_values[None]])
-    batch["next_values"] = torch.where(batch["truncated"], batch.pop("cut_values"), next_values)
-    return obs, batch
+        last_values, *cut_values = [forward(agent.forward, x, args.chunk)[1] for x in (obs, *cut_obs)]
+        next_values = torch.cat([batch["values"][1:], last_values[None]])                    # (T, E)
+        next_values[batch["truncated"]] = torch.cat(cut_values) if cut_values else 0.0
+    return obs, batch | dict(next_values=next_values)
 
 
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
-    """Exactly eval_episodes episodes, the same number in each environment: short ones are not preferred."""
-    torch.manual_seed(args.seed)  # the same draws at every evaluation; each iteration seeds anew
-    obs = env.reset(args.seed + 1_000_000)  # starts that training seeds do not begin with
-    number = torch.tensor(shard(args.eval_envs), device=env.device)  # of each row's episode among all
+    """Play eval_episodes episodes, the same number in each environment, or short ones would be preferred."""
+    torch.manual_seed(args.seed)  # every evaluation draws the same noise
+    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    number = torch.tensor(shard(args.eval_envs), device=env.device)  # index of each row's current episode
     found = [torch.zeros(0, 3, device=env.device)]
     while (number < args.eval_episodes).any():
-        logits, _ = forward(agent.forward, obs, args)
+        logits, _ = forward(agent.forward, obs, args.chunk)
         obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
         ended = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
         found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
     success, lengths, returns = torch.tensor(gather(torch.cat(found).tolist())).unbind(-1)
-    steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch's median is the lower one
+    steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch takes the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
             prefix + "return": returns.mean().item()}
 
 
-# What a record says: means over the rollouts since the one before
+# Metrics
 
 
 MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="done",
              entropy_mean="entropies", policy_loss="policy_loss", value_loss="value_loss",
-             grad_norm="grad_norm", episode_return="ended_return", episode_length="ended_length")
+             episode_return="ended_return", episode_length="ended_length")
 
 
 def rollout_means(batch, num_actions):
-    """The means of one rollout, and the share of each action.  -> (len(MEANS) + num_actions,) float64"""
+    """The means of one rollout, and the frequency of each action.  -> (len(MEANS) + num_actions,) float64"""
     chosen = [batch["actions"] == action for action in range(num_actions)]
     numbers = [*(batch[name] for name in MEANS.values()), *chosen]
     return torch.stack([number.mean(dtype=torch.float64) for number in numbers])
 
 
-def window_metrics(window, batch, args, env):
-    """A record: means over the rollouts of its window, percentiles and values of the last one.
+def window_metrics(window, grad_norms, batch, args, env):
+    """A record's metrics, of all processes: means over a window of rollouts, statistics of its last batch.
 
-    All is computed on the device, of all processes' rows, and crosses to the host in one tensor.
+    They are computed on the device and cross to the host in one tensor.
     """
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
     distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
@@ -379,8 +360,10 @@ def window_metrics(window, batch, args, env):
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
     last = torch.stack([*percentiles, values.mean(), values.std(correction=0), 1 - unexplained])
 
-    names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance", *MEANS)
-    numbers = torch.cat([last.double(), means]).tolist()
+    names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance",
+             "grad_norm", *MEANS)
+    grad_norm = torch.stack(grad_norms).mean(0, keepdim=True, dtype=torch.float64)
+    numbers = torch.cat([last, grad_norm, means]).tolist()
     metrics = dict(zip(names, numbers, strict=False))
     num_steps = len(window) * args.num_steps * args.num_envs
     metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
@@ -601,70 +584,71 @@ def main(args):
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
-        if run.state["env"]:  # else it cannot be saved: new episodes
+        if run.state["env"]:  # None: its state cannot be saved, so new episodes begin
             obs = env.load_state_dict(run.state["env"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
-    start = run.counters["iteration"] + 1
-    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
-                 f"{args.num_steps} steps = {args.num_envs * args.num_steps} steps a rollout, on {device}")
-    window, batch, metrics = [], {}, {}
+    start, rollout_steps = run.counters["iteration"] + 1, args.num_envs * args.num_steps
+    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x {args.num_steps} "
+                 f"steps = {rollout_steps} steps a rollout, on {device}")
+    window, grad_norms, batch, metrics = [], [], {}, {}
 
     try:
         for iteration in range(start, args.iterations + 1):
-            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator's state
+            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator state
+            frac = 1 - args.anneal * (iteration - 1) / args.iterations
 
-            # 1. Rollout: num_steps of all environments, with the graph of the forward passes.
-            with precision(args, device):
-                obs, batch = rollout(agent, env, obs, args)
+            for _ in range(args.update_every):
+                # 1. Rollout: num_steps of all environments; the graph of the forward passes is kept.
+                with precision(args, device):
+                    obs, batch = rollout(agent, env, obs, args)
 
-            # 2. Advantages, and the returns that the values should have predicted.
-            values = batch["values"].detach()
-            advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
-                             batch["done"], args.gamma, args.gae_lambda)
-            batch["returns"] = advantages + values
-            if args.normalize_advantages:
-                everyone = all_rows(advantages, env)
-                advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
+                # 2. Advantages, and returns: the targets of the values.
+                values = batch["values"].detach()
+                advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
+                                 batch["done"], args.gamma, args.gae_lambda)
+                batch["returns"] = advantages + values
+                if args.normalize_advantages:
+                    everyone = all_rows(advantages, env)
+                    advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
 
-            # 3. Update: one gradient on the whole rollout, the sum over processes of means by their rows.
-            left = 1 - args.anneal * (iteration - 1) / args.iterations
-            loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
-                batch["logprobs"], batch["entropies"], batch["values"], advantages, batch["returns"],
-                args.value_coef, args.entropy_coef * left)
-            (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
-            batch["grad_norm"] = torch.zeros_like(loss)
-            if iteration % args.update_every == 0:
-                for weight in agent.parameters():
-                    all_reduce(weight.grad)
-                norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                batch["grad_norm"] = norm * args.update_every  # so that means are those of these steps
-                optimizer.param_groups[0]["lr"] = args.learning_rate * left
-                optimizer.step()
-                optimizer.zero_grad()
-                run.counters["opt_steps"] += 1
-            run.counters["iteration"] = iteration
-            run.counters["env_steps"] += args.num_envs * args.num_steps
-            batch = {name: tensor.detach() for name, tensor in batch.items()}  # let go of the graph
-            window.append(rollout_means(batch, env.num_actions))
-            last = iteration == args.iterations
-            if iteration % args.log_every and not last:
+                # 3. Gradient: its sum over processes is that of the mean loss over all rollouts and rows.
+                loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
+                    batch["logprobs"], batch["entropies"], batch["values"], advantages, batch["returns"],
+                    args.value_coef, args.entropy_coef * frac)
+                (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
+                batch = {name: tensor.detach() for name, tensor in batch.items()}  # frees the graph
+                window.append(rollout_means(batch, env.num_actions))
+
+            # 4. Update.
+            for weight in agent.parameters():
+                all_reduce(weight.grad)
+            grad_norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+            optimizer.param_groups[0]["lr"] = args.learning_rate * frac
+            optimizer.step()
+            optimizer.zero_grad()
+            run.counters |= dict(iteration=iteration, opt_steps=iteration,
+                                 env_steps=iteration * args.update_every * rollout_steps)
+
+            # 5. Log, evaluate, checkpoint.
+            log_now, evaluate_now, save_now = (
+                iteration == args.iterations or every and iteration % every == 0
+                for every in (args.log_every, args.eval_every, args.checkpoint_every))
+            if not (log_now or evaluate_now or save_now):
                 continue
-
-            # 4. Log, evaluate, checkpoint.
-            metrics, window = window_metrics(window, batch, args, env), []
-            if last or args.eval_every and iteration % args.eval_every == 0:
+            metrics = window_metrics(window, grad_norms, batch, args, env)
+            window, grad_norms = [], []
+            if evaluate_now:
                 with run.timed("eval"), precision(args, device):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
-            # glibc keeps the pieces between tensors that are alive: 2 MiB an update with 16,384 environments.
-            with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
-                ctypes.CDLL(None).malloc_trim(0)
+            with contextlib.suppress(OSError, AttributeError):  # glibc has this call, other systems do not
+                ctypes.CDLL(None).malloc_trim(0)  # else free pieces between live tensors pile up over updates
             run.record(metrics)
             stopped = any(gather(stop))
-            if last or stopped or iteration % args.checkpoint_every == 0:
+            if save_now or stopped:
                 if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
-                    raise FloatingPointError("a weight is not finite any more")
+                    raise FloatingPointError("a weight is not finite")
                 with run.timed("checkpoint"):
                     state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
                                  env=pixels.join_states(gather([env.state_dict()])))
@@ -685,7 +669,7 @@ def main(args):
 
 
 def self_test():
-    """Learn a toy world in some 20 s; the verdict as JSON on the last line, and as exit code."""
+    """Learn a toy world in about 20 s; print the verdict as JSON on the last line.  -> exit code"""
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=500,
                             eval_every=0, run_dir=folder))

@@ -81,7 +81,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
-    env_kwargs: tuple[str, ...] = ()  # its options, as key=value; of several environments, as name.key=value
+    env_kwargs: tuple[str, ...] = ()  # its options, as key=value; in a mixture, name.key=value
     reward_fn: str = ""  # path/to/file.py:name of a function to use in place of episode_reward
 
     # Model
@@ -91,11 +91,11 @@ class Args:
     lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
     lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
-    lora_adapter_path: str = ""  # folder of a PEFT adapter to go on from; it replaces the three flags above
+    lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
 
     # Engine
-    engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights; vllm has its own copy of them
-    # servers to ask, such as http://127.0.0.1:8000, in place of vLLM in this process
+    engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights, vllm with a copy of them
+    # servers to sample from, such as http://127.0.0.1:8000, in place of vLLM in this process
     vllm_url: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
     vllm_kwargs: tuple[str, ...] = ()  # more arguments of vllm.LLM, as key=value: gpu_memory_utilization=0.6
 
@@ -108,11 +108,11 @@ class Args:
     max_response_tokens: Count = 16  # longest reply in one turn, eos included [tokens]
     max_context_tokens: Count = 4096  # of prompt and response; a longer history loses old turns [tokens]
     temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it too
-    dynamic_sampling: Whole = 0  # extra rounds of prompts, at most, until enough groups carry a signal (DAPO)
-    max_concurrent: Whole = 0  # episodes in play at once, their sub-agents not counted; 0: all
+    dynamic_sampling: Whole = 0  # extra rounds of prompts, at most, until enough groups are trainable (DAPO)
+    max_concurrent: Whole = 0  # episodes that run at once, sub-agents not counted; 0: all
     max_turns: Whole = 0  # replies after which an episode ends; 0: the environment's own limit
-    episode_timeout: NotNegative = 0.0  # longest time that an episode may be in play; 0: any [s]
-    train_sub_agents: bool = False  # train an episode's sub-agents too, on what it is worth
+    episode_timeout: NotNegative = 0.0  # time limit of an episode; 0: none [s]
+    train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
 
     # Optimisation
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
@@ -142,7 +142,7 @@ class Args:
     mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
 
     # Evaluation
-    eval_every: Whole = 50  # iterations between evaluations [iterations]; 0: only before and after
+    eval_every: Whole = 50  # iterations between evaluations [iterations]; 0: only first and last
     eval_tasks: Count = 512  # held-out tasks, always the same ones
     eval_samples: Count = 16  # responses per task, for pass@1 and pass@n
     eval_temperature: Positive = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
@@ -158,27 +158,27 @@ class Args:
 
     def __post_init__(self):
         if self.lora_rank and self.lora_adapter_path:
-            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path brings its own")
+            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path has its own")
         if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
             raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
         if self.vllm_url and self.vllm_kwargs:
-            raise BadInput("--vllm-kwargs: of vLLM in this process; the servers of --vllm-url have their own")
+            raise BadInput("--vllm-kwargs: for vLLM in this process; servers of --vllm-url have their own")
 
     @property
     def on_policy(self) -> bool:
-        """One update per rollout: the policy that sampled is the one that is trained, and the ratio is 1."""
+        """One update per rollout: the policy that is updated is the one that sampled, and the ratio is 1."""
         return self.epochs * self.minibatches == 1
 
     @property
     def may_change(self) -> set[str]:
-        """Flags that a continued run may change; every other one decides what is learned."""
+        """Flags that a continued run may change, since they do not affect what is learned."""
         length = {"iterations"} if self.final_learning_rate == 1 else set()
         return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
                          "print_samples", "track", "max_concurrent", "vllm_url", "vllm_kwargs"}
 
     @property
     def lora(self) -> bool:
-        """Whether an adapter is trained and the model beneath it stays as it is."""
+        """Whether an adapter is trained and the base model frozen."""
         return bool(self.lora_rank or self.lora_adapter_path)
 
 
@@ -205,7 +205,7 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
 
 
 def k3(log_ratio):
-    """Unbiased, never negative estimate of KL(p || q) from samples of p; log_ratio = log q - log p."""
+    """Unbiased, non-negative estimator of KL(p || q) from samples of p; log_ratio = log q - log p."""
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
@@ -313,8 +313,7 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
-        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
         for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
             ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:

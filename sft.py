@@ -145,7 +145,7 @@ class Args:
 
     @property
     def may_change(self) -> set[str]:
-        """Flags that a continued run may change; every other one decides what is learned."""
+        """Flags that a continued run may change, since they do not affect what is learned."""
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
@@ -221,8 +221,7 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # other systems than glibc's have no such call
-        # Freed memory stays in the process: to get it anew for each pass costs a tenth of an update's time.
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
         for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
             ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:

@@ -42,7 +42,7 @@ from sides import REPOSITORY, Worker, in_turn
 FIELDS = ("started_at", "mode", "case", "side", "seed", "block", "iterations", "env_steps", "cpu_s", "wall_s",
           "rss_gib", "peak_gib", "log_s", "greedy")
 HIDDEN = dict(small=128, nature=512, patch=128)
-SIDES = "sb3,sb3-batched,loop,loop-batched,ours,ours-recompute,ours-bfloat16"
+SIDES = "sb3,sb3-batched,loop,loop-batched,ours,ours-bfloat16"
 CARTPOLE_FLAGS = dict(num_steps=16, learning_rate=3e-3, entropy_coef=0.03, value_coef=0.05,
                       hidden_size=64)  # of a2c_vecenv.py
 
@@ -541,7 +541,6 @@ def pixels(options):
         jobs = []
         for side in options.sides.split(","):
             more = dict(dtype="bfloat16") if side == "ours-bfloat16" else {}
-            more |= dict(recompute=True) if side == "ours-recompute" else {}
             jobs.append(job_of("pixels", f"{network} 64 x {options.num_steps}", side, 64, options.num_steps,
                                options.steps // (64 * options.num_steps), **flags, **more))
         rows = compare(options, jobs, 1 + options.repeats)

@@ -125,10 +125,10 @@ MUTANTS = {
         "entropy is punished": ("value_loss - entropy_coef", "value_loss + entropy_coef"),
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
-        "the rate is not annealed": ('["lr"] = args.learning_rate * left', '["lr"] = args.learning_rate'),
+        "the rate is not annealed": ('["lr"] = args.learning_rate * frac', '["lr"] = args.learning_rate'),
         "a resume forgets the worlds": ('if run.state["env"]:', "if False:"),
         "short episodes are preferred": ('["reset_mask"] & (number < args.eval_episodes)', '["reset_mask"]'),
-        "greedy is sampled": ("clocks = 1.0 if greedy else", "clocks ="),
+        "greedy is sampled": ("noise = 1.0 if greedy else", "noise ="),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
             "            flush_to_disk(folder.parent)\n            temporary.rename(folder)"),

@@ -38,7 +38,7 @@ class VecEnv:
     device: torch.device
     action_names: list[str]
     has_goal = False  # True: info["dist"], and a terminated episode is a success
-    log_meta: dict  # what a log's meta line says of it (spec: num_actions, action_codec_id, goal_sha256, ...)
+    log_meta: dict  # for the meta line of a log (spec: num_actions, action_codec_id, goal_sha256, ...)
 
     def reset(self, seed: int) -> torch.Tensor:
         """Begin new episodes, row i from seed + i.  -> obs (num_envs, *obs_shape)"""
@@ -99,14 +99,14 @@ class VecEnv:
 
 
 class RecordEpisodeStatistics:
-    """Around a VecEnv, as Gymnasium's wrapper of this name: how an episode went, in the step that ended it.
+    """Wraps a VecEnv as Gymnasium's wrapper of this name does: return and length of each episode that ends.
 
     info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
     info["dist"]              0 where there is no goal                                    (num_envs,) float32
 
-    others: so many rows before and after these are held by other processes. Seeds and states are those of
-    all rows, of which these take their own.
+    others: how many rows before and after these belong to other processes. reset takes the seed of the first
+    of all rows, load_state_dict the state of all rows.
     """
 
     def __init__(self, env: VecEnv, others: tuple[int, int] = (0, 0)):
