@@ -2,20 +2,20 @@
 
     loss = - sum_t mask_t log p(x_t | x_<t) / sum_t mask_t       mask: 1 on a response and its eos, else 0
 
-Both sums run over the whole global batch, so neither the loss nor its gradient depends on how the batch is
-cut into passes, nor on packing. Demonstrations are an environment's reference solutions (fresh ones at every
-step), rows of parquet and JSONL files, or a hub data set: prompts and responses, or conversations whose
-assistant turns are learned. Rows become tokens once, in a memory-mapped file of the run's folder.
+Both sums run over the global batch, so neither the loss nor its gradient depends on packing or on how the
+batch is cut into passes. The data are an environment's reference solutions (fresh ones at every step), or
+rows of parquet and JSONL files or of a hub data set: prompts with responses, or conversations, of which the
+assistant turns are learned. Rows are tokenised once, to a memory-mapped file in the run folder.
 
     python sft.py                                  # makes a small model on one CPU core in 100 s
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --messages-key messages \
         --packing --gradient-checkpointing --output-dir models/mine
     python sft.py --model Qwen/Qwen2.5-7B-Instruct --dataset OWNER/NAME --lora-rank 16 --learning-rate 1e-4
 
-With --model the defaults are others: REAL_MODEL below. The default run learns from mixed company, as base
-models do: 70 % of its rows are a novice's random moves and 30 % are solved games (`skill=mixed`), so it knows
-the form and the arithmetic and seldom the answer. Expect val/loss to fall to 0.37 and greedy accuracy to end
-near 0.6; the rest is for grpo_llm.py to teach. With --run-dir DIR the same command continues a stopped run.
+With --model other defaults apply: REAL_MODEL below. The default run (`skill=mixed`) imitates what a base
+model has seen: 70 % of its rows are random legal moves and 30 % are solved games, so the model learns the
+format and the arithmetic but seldom the answer. Expect val/loss to fall to 0.37 and greedy accuracy to end
+near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command continues a stopped run.
 """
 
 import atexit
@@ -23,11 +23,11 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
+import reprlib
 import shutil
 import signal
 import subprocess
@@ -80,21 +80,20 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @dataclass(frozen=True, config=dict(extra="forbid"))
 class Args:
     # Data
-    env: str = "countdown"  # its solutions or games are learned; its test tasks measure accuracy
-    env_kwargs: tuple[str, ...] = ("skill=mixed",)  # its options, as key=value; of several, as name.key=value
+    env: str = "countdown"  # its reference solutions are learned; its test tasks measure accuracy
+    env_kwargs: tuple[str, ...] = ("skill=mixed",)  # its options, as key=value; in a mixture, name.key=value
     train_files: tuple[str, ...] = ()  # parquet and JSONL files to learn from in place of the environment
-    val_files: tuple[str, ...] = ()  # such files for val/loss; none: a share of the training rows is held out
+    val_files: tuple[str, ...] = ()  # files for val/loss; none: --val-ratio of the training rows is held out
     dataset: str = ""  # hub data set to learn from in place of files, OWNER/NAME or OWNER/NAME:CONFIG
     splits: tuple[str] | tuple[str, str] = ("train",)  # its split to learn from, a second one for val/loss
     prompt_key: str = "prompt"  # column with the prompt (a text, or a list of chat messages)
     response_key: str = "response"  # column with the response (a text)
     messages_key: str = ""  # column with conversations, in place of the two: assistant turns are learned
-    chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
-    val_ratio: Share = 0.1  # share of the training rows held out where none are given for val/loss; 0: none
-    on_bad_row: Literal["error", "skip"] = "error"  # a malformed one ends the run, by name, or is left out
-    max_length: Count = 2048  # longest row; a longer game's later turns begin rows of their own [tokens]
-    truncation: Literal["error", "left", "right"] = "error"  # of a longer row; left: it loses its beginning
-    packing: bool = False  # several rows in one, none seeing another: less padding, the same gradient
+    chat_template: str = "model"  # model: its own; plain: the contents joined; or a Jinja file
+    val_ratio: Share = 0.1  # share of training rows held out where no other rows are given; 0: none
+    max_length: Count = 2048  # longest row; demonstrations that exceed it become several rows [tokens]
+    truncation: Literal["error", "left", "right"] = "error"  # of a longer row: refused, or cut at this end
+    packing: bool = False  # several rows in one, without attention across them: less padding, same gradient
 
     # Model
     model: str = ""  # folder or hub id to start from; empty: a small Llama with random weights
@@ -114,15 +113,15 @@ class Args:
     epochs: NotNegative = 10.0  # passes over the training rows, where --steps is 0
     learning_rate: Positive = 5e-3  # peak learning rate of AdamW
     warmup_steps: Whole = 20  # linear warm-up [steps]
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: constant, and down in the last tenth
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: linear decay in the last tenth
     final_learning_rate: Share = 0.05  # share of the peak that cosine and wsd end at
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay, of matrices; never of norms and biases
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay, of matrices only
 
     # Evaluation
-    eval_every: Whole = 200  # steps between evaluations, beside epochs' ends; 0: first and last [steps]
+    eval_every: Whole = 200  # steps between evaluations, and at epochs' ends; 0: first and last [steps]
     eval_tasks: Count = 512  # held-out tasks or rows, always the same ones
-    eval_samples: Count = 16  # responses per task, for pass@1 and pass@n at temperature 1, beside greedy
+    eval_samples: Count = 16  # responses per task for pass@1 and pass@n at temperature 1
     max_response_tokens: Count = 16  # longest response in evaluation, eos included [tokens]
 
     # Log
@@ -150,19 +149,15 @@ class Args:
         places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
         return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Those of a row that are read."""
-        return (self.messages_key,) if self.messages_key else (self.prompt_key, self.response_key)
 
-
-# What one fine-tunes a real model with: the defaults where --model is given.
+# The defaults where --model is given.
 REAL_MODEL = dict(
     env_kwargs=(), dtype="bfloat16", batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
     checkpoint_every=50, max_response_tokens=512)
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
-WSD_DECAY = 0.1  # share of the steps in which the schedule wsd goes down
+WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
+SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 
 TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
@@ -188,11 +183,10 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
 
 
 def response_loss(model, batch):
-    """Sum of -log p over response tokens, divided by nothing yet.  batch tokens, mask (B, T) -> scalar.
+    """Sum of -log p over response tokens, not normalised.  batch tokens, mask (B, T) -> scalar.
 
-    Rows are padded on the right, where no token of theirs looks, so they need no attention mask. In packed
-    rows position_ids start anew with each row, from which transformers keeps attention within it (with
-    use_cache, it would not).
+    Rows are padded on the right, so causal attention needs no mask. In packed rows position_ids restart at
+    each row, and transformers derives a block-diagonal mask from that (only without use_cache).
     """
     tokens, positions = batch["tokens"], batch["position_ids"]
     chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
@@ -207,7 +201,7 @@ def response_loss(model, batch):
 
 
 def learning_rate(step, steps, args):
-    """Linear warm-up, then constant, a cosine, or constant and a line down (WSD, arXiv:2404.06395)."""
+    """Linear warm-up, then constant, cosine, or constant with a linear decay (WSD, arXiv:2404.06395)."""
     warm = min(1.0, step / max(args.warmup_steps, 1))
     start = max(args.warmup_steps, round(steps * (1 - WSD_DECAY)) if args.schedule == "wsd" else 0)
     progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
@@ -216,15 +210,7 @@ def learning_rate(step, steps, args):
     return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
 
 
-def parameter_groups(model, weight_decay):
-    """Trained parameters for AdamW: matrices decay, vectors (norms and biases) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=weight_decay),
-            dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
-
-
-# Processes: those that torchrun started, if it did. Each keeps a part of each weight (FSDP2) and learns from
-# its share of the rows.
+# Processes, under torchrun: each holds a shard of the weights (FSDP2) and learns from its share of the rows.
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -376,15 +362,16 @@ PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def new_tokenizer(words):
-    """A word-level tokenizer for the small model, or one of bytes without words; CHAT_TEMPLATE has the colon.
+    """A tokenizer for the small model: word-level, or byte-level without a list of words.
 
-    The words of a solution are `18 + 14 = 32; 32 + 6 = 38`, but `=` and `;` cost a third more tokens and say
-    nothing: encoding drops them and decoding puts them back, for people and verifiers to see.
+    A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
+    more tokens: encoding drops them, and decoding restores them for the verifier.
     """
-    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])
+    ids = {token: number for number, token in enumerate(tokens)}
     if words:
-        vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words, ":"]))}
-        core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         core.decoder = decoders.Sequence([
@@ -392,8 +379,7 @@ def new_tokenizer(words):
             decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
             decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
     else:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        core = Tokenizer(models.BPE({word: i for i, word in enumerate(special + alphabet)}, []))
+        core = Tokenizer(models.BPE(ids, []))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
@@ -402,18 +388,18 @@ def new_tokenizer(words):
 
 
 def make_tokenizer(args, env):
-    """The model's tokenizer, or a new one, with a padding token and the chat template that is asked for."""
+    """The model's tokenizer, or a new one, with a padding token and the template of --chat-template."""
     tokenizer = (from_pretrained(AutoTokenizer, args.model) if args.model
                  else new_tokenizer(getattr(env, "vocabulary", None)))
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    known = {"model": tokenizer.chat_template or PLAIN_TEMPLATE, "plain": PLAIN_TEMPLATE}
+    named = {"model": tokenizer.chat_template or PLAIN_TEMPLATE, "plain": PLAIN_TEMPLATE}
     try:
         tokenizer.chat_template = (
-            known.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
-        prompt_tokens([dict(role="user", content="hello")], tokenizer)
-    except Exception as error:  # no such file, no text, or whatever a program in it raises
+            named.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
+        tokenizer.apply_chat_template([dict(role="user", content="hello")])
+    except Exception as error:  # no such file, not UTF-8, or whatever the template raises
         raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                        f"template ({first_line(error)})") from error
     return tokenizer
@@ -439,21 +425,9 @@ def add_lora(model, args, checkpoint=""):
         raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
 
-def set_up_passes(model, args):
-    """The attention kernel, and gradient checkpointing where it is asked for."""
-    if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
-        model.set_attn_implementation("flash_attention_2")
-    if args.gradient_checkpointing:
-        # Not transformers' own switch: it works in training mode only, which would wake dropout.
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
-                                                  preserve_rng_state=False)
-
-
 @torch.no_grad()
 def check_packing(model, args):
-    """Raise BadInput where a packed row changes with the one before it: no mask cuts some layers' state."""
+    """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
     row = torch.arange(32, device=model.device) % model.get_output_embeddings().out_features
     positions, hidden = torch.arange(32, device=model.device).repeat(2)[None], []
     for first in (row, row.flip(0)):
@@ -484,118 +458,81 @@ def eos_ids(model, tokenizer):
     return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
-# Data: rows of text to rows of tokens, (ids, mask)
+# Data: text to tokens. A row of tokens is (ids, mask), two lists; mask is 1 where a token is learned.
 
 
-def read_rows(args, side):
-    """Rows of files or of a hub data set, a few in memory at a time.  -> (where, row or line of JSON), ..."""
-    split = args.splits[side == "val"] if args.dataset else ""
-    for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
-        where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
-        for number, row in envs.read_rows(name, where, split, args.columns, parse=bytes, streaming=True):
-            yield f"{where}, row {number}", row
-
-
-def plain_text(content, where):
-    """The text of a content: a text, null, or a list of text blocks."""
-    blocks = [] if content is None else content if isinstance(content, list) else [content]
-    texts = [block.get("text") if isinstance(block, dict) and block.get("type") in ("text", None) else block
-             for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadInput(f"{where}: expected a text, text blocks or null, got {content!r:.99}")
-    # Half of a UTF-16 pair, which JSON can spell, has no UTF-8 and would stop the tokenizer.
-    return re.sub("[\ud800-\udfff]", "\ufffd", "\n".join(texts))
-
-
-def to_messages(value, where):
-    """A list of chat messages (or its JSON), checked, each content a plain text."""
-    value = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(value, list) or not value:
-        raise BadInput(f"{where}: expected a list of messages, got {value!r:.99}")
-    messages = []
-    for number, message in enumerate(value, 1):
-        here = f"{where}, message {number}"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(f"{here}: expected a role and a content, got {message!r:.99}")
-        others = {key: item for key, item in message.items() if item is not None}  # parquet fills with nulls
-        messages.append(others | {"content": plain_text(message.get("content"), here)})
-    return messages
-
-
-def prompt_tokens(messages, tokenizer):
-    """The ids of the messages and of what the template puts before a reply."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def encode(messages, response, tokenizer):
-    """-> (ids, mask): mask is 1 on the response and its eos; on nothing if the response is blank."""
-    prompt, learned = prompt_tokens(messages, tokenizer), int(bool(response.strip()))
-    ids = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    return prompt + ids, [0] * len(prompt) + [learned] * len(ids)
-
-
-def encode_conversation(messages, tokenizer, eos):
-    """-> (ids, mask): mask is 1 on the text of each assistant turn and the eos that ends it.
-
-    A turn becomes tokens by itself, as it does at sampling: none spans its beginning.
-    """
-    text, turns = assistant_turns(messages, tokenizer)
-    bounds = [0, *itertools.chain(*turns), len(text)]
-    parts = [text[start:end] for start, end in itertools.pairwise(bounds)]  # every second one is a turn
+def encode(parts, tokenizer):
+    """[(text, 1 if learned, else 0)] -> (ids, mask). As at sampling, no token spans two parts."""
     ids, mask = [], []
-    for number, part in enumerate(tokenizer(parts, add_special_tokens=False).input_ids):
-        learned = number % 2
-        if learned and set(eos).isdisjoint(part):
-            raise BadInput("--chat-template: it ends an assistant turn without an eos token: none would end")
+    for text, learned in parts:
+        part = tokenizer(text, add_special_tokens=False).input_ids
         ids += part
         mask += [learned] * len(part)
     return ids, mask
 
 
-def assistant_turns(messages, tokenizer):
-    """-> the whole text; where in it the assistant's turns are that are not blank, [(start, end)].
+def encode_response(messages, response, tokenizer):
+    """A prompt and the response to it, which is learned with its eos unless it is blank.  -> (ids, mask)"""
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return encode([(prompt, 0), (response + tokenizer.eos_token, int(bool(response.strip())))], tokenizer)
 
-    The template's {% generation %} tags say so, or a turn is what it adds to the messages before it and to
-    the start of a reply, but for white space after its eos. One that does not only append is refused.
+
+def encode_conversation(messages, tokenizer, eos):
+    """Assistant turns are learned, each with the eos that ends it, unless they are blank.  -> (ids, mask)
+
+    A turn is what the template puts between {% generation %} tags. Without tags it is what the template adds
+    to the earlier messages and the generation prompt, up to its eos, and must never rewrite earlier text.
     """
     template = tokenizer.get_chat_template()
     tagged = bool(re.search(r"{%-?\s*generation\b", template))
     render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
-    (text,), tags = render([messages], return_assistant_tokens_mask=tagged)
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    spoken = [turn for turn in turns if messages[turn]["content"].strip() or messages[turn].get("tool_calls")]
-    if tagged:
-        one_each = len(tags[0]) == len(turns)  # else which is whose cannot be told, and all are learned
-        return text, [span for n, span in enumerate(tags[0]) if not one_each or turns[n] in spoken]
-
-    spans = []
-    for turn in spoken:
+    (text,), spans = render([messages], return_assistant_tokens_mask=tagged)
+    spans = spans[0] if tagged else []  # (start, end) of each turn in the text
+    for turn in [n for n, message in enumerate(messages) if message["role"] == "assistant" and not tagged]:
         (before,), _ = render([messages[:turn]], add_generation_prompt=True)
         (after,), _ = render([messages[:turn + 1]])
         if not after.startswith(before) or not text.startswith(after):
-            raise BadInput(f"--chat-template: it writes message {turn + 1} otherwise when others follow or a "
-                           "reply begins; expected one that only appends, or one with {% generation %} tags")
+            raise BadInput(f"--chat-template: it renders message {turn + 1} differently when others follow "
+                           "or a reply begins; expected one that only appends, or {% generation %} tags")
         spans.append((len(before), len(after.rstrip())))
-    return text, spans
+
+    parts, done = [], 0
+    eos_pattern = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens(eos)))
+    for start, end in spans:
+        content, num_eos = re.subn(eos_pattern, "", text[start:end])
+        if not num_eos:
+            raise BadInput("--chat-template: it ends an assistant turn without an eos token")
+        if content.strip():
+            parts += [(text[done:start], 0), (text[start:end], 1)]
+            done = end
+    return encode([*parts, (text[done:], 0)], tokenizer)
+
+
+def text_of(content):
+    """The text of a message's content: a string, null, or a list of text blocks."""
+    text = "\n".join(block["text"] for block in content) if isinstance(content, list) else content
+    # JSON can hold unpaired UTF-16 surrogates, which tokenizers refuse.
+    return re.sub("[\ud800-\udfff]", "\ufffd", "" if text is None else text)
+
+
+def to_messages(value):
+    """A list of chat messages or its JSON; contents become strings, null items (parquet's) are removed."""
+    messages = json.loads(value) if isinstance(value, str) else value
+    return [{key: item for key, item in message.items() if item is not None}
+            | dict(role=message["role"], content=text_of(message.get("content"))) for message in messages]
 
 
 def encode_row(row, tokenizer, args, eos):
-    """A row, or its line of JSON -> (ids, mask), not cut yet."""
-    row = json.loads(row) if isinstance(row, bytes) else row
-    if missing := [name for name in args.columns if name not in row]:
-        raise BadInput(f"column {missing[0]}: missing; it has {[*row]!r:.300}")
+    """A row of a file or data set -> (ids, mask), before truncation. A malformed row raises any exception."""
     if args.messages_key:
-        messages = to_messages(row[args.messages_key], f"column {args.messages_key}")
-        return encode_conversation(messages, tokenizer, eos)
+        return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos)
     prompt, response = row[args.prompt_key], row[args.response_key]
-    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    return encode(to_messages(prompt, f"column {args.prompt_key}"),
-                  plain_text(response, f"column {args.response_key}"), tokenizer)
+    messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt)
+    return encode_response(messages, text_of(response), tokenizer)
 
 
 def cut(ids, mask, args):
-    """Truncation to --max-length.  -> (ids, mask); nothing may be left in the mask."""
+    """Truncate to --max-length.  -> (ids, mask), of which nothing may be left to learn"""
     if len(ids) > args.max_length and args.truncation == "error":
         raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
     kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
@@ -603,41 +540,43 @@ def cut(ids, mask, args):
 
 
 def encode_rows(args, side, path, tokenizer, eos, counts):
-    """Rows to tokens, a few in memory at a time, into an Arrow file; counts: of those cut and left out."""
+    """Write the rows of --train-files, --val-files or a split as an Arrow file, a few in memory at a time."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
+    columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
+    names = " and ".join(columns)
+    split = args.splits[side == "val"] if args.dataset else ""
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
-        for where, row in tqdm(read_rows(args, side), f"{side} rows to tokens", unit="row", disable=None):
-            try:
-                whole = encode_row(row, tokenizer, args, eos)
-                ids, mask = cut(*whole, args)
-            except Exception as error:  # a template is a program
-                what = "" if isinstance(error, BadInput) else "no JSON, or the chat template refuses it: "
-                reason = f"{where}, {what}{first_line(error)}"
-                if args.on_bad_row == "error":
-                    raise BadInput(reason) from error
-                counts["bad"] += 1
-                if counts["bad"] <= 5:
-                    tqdm.write(f"left out: {reason}")
-                continue
-            counts["truncated"] += len(ids) < len(whole[0])
-            counts["dropped"] += not any(mask)
-            if any(mask):
-                writer.write(dict(ids=ids, mask=mask))
+        for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
+            where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
+            rows = envs.read_rows(name, where, split, columns, streaming=True)
+            for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
+                try:
+                    encoded = encode_row(row, tokenizer, args, eos)
+                    ids, mask = cut(*encoded, args)
+                except BadInput as error:
+                    raise BadInput(f"{where}, row {number}, {error}") from error
+                except Exception as error:  # a chat template may raise anything
+                    raise BadInput(f"{where}, row {number}: expected text or messages in {names}, got "
+                                   f"{reprlib.repr(row)} ({error!r:.200})") from error
+                counts["data/truncated"] += len(ids) < len(encoded[0])
+                counts["data/dropped"] += not any(mask)
+                if any(mask):
+                    writer.write(dict(ids=ids, mask=mask))
         writer.finalize()
     flush_to_disk(temporary)
     temporary.replace(path)
 
 
 def examples_of_rows(args, tokenizer, eos, run):
-    """Rows of data.  -> a function: index -> [(ids, mask)], how many, the held-out ones, counts."""
-    data, counts = [], dict(truncated=0, dropped=0, bad=0)
+    """Rows of data.  -> (function: index -> [(ids, mask)], number of rows, held-out rows, counts)"""
+    data, counts = [], {"data/truncated": 0, "data/dropped": 0}
     for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
-        if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run finds its file
+        if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
             encode_rows(args, side, path, tokenizer, eos, counts)
-        gather([])  # the others wait for it
+        gather([])  # the other processes wait for it
         data.append(datasets.Dataset.from_file(str(path)))
     train, val = data[0], data[-1]
     if len(data) == 1:
@@ -652,21 +591,21 @@ def examples_of_rows(args, tokenizer, eos, run):
 
 
 def encode_demonstration(messages, num_prompt, tokenizer, args):
-    """A conversation after `num_prompt` messages -> [(ids, mask)], each reply learned once.
+    """Messages, of which the first num_prompt are the task -> [(ids, mask)]; each reply is learned once.
 
-    One row, if it fits --max-length. Else a turn that does not fit begins a row without the oldest turns, as
-    a rollout does that outgrows --max-context-tokens: the policy will read what it has learned to read.
+    They are one row if it fits --max-length. Otherwise a turn that does not fit begins a new row without the
+    oldest turns, as a rollout does at --max-context-tokens: contexts in training are those of sampling.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, start = [], 0
+    rows, start = [], 0  # start: the first turn of the current row
     for number, turn in enumerate(turns):
         before = start
         for start in range(before, max(number, 1)):
             history = messages[:num_prompt] + messages[turns[start]:turn]
-            ids, mask = encode(history, messages[turn]["content"], tokenizer)
-            if fits := len(ids) <= args.max_length:
+            ids, mask = encode_response(history, messages[turn]["content"], tokenizer)
+            if len(ids) <= args.max_length:
                 break
-        if rows and fits and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:
+        if rows and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
             _, learned = rows.pop()
             mask = learned + mask[len(learned):]
         rows.append((ids, mask))
@@ -674,7 +613,7 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
 
 
 def examples_of_env(env, args, tokenizer):
-    """Demonstrations.  -> a function: index -> [(ids, mask)], how many, the held-out ones, counts."""
+    """Demonstrations.  -> (function: index -> [(ids, mask)], number of tasks, held-out rows, counts)"""
     def example(index, split="train"):
         task = env.task(split, index)
         messages = env.demonstration(task)
@@ -694,33 +633,30 @@ def examples_of_env(env, args, tokenizer):
 # Passes: rows of tokens to tensors
 
 
-SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they do not compute what a mask would hide
-
-
 def pack(rows, size):
-    """First-fit decreasing into rows of at most `size` tokens; 0: one each.  -> [(ids, mask, positions)]"""
+    """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first"""
     packed = []
     for ids, mask in sorted(rows, key=lambda row: -len(row[0])):
         fit = next((p for p in packed if len(p[0]) + len(ids) <= size), None) if size else None
         if fit is None:
             packed.append(fit := ([], [], []))
-        for whole, part in zip(fit, (ids, mask, range(len(ids))), strict=True):
-            whole.extend(part)
+        for joined, part in zip(fit, (ids, mask, range(len(ids))), strict=True):
+            joined.extend(part)
     return sorted(packed, key=lambda row: -len(row[0]))
 
 
 def batches(rows, args, pad_id, model):
-    """Encoded rows -> passes of at most --microbatch-tokens, the longest rows first.
+    """Rows (ids, mask) -> passes of at most --microbatch-tokens, the longest rows first.
 
-    A pass ends early rather than be more than a quarter padding. Packed rows are short for kernels that
-    compute the whole square and mask it; those that skip what lies between rows get one long row a pass.
-    FSDP2 gathers weights in each pass, so a process that has fewer than others adds some that learn nothing.
+    A pass ends early rather than be more than a quarter padding. Packed rows are no longer than the longest
+    row where the kernel computes masked attention too; kernels that skip it get one long row per pass.
+    FSDP2 gathers weights in every pass, so a process with fewer passes than others adds ones of weight 0.
     """
     skips = model.config._attn_implementation in SKIPPING_KERNELS
     size = args.microbatch_tokens if skips else max([128, *(len(ids) for ids, _ in rows)])
     passes, real = [], 0
     for row in pack(rows, size if args.packing else 0):
-        real += len(row[0])  # tokens of the pass, padding left out
+        real += len(row[0])  # tokens in the pass, without padding
         computed = (len(passes[-1]) + 1) * len(passes[-1][0][0]) if passes else math.inf
         if computed > args.microbatch_tokens or real < 0.75 * computed:
             passes.append([])
@@ -738,7 +674,7 @@ def batches(rows, args, pad_id, model):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, env, held_out, args):
-    """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics."""
+    """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics"""
     metrics = {}
     if held_out:
         mine, loss = [held_out[index] for index in shard(len(held_out))], torch.zeros(()).double()
@@ -746,46 +682,46 @@ def evaluate(model, tokenizer, env, held_out, args):
             for batch in batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
         metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
-    if env is None or env.multi_turn:
-        return metrics
+    return metrics if env is None or env.multi_turn else metrics | accuracy(model, tokenizer, env, args)
 
+
+def accuracy(model, tokenizer, env, args):
+    """Correctness of responses to test tasks, sampled at temperature 1 and greedy.  -> metrics"""
     tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    prompts, eos = [prompt_tokens(task.messages, tokenizer) for task in tasks], eos_ids(model, tokenizer)
+    eos, scores = eos_ids(model, tokenizer), []
+    at_temperature_1 = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
 
-    def correct(start, samples, **sampling):
-        """Of as many responses to each of the `size` tasks from `start` on.  -> (tasks, samples)"""
-        given = tokenizer.pad(dict(input_ids=prompts[start:start + size]), padding_side="left",
-                              return_tensors="pt").to(model.device)
-        # What a model's own generation config might change is said; processes wait for no other.
-        with precision(args, model.device):
-            responses = model.generate(
-                **given, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
-                eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
-                synced_gpus=False, **sampling)[:, given.input_ids.shape[1]:]
-        ended = torch.isin(responses, torch.tensor(eos, device=model.device)).any(1).tolist()
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        asked = [task for task in tasks[start:start + size] for _ in range(samples)]
-        scores = [end and env.start(task, args.seed).step(text).info["correct"]
-                  for task, text, end in zip(asked, texts, ended, strict=True)]
-        return np.array(scores, dtype=float).reshape(-1, samples)
+    def is_correct(task, ids):
+        ended = not set(eos).isdisjoint(ids)  # else it was cut off by --max-response-tokens
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return float(ended and env.start(task, args.seed).step(text).info["correct"])
 
-    # A cached token costs far less memory than a trained one, hence the factor; 64, or few would share.
-    longest = max(map(len, prompts), default=0) + args.max_response_tokens
-    size = min(64, max(1, 16 * args.microbatch_tokens // (longest * args.eval_samples)))
-    starts, scores = range(0, len(tasks), size), []
-    with unsharded(model):
+    # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
+    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
+    starts = range(0, len(tasks), size)
+    with unsharded(model), precision(args, model.device):
         for start in (starts[index] for index in shard(len(starts))):
             torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-            sampled = correct(start, args.eval_samples, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-            scores += [*np.hstack([sampled, correct(start, 1, do_sample=False)])]
+            chunk, correct = tasks[start:start + size], []
+            inputs = tokenizer.apply_chat_template(
+                [task.messages for task in chunk], add_generation_prompt=True, padding=True,
+                return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
+            for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
+                # The model's generation config must not change sampling, nor do processes wait for others.
+                responses = model.generate(
+                    **inputs, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
+                    eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
+                    synced_gpus=False, **sampling)[:, inputs.input_ids.shape[1]:]
+                asked = [task for task in chunk for _ in range(samples)]
+                correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
+            scores += [*np.hstack(correct)]
 
-    scores = np.array(gather(scores))
+    scores, metrics = np.array(gather(scores)), {}  # (tasks, samples + 1): the last is the greedy one
     for source in sorted({task.source for task in tasks}):
         of = scores[[task.source == source for task in tasks]]
-        sampled, greedy = of[:, :-1], of[:, -1]
-        metrics |= {f"val/{source}/pass@1": float(sampled.mean()),
-                    f"val/{source}/pass@{args.eval_samples}": float(sampled.max(1).mean()),
-                    f"val/{source}/greedy": float(greedy.mean())}
+        metrics |= {f"val/{source}/pass@1": float(of[:, :-1].mean()),
+                    f"val/{source}/pass@{args.eval_samples}": float(of[:, :-1].max(1).mean()),
+                    f"val/{source}/greedy": float(of[:, -1].mean())}
     return metrics
 
 
@@ -983,7 +919,7 @@ class Run:
 
 
 def export(checkpoint, folder):
-    """Copy what is not for training alone; what was there becomes <name>.previous."""
+    """Copy a checkpoint without its training state; what was there becomes <name>.previous."""
     temporary = folder.with_name(f".{folder.name}.writing")
     previous = folder.with_name(f"{folder.name}.previous")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -1009,14 +945,11 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    files = [Path(name) for name in args.train_files + args.val_files]
-    if missing := [name for name in files if not name.is_file()]:
-        raise BadInput(f"{missing[0]}: expected a .parquet, .json or .jsonl file")
     # The default of --env-kwargs is for Countdown alone.
     options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
     env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template + "".join(map(sha256, files))
+    source = tokenizer.chat_template + "".join(map(sha256, map(Path, args.train_files + args.val_files)))
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
@@ -1029,33 +962,38 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = distribute(add_lora(base, args, run.checkpoint) if lora else
                        load_weights(run.checkpoint) if run.checkpoint else base, device)
-    set_up_passes(model, args)
+    if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
+        model.set_attn_implementation("flash_attention_2")
+    if args.gradient_checkpointing:
+        # transformers' own switch works in training mode only, which would also enable dropout.
+        for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
+                                              preserve_rng_state=False)
     if args.packing:
         check_packing(model, args)
     output = Path(args.output_dir or run.dir / "model")
-    output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # fails now, if ever
-    optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate,
-                                  betas=(0.9, args.beta2), fused=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # an error now, if ever
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    parameters = matrices + vectors
+    optimizer = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)],
+        lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
-    # metrics: what is to be logged of the last step, None when it is or need not be; window: loss and norm of
-    # the steps since the last record; best: the checkpoint with the lowest val/loss.
-    counts = dict(rows=num_rows, held_out=len(held_out)) | counts
-    metrics, window, best = {f"data/{name}": count for name, count in counts.items()}, [], ("", math.inf)
+    # window: loss and gradient norm of each step since the last record; best: checkpoint of lowest val/loss.
+    rows, window, best = [], [], ("", math.inf)
     if run.checkpoint:
-        metrics, window, best = None, run.state["window"], (run.state["best"], run.state["best_loss"])
+        window, best = run.state["window"], (run.state["best"], run.state["best_loss"])
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open(num_steps)
-    step = saved = run.counters["iteration"]
+    start = step = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {step:,} to "
-                 f"{num_steps:,}; " + ", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
-    rows = []
+                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {start:,} to "
+                 f"{num_steps:,}; {num_rows:,} rows, {len(held_out):,} held out")
 
-    def evaluates(step):
-        """At the first and the last step, every --eval-every, and where an epoch ends."""
-        epoch_ends = step * args.batch_size % num_rows < args.batch_size
-        return step in (0, num_steps) or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
+    def evaluation():
+        with run.timed("eval"):
+            return evaluate(model, tokenizer, env, held_out, args)
 
     def save():
         with run.timed("checkpoint"):
@@ -1067,26 +1005,10 @@ def main(args):
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
-        while True:
-            # 1. Evaluate, log, checkpoint.
-            name, last = f"step_{step:06d}", step >= num_steps
-            if metrics is not None:
-                if evaluates(step):
-                    with run.timed("eval"):
-                        metrics |= evaluate(model, tokenizer, env, held_out, args)
-                if step and metrics.get("val/loss", math.inf) < best[1]:
-                    best = name, metrics["val/loss"]
-                run.record(metrics)
-                metrics = None
-            stopped = any(gather(stop))
-            if step > saved and (last or stopped or best[0] == name or step % args.checkpoint_every == 0):
-                save()
-                saved = step
-            if last or stopped:
-                break
-
-            # 2. Batch: this process's share of the next rows of the epoch's permutation.
-            step += 1
+        if not run.checkpoint:
+            run.record({"data/rows": num_rows, "data/held_out": len(held_out)} | counts | evaluation())
+        for step in range(start + 1, num_steps + 1):
+            # 1. Batch: this process's share of the next rows of the epoch's permutation.
             with run.timed("update"):
                 places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
                 rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
@@ -1095,7 +1017,7 @@ def main(args):
                     sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
                     sum(batch["tokens"].numel() for batch in passes)])).tolist()
 
-                # 3. Gradient: sums over passes, divided by the response tokens of the whole batch.
+                # 2. Gradient: sums over passes, divided by the response tokens of the global batch.
                 loss = torch.zeros((), device=device)
                 for batch in passes:
                     with precision(args, device):
@@ -1107,18 +1029,20 @@ def main(args):
                 if not math.isfinite(sum(window[-1])):
                     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
 
-                # 4. Step.
+                # 3. Step.
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, num_steps, args)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-            # 5. What the log says of the steps since the record before.
+            # 4. Log the steps since the last record; evaluate every --eval-every steps and at epochs' ends.
             run.counters = dict(iteration=step, opt_steps=step,
                                 env_steps=run.counters["env_steps"] + num_tokens)
-            if evaluates(step) or step % args.log_every == 0:
+            name, last = f"step_{step:06d}", step == num_steps
+            epoch_ends = step * args.batch_size % num_rows < args.batch_size
+            due = last or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
+            if due or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
-                window = []
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
                     "train/weight_norm": float(full_tensor(torch.nn.utils.get_total_norm(parameters))),
@@ -1126,10 +1050,22 @@ def main(args):
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
                     "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
-        if not last:
+                metrics |= evaluation() if due else {}
+                run.record(metrics)
+                window = []
+                if metrics.get("val/loss", math.inf) < best[1]:
+                    best = name, metrics["val/loss"]
+
+            # 5. Checkpoint; at SIGTERM, the last one.
+            stopped = any(gather(stop))
+            if last or stopped or best[0] == name or step % args.checkpoint_every == 0:
+                save()
+            if stopped:
+                break
+        if step < num_steps:
             print_rank_0(f"SIGTERM: stopped after step {step}; --run-dir {run.dir} goes on from there")
         elif RANK == 0:
-            export(run.dir / "checkpoints" / name, output)
+            export(run.dir / "checkpoints" / f"step_{step:06d}", output)
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:

@@ -324,12 +324,12 @@ def source_of(obj) -> str:
 
 
 def read_rows(name: str, where: str, split: str = "train", columns: typing.Collection[str] = (),
-              parse: typing.Callable = json.loads, streaming: bool = False) -> typing.Iterator[tuple]:
+              streaming: bool = False) -> typing.Iterator[tuple]:
     """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub, owner/name or
     owner/name:config. Of .jsonl, .parquet and what is streamed, a few rows are in memory at a time.
 
-    where: what errors (BadInput) begin with. columns: those to read; none: all. parse: of a line of JSON, as
-    bytes; blank ones are left out and counted. streaming: leave no copy of the data set on the disk.
+    where: what errors (BadInput) begin with. columns: those to read; none: all. streaming: leave no copy of
+    the data set on the disk. Blank lines of JSONL are left out and counted.
     """
     path, number = Path(name), 0
     try:
@@ -351,7 +351,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
             if not isinstance(row, bytes):
                 yield number, row
             elif not row.isspace():
-                yield number, parse(row)
+                yield number, json.loads(row)
     except Exception as error:  # the readers raise what they like: connection, permission, format
         row = f" at row {number}" if number else ""
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -108,7 +108,7 @@ MUTANTS = {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
         "warm-up from 0": ("min(1.0, step /", "min(1.0, (step - 1) /"),
         "wsd goes down too early": ("steps * (1 - WSD_DECAY)", "steps * (1 - 2 * WSD_DECAY)"),
-        "vectors decay": ("p.ndim < 2], weight_decay=0.0", "p.ndim < 2], weight_decay=weight_decay"),
+        "vectors decay": ("vectors, weight_decay=0.0", "vectors, weight_decay=args.weight_decay"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
         "rows are renamed before they are flushed": (
             "flush_to_disk(temporary)\n    temporary.replace(path)\n\n\ndef examples",
