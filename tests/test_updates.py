@@ -448,8 +448,8 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
     assert capped == [True, True] and torch.equal(*ends)
 
 
-def test_what_a_pass_frees_the_next_one_takes_without_page_faults():
-    grpo_llm.start_processes(grpo_llm.Args())
+def test_what_a_pass_frees_the_next_one_takes_without_page_faults(tmp_path):
+    train(grpo_llm, tmp_path / "run", iterations=0, eval_tasks=1)
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         assert len([torch.ones(2**20) for _ in range(16)]) == 16  # 16,384 pages
