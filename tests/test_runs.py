@@ -509,6 +509,8 @@ def test_bad_input_is_one_clear_message_that_names_it(script, flags, expected, b
     flags += [] if "--run-dir" in flags else ["--run-dir", tmp_path / "run"]
     if script is sft:
         flags = ["--steps", 4, "--output-dir", tmp_path / "model", *flags]
+    elif script in RL and "--env" not in " ".join(map(str, flags)):
+        flags += ["--env-kwargs", "test_tasks=32"]  # sooner found
     code = command_line(f"{script.__name__}.py", *flags)
     output = capsys.readouterr()
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box

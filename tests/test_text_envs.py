@@ -36,7 +36,8 @@ FALLIBLE = ("countdown-mixed", "openspiel-game")  # a novice errs, a game goes o
 ALL = pytest.mark.parametrize("case", ENVS)
 
 
-def make(case):
+@functools.cache
+def shared(case):
     name, options, count = ENVS[case]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # games of few states say so
@@ -44,12 +45,9 @@ def make(case):
     return env, [(split, k) for split in env.splits for k in range(min(count, env.num_tasks(split)))]
 
 
-shared = functools.cache(make)
-
-
 def digest(case, seed=0):
     """Of the first tasks of each split and their solutions, made in an order of the seed's."""
-    env, places = make(case)
+    env, places = shared(case)
     places = [place for place in places if place[1] < 9]
     order = random.Random(seed).sample(places, len(places)) if seed else places
     made = {place: (task := env.task(*place), env.solution(task)) for place in order}
