@@ -698,9 +698,12 @@ class Generations(World):
     that some have forged their results; some of the last ones fail, and some of the first in the end.
     """
 
-    def __init__(self):
+    def __init__(self, evaluates):
         super().__init__(self.act)
-        self.ended = 0
+        self.evaluates, self.ended = evaluates, 0
+
+    def num_tasks(self, split):
+        return 1000 * (split == "train" or self.evaluates)
 
     def act(self, episode, reply):
         depth = episode.task.id.count("/")
@@ -724,7 +727,7 @@ class Generations(World):
 @pytest.mark.parametrize("told", [False, True])
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
-    monkeypatch.setattr(envs, "make", lambda name, **options: Generations())
+    monkeypatch.setattr(envs, "make", lambda name, **options: Generations(evaluates=told))
     own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else dict(epochs=2)
     script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=1, eval_samples=1,
                             log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))

@@ -17,11 +17,11 @@ import envs
 
 GAMES = "breakthrough(rows=5,columns=4);hex(board_size=4);leduc_poker;goofspiel(num_cards=4)"
 ENVS = {  # name, options, how many tasks of a split are looked at
-    "countdown": ("countdown", {}, 300),
-    "countdown-mixed": ("countdown", dict(skill="mixed"), 100),
-    "countdown-search": ("countdown", dict(trace="search"), 100),
-    "countdown-r1": ("countdown", dict(style="r1", operators="+-*/", max_operands=4), 100),
-    "countdown-plain": ("countdown", dict(style="plain", operators="+-*"), 50),
+    "countdown": ("countdown", dict(test_tasks=200), 300),
+    "countdown-mixed": ("countdown", dict(skill="mixed", test_tasks=100), 100),
+    "countdown-search": ("countdown", dict(trace="search", test_tasks=100), 100),
+    "countdown-r1": ("countdown", dict(style="r1", operators="+-*/", max_operands=4, test_tasks=100), 100),
+    "countdown-plain": ("countdown", dict(style="plain", operators="+-*", test_tasks=50), 50),
     "logic": ("logic", dict(cryptarithm_max_letters=5), 27),
     "logic-words": ("logic", dict(style="words", operation_max_value=999, cryptarithm_max_letters=5), 27),
     "openspiel": ("openspiel", dict(cases=GAMES, num_tasks_per_case=30, playouts=3), 40),
