@@ -175,7 +175,8 @@ def test_compiled_runs_give_the_same_numbers(flags, tmp_path):
 
 def test_two_iterations_need_no_other_flags_and_go_on_where_nothing_anneals(tmp_path):
     """Windows, evaluation and checkpoint fall on the last iteration too."""
-    flags = dict(num_envs=2, num_steps=2, eval_envs=2, eval_episodes=2, run_dir=str(tmp_path))
+    flags = dict(num_envs=2, num_steps=2, eval_envs=2, eval_episodes=2, run_dir=str(tmp_path),
+                 env_kwargs=("max_steps=9",))
     for iterations in (2, 3):
         a2c.main(a2c.Args(iterations=iterations, anneal=False, **flags))
     assert [record["iteration"] for record in records(tmp_path)] == [2, 3]

@@ -403,7 +403,7 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(ran
             asked.setdefault(seed[2:-2], []).append(prompt_ids)  # an episode's place among all
             return await super().sample(prompt_ids, temperature, seed)
 
-    tasks = [world.task("train", n) for n in range(8)]
+    tasks = [world.task("train", n) for n in range(5)]
     rollouts = grpo_llm.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
                                 grpo_llm.episode_reward)
     forks = thoughts = 0
