@@ -5,7 +5,6 @@ What the run folder promises in all four scripts is in test_runs.py.
 
 import json
 import re
-import signal
 
 import gymnasium
 import numpy as np
@@ -21,8 +20,6 @@ from tests.run_folders import (
     log_lines,
     process,
     records,
-    same_end,
-    signal_once,
     state_of,
     timeless,
     train,
@@ -122,16 +119,6 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
     actions, dist, rewards = (np.array(told[name]) for name in ("actions", "dist", "rewards"))
     assert actions.shape == dist.shape == rewards.shape == (4, 4)
     assert actions.min() >= 0 and actions.max() < 8 and 0 < dist.max() <= 1
-
-
-def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
-    whole = train(a2c, tmp_path / "whole", checkpoint_every=4)
-    signal_once(monkeypatch, signal.SIGTERM, 2)
-    folder = train(a2c, tmp_path / "run", checkpoint_every=4)
-    said = capsys.readouterr().out
-    assert re.search(f"stopped after iteration 2; .* --run-dir {folder}", said)
-    assert records(folder)[-1]["iteration"] == 2 and (folder / "checkpoints" / "step_000002").exists()
-    same_end(whole, train(a2c, folder, checkpoint_every=4))
 
 
 def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp_path, monkeypatch):
