@@ -14,16 +14,7 @@ from PIL import Image
 
 import a2c_vecenv as a2c
 from envs import BadInput
-from tests.run_folders import (
-    SMALL,
-    killed_after,
-    log_lines,
-    process,
-    records,
-    state_of,
-    timeless,
-    train,
-)
+from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
 from tools.validate_train_log import validate
 
 
