@@ -52,7 +52,7 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG, SHORT = 20, 6  # steps, of runs that are stopped on their way, and of others
+LONG, SHORT = 12, 6  # steps, of runs that are stopped on their way, and of others
 STOPPED = {"ppo-lora": "one killed", "sft": "two hosts"}
 TWO = ("--standalone", "--nproc_per_node=2")
 
