@@ -232,7 +232,7 @@ def test_rollouts_of_one_update_are_averaged(tmp_path):
 
 @pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (0.7, 0.0)])
 def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(gamma, lam, tmp_path):
-    flags = ENDS | dict(iterations=1, num_steps=30, gamma=gamma, gae_lambda=lam)
+    flags = ENDS | dict(iterations=1, num_steps=12, gamma=gamma, gae_lambda=lam)
     plain, normal = (Watch(tmp_path / str(on), normalize_advantages=on, **flags) for on in (False, True))
     (advantages, returns, *_), (normalised, same, *_) = plain.losses[0], normal.losses[0]
     batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated", "done")
@@ -403,7 +403,8 @@ def test_an_evaluation_disturbs_no_training_whose_iterations_draw_actions_of_the
 
 
 def test_bfloat16_is_close_and_what_is_kept_is_float32(tmp_path):
-    whole, half = (Watch(tmp_path / dtype, iterations=1, env_id="pixel-goal", dtype=dtype)
+    whole, half = (Watch(tmp_path / dtype, iterations=1, env_id="pixel-goal", dtype=dtype,
+                         env_kwargs=("max_steps=9",))
                    for dtype in ("float32", "bfloat16"))
     (one,), (other,) = whole.batches, half.batches
     assert torch.equal(one["actions"], other["actions"])

@@ -5,7 +5,6 @@ What the run folder promises in all four scripts is in test_runs.py.
 
 import json
 import re
-import signal
 
 import gymnasium
 import numpy as np
@@ -15,18 +14,7 @@ from PIL import Image
 
 import a2c_vecenv as a2c
 from envs import BadInput
-from tests.run_folders import (
-    SMALL,
-    killed_after,
-    log_lines,
-    process,
-    records,
-    same_end,
-    signal_once,
-    state_of,
-    timeless,
-    train,
-)
+from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
 from tools.validate_train_log import validate
 
 
@@ -124,16 +112,6 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
     assert actions.min() >= 0 and actions.max() < 8 and 0 < dist.max() <= 1
 
 
-def test_sigterm_saves_at_the_next_record_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
-    whole = train(a2c, tmp_path / "whole", checkpoint_every=4)
-    signal_once(monkeypatch, signal.SIGTERM, 2)
-    folder = train(a2c, tmp_path / "run", checkpoint_every=4)
-    said = capsys.readouterr().out
-    assert re.search(f"stopped after iteration 2; .* --run-dir {folder}", said)
-    assert records(folder)[-1]["iteration"] == 2 and (folder / "checkpoints" / "step_000002").exists()
-    same_end(whole, train(a2c, folder, checkpoint_every=4))
-
-
 def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp_path, monkeypatch):
     """Nor does it matter that the environment cannot draw itself."""
     def undrawn(*_):
@@ -175,7 +153,8 @@ def test_compiled_runs_give_the_same_numbers(flags, tmp_path):
 
 def test_two_iterations_need_no_other_flags_and_go_on_where_nothing_anneals(tmp_path):
     """Windows, evaluation and checkpoint fall on the last iteration too."""
-    flags = dict(num_envs=2, num_steps=2, eval_envs=2, eval_episodes=2, run_dir=str(tmp_path))
+    flags = dict(num_envs=2, num_steps=2, eval_envs=2, eval_episodes=2, run_dir=str(tmp_path),
+                 env_kwargs=("max_steps=9",))
     for iterations in (2, 3):
         a2c.main(a2c.Args(iterations=iterations, anneal=False, **flags))
     assert [record["iteration"] for record in records(tmp_path)] == [2, 3]

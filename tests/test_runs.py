@@ -5,7 +5,6 @@ Most runs happen in this process: importing torch takes longer than they do. Slo
     KILLS=10 pytest -m slow tests/test_runs.py
 """
 
-import ast
 import dataclasses
 import functools
 import gc
@@ -117,8 +116,7 @@ LINES = {"grpo_llm.py": 1679, "ppo_llm.py": 1772, "sft.py": 1086, "a2c_vecenv.py
 def test_scripts_stay_short_and_have_few_flags(script):
     text = Path(script.__file__).read_text()
     assert len(text.splitlines()) <= LINES[Path(script.__file__).name]
-    (args,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "Args")
-    assert 10 < sum(isinstance(node, ast.AnnAssign) for node in args.body) <= (55 if script in RL else 45)
+    assert 10 < len(dataclasses.fields(script.Args)) <= (55 if script in RL else 45)
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -240,10 +238,11 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
             assert (folder / "episodes" / path.name).read_bytes() == path.read_bytes()
 
 
-SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in LLM for name in ("SIGTERM", "SIGINT")}
+SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in ALL for name in ("SIGTERM", "SIGINT")
+           if (script, name) != (a2c, "SIGINT")}  # which is in test_a2c_runs.py
 
 
-@pytest.mark.parametrize("case", slow_but(["grpo_llm-SIGTERM", "sft-SIGINT"], SIGNALS))
+@pytest.mark.parametrize("case", slow_but(["grpo_llm-SIGTERM", "sft-SIGINT", "a2c_vecenv-SIGTERM"], SIGNALS))
 def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
         case, finished, tmp_path, monkeypatch, capsys):
     script, name = SIGNALS[case]
@@ -255,7 +254,7 @@ def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
         train(script, folder, **flags)
         said = capsys.readouterr().out
         assert re.search(f"SIGTERM: stopped after (iteration|step) 2; .*--run-dir {folder}", said)
-        assert [record["iteration"] for record in records(folder)] == [0, 1, 2]
+        assert [record["iteration"] for record in records(folder)] == [0, 1, 2][script is a2c:]
     else:
         with pytest.raises(SystemExit, match="error: KeyboardInterrupt.*receipt"):
             train(script, folder, **flags)
@@ -508,6 +507,8 @@ def test_bad_input_is_one_clear_message_that_names_it(script, flags, expected, b
     flags += [] if "--run-dir" in flags else ["--run-dir", tmp_path / "run"]
     if script is sft:
         flags = ["--steps", 4, "--output-dir", tmp_path / "model", *flags]
+    elif script in RL and "--env" not in " ".join(map(str, flags)):
+        flags += ["--env-kwargs", "test_tasks=32"]  # sooner found
     code = command_line(f"{script.__name__}.py", *flags)
     output = capsys.readouterr()
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.err + output.out).split())  # tyro draws a box

@@ -17,13 +17,13 @@ import envs
 
 GAMES = "breakthrough(rows=5,columns=4);hex(board_size=4);leduc_poker;goofspiel(num_cards=4)"
 ENVS = {  # name, options, how many tasks of a split are looked at
-    "countdown": ("countdown", {}, 300),
-    "countdown-mixed": ("countdown", dict(skill="mixed"), 100),
-    "countdown-search": ("countdown", dict(trace="search"), 100),
-    "countdown-r1": ("countdown", dict(style="r1", operators="+-*/", max_operands=4), 100),
-    "countdown-plain": ("countdown", dict(style="plain", operators="+-*"), 50),
-    "logic": ("logic", dict(cryptarithm_max_letters=5), 27),
-    "logic-words": ("logic", dict(style="words", operation_max_value=999, cryptarithm_max_letters=5), 27),
+    "countdown": ("countdown", dict(test_tasks=200), 300),
+    "countdown-mixed": ("countdown", dict(skill="mixed", test_tasks=100), 100),
+    "countdown-search": ("countdown", dict(trace="search", test_tasks=100), 100),
+    "countdown-r1": ("countdown", dict(style="r1", operators="+-*/", max_operands=4, test_tasks=100), 100),
+    "countdown-plain": ("countdown", dict(style="plain", operators="+-*", test_tasks=50), 50),
+    "logic": ("logic", dict(cryptarithm_max_letters=5), 18),
+    "logic-words": ("logic", dict(style="words", operation_max_value=999, cryptarithm_max_letters=5), 18),
     "openspiel": ("openspiel", dict(cases=GAMES, num_tasks_per_case=30, playouts=3), 40),
     "openspiel-legal": ("openspiel", dict(cases=GAMES, style="short", reward_mode="legal"), 40),
     "openspiel-game": ("openspiel", dict(cases="hex(board_size=4)", mode="game"), 20),
@@ -36,7 +36,8 @@ FALLIBLE = ("countdown-mixed", "openspiel-game")  # a novice errs, a game goes o
 ALL = pytest.mark.parametrize("case", ENVS)
 
 
-def make(case):
+@functools.cache
+def shared(case):
     name, options, count = ENVS[case]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # games of few states say so
@@ -44,12 +45,9 @@ def make(case):
     return env, [(split, k) for split in env.splits for k in range(min(count, env.num_tasks(split)))]
 
 
-shared = functools.cache(make)
-
-
 def digest(case, seed=0):
     """Of the first tasks of each split and their solutions, made in an order of the seed's."""
-    env, places = make(case)
+    env, places = shared(case)
     places = [place for place in places if place[1] < 9]
     order = random.Random(seed).sample(places, len(places)) if seed else places
     made = {place: (task := env.task(*place), env.solution(task)) for place in order}

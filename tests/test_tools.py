@@ -365,12 +365,13 @@ def test_the_band_reaches_over_the_seeds_and_is_interpolated_where_all_have_data
 def test_smoothing_spares_validation(undrawn, tmp_path, plot):
     lines = [line | {"eval/success_rate": n % 2} for n, line in enumerate(sample_log("a2c"))]
     a2c, grpo, table = write_jsonl(tmp_path / "a2c.jsonl", lines), DATA / "grpo.jsonl", tmp_path / "a.csv"
-    for metric, log in {"val/countdown/pass@1": grpo, "train/reward": grpo, "eval/success_rate": a2c}.items():
+    for log, metrics in {grpo: ("val/countdown/pass@1", "train/reward"), a2c: ("eval/success_rate",)}.items():
         rows = []
         for window in (1, 9):
             plot("--log", log, "--smoothing", window, "--csv", table, "--out", tmp_path / "a.png")
-            rows.append(read_rows(table, metric))
-        assert np.array_equal(*rows) is (metric != "train/reward")
+            rows.append([read_rows(table, metric) for metric in metrics])
+        for metric, *found in zip(metrics, *rows, strict=True):
+            assert np.array_equal(*found) is (metric != "train/reward")
 
 
 def test_a_figure_with_a_control_or_some_of_its_panels_is_drawn_again_from_its_csv(tmp_path, plot):

@@ -233,7 +233,7 @@ def known_before(model, trained, segments, flags):
         for s in segments:
             ids = s["prompt_ids"] + s["response_ids"]
             states, old, _ = response_of(s, *forward(model, trained, ids, scale), temperature)
-            _, ref, _ = response_of(s, *forward(model, {}, ids), temperature)
+            ref = response_of(s, *forward(model, {}, ids), temperature)[1] if "kl_coef" in flags else None
             known.append(dict(states=states, old=old, ref=ref, sampled=torch.tensor(
                 s["rollout_logprobs"], dtype=torch.float64)))
     return known
@@ -268,10 +268,10 @@ GRPO = {
                     temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
-    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, group_size=24),
+    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, group_size=8),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
-                tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7, group_size=64, prompts_per_iteration=3),
+                tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7, group_size=16, prompts_per_iteration=3),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
