@@ -52,14 +52,14 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG, SHORT = 12, 6  # steps, of runs that are stopped on their way, and of others
+LONG, SHORT = 20, 6  # steps, of a run of each script, and of others
 STOPPED = {"ppo-lora": "one killed", "sft": "two hosts"}
 TWO = ("--standalone", "--nproc_per_node=2")
 
 
 def words_of(name, folder, *more, every=LONG):
     """A case's command line."""
-    (script, flags), steps = CASES[name], LONG if name in STOPPED else SHORT
+    (script, flags), steps = CASES[name], LONG if name in ("grpo", *STOPPED) else SHORT
     own = ("--output-dir", f"{folder}-model", "--steps") if script == "sft.py" else ("--iterations",)
     return (script, *FLAGS[script], *flags, "--run-dir", folder, *own, steps, "--eval-every", steps,
             "--checkpoint-every", every, "--keep-checkpoints", 0, *more)
