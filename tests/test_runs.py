@@ -485,7 +485,7 @@ BAD = [
     ([grpo_llm], "--reward-fn no.py", r"--reward-fn no\.py: expected path/to/file\.py:name"),
     (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
     ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
-    ([grpo_llm], "--engine vllm --vllm-url http://a:1 --vllm-kwargs a=1", r"--vllm-kwargs: of vLLM in"),
+    ([grpo_llm], "--engine vllm --vllm-url http://a:1 --vllm-kwargs a=1", r"--vllm-kwargs: for vLLM in"),
     ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),
     ([grpo_llm], "--lora-rank 2 --lora-adapter-path a", r"--lora-rank 2: .*adapter"),
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
