@@ -398,8 +398,7 @@ def test_a_template_that_ends_no_reply_is_refused_and_one_that_is_none(template,
     path = tmp_path / "chat.jinja"
     if template is not None:
         path.write_bytes(template)
-    line = complaint(tmp_path / "run", train_files=(name,), messages_key="chat",
-                     chat_template=str(path))
+    line = complaint(tmp_path / "run", train_files=(name,), messages_key="chat", chat_template=str(path))
     assert re.search(message, line), line
 
 
