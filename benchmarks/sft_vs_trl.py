@@ -150,7 +150,7 @@ def work_ours(job, gate):
     import sft
     time_torch(gate)
     seen = Seen()
-    response_loss, batches, record = sft.response_loss, sft.batches, sft.Run.record
+    response_loss, record = sft.response_loss, sft.Run.record
     examples_of_rows = sft.examples_of_rows
 
     def loss_and_note(model, batch):
@@ -158,11 +158,6 @@ def work_ours(job, gate):
             loss = response_loss(model, batch)
         seen.passes.append((batch["tokens"], batch["response_mask"], batch["position_ids"]))
         return loss
-
-    def timed_batches(*args, **kwargs):
-        passes = batches(*args, **kwargs)
-        while batch := timed(gate, "data", next)(passes, None):
-            yield batch
 
     def timed_examples(*args, **kwargs):
         example, *rest = examples_of_rows(*args, **kwargs)
@@ -178,7 +173,8 @@ def work_ours(job, gate):
         if gate.left == 0 and run.counters["iteration"] < job["steps"]:
             gate.wait()
 
-    sft.response_loss, sft.batches, sft.Run.record = loss_and_note, timed_batches, record_and_wait
+    sft.response_loss, sft.Run.record = loss_and_note, record_and_wait
+    sft.batches = timed(gate, "data", sft.batches)
     sft.examples_of_rows = timed_examples
     with tempfile.TemporaryDirectory() as folder:
         sft.main(our_args(job, run_dir=folder))
