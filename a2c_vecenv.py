@@ -19,7 +19,6 @@ Expect eval/success_rate to rise from 0 at about 100,000 steps and to end at 1.0
 """
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -33,10 +32,6 @@ import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
-
-from dotenv import load_dotenv
-
-load_dotenv(".env")  # before the libraries below read the environment
 
 import numpy as np
 import psutil
@@ -101,7 +96,6 @@ class Args:
     keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     experiment: str = "a2c"  # runs/<experiment>/ holds the run
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
     seed: Annotated[int, Field(ge=0, le=2**31)] = 1  # of weights, actions and environments
     self_test: bool = False  # learn a toy world, print the verdict as JSON and exit with 0 or 1
 
@@ -115,7 +109,7 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
         return flags if self.anneal else flags | {"iterations"}
 
 
@@ -225,9 +219,6 @@ RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
-        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
-            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
@@ -454,13 +445,6 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the SummaryWriter is made, which wandb patches
-            try:
-                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
-                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
-                           config=self.meta["args"], sync_tensorboard=True)
-            except Exception as error:  # not installed, no key, no network
-                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
@@ -642,8 +626,6 @@ def main(args):
             if evaluate_now:
                 with run.timed("eval"), precision(args, device):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
-            with contextlib.suppress(OSError, AttributeError):  # glibc has this call, other systems do not
-                ctypes.CDLL(None).malloc_trim(0)  # else free pieces between live tensors pile up over updates
             run.record(metrics)
             stopped = any(gather(stop))
             if save_now or stopped:
@@ -654,7 +636,7 @@ def main(args):
                                  env=pixels.join_states(gather([env.state_dict()])))
                     run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
             if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; to go on: --run-dir {run.dir}")
+                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))

@@ -23,7 +23,6 @@ import asyncio
 import atexit
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -42,10 +41,6 @@ import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
-
-from dotenv import load_dotenv
-
-load_dotenv(".env")  # before the libraries below read the environment
 
 import numpy as np
 import peft
@@ -154,7 +149,6 @@ class Args:
     keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
     log_episodes: Share = 0.001  # share of the episodes written to episodes/
     print_samples: Whole = 0  # sample episodes to print at each rollout and evaluation
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
         if self.lora_rank and self.lora_adapter_path:
@@ -174,7 +168,7 @@ class Args:
         """Flags that a continued run may change, since they do not affect what is learned."""
         length = {"iterations"} if self.final_learning_rate == 1 else set()
         return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                         "print_samples", "track", "max_concurrent", "vllm_url", "vllm_kwargs"}
+                         "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
 
     @property
     def lora(self) -> bool:
@@ -313,9 +307,6 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
-        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
-            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
@@ -1352,13 +1343,6 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the SummaryWriter is made, which wandb patches
-            try:
-                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
-                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
-                           config=self.meta["args"], sync_tensorboard=True)
-            except Exception as error:  # not installed, no key, no network
-                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'

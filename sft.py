@@ -9,7 +9,7 @@ assistant turns are learned. Rows are tokenised once, to a memory-mapped file in
 
     python sft.py                                  # makes a small model on one CPU core in 100 s
     python sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files chats.parquet --messages-key messages \
-        --packing --gradient-checkpointing --output-dir models/mine
+        --packing --gradient-checkpointing --run-dir runs/mine
     python sft.py --model Qwen/Qwen2.5-7B-Instruct --dataset OWNER/NAME --lora-rank 16 --learning-rate 1e-4
 
 With --model other defaults apply: REAL_MODEL below. The default run (`skill=mixed`) imitates what a base
@@ -20,7 +20,6 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import hashlib
 import json
@@ -37,10 +36,6 @@ import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
-
-from dotenv import load_dotenv
-
-load_dotenv(".env")  # before the libraries below read the environment
 
 import datasets
 import numpy as np
@@ -103,7 +98,6 @@ class Args:
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
-    output_dir: str = ""  # folder of the result (default: the run's model/); what was there: <name>.previous
 
     # Optimisation
     batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
@@ -130,7 +124,6 @@ class Args:
     log_every: Count = 10  # steps between records [steps]; a record's loss is the mean since the one before
     checkpoint_every: Count = 200  # steps between checkpoints [steps]
     keep_checkpoints: Whole = 2  # newest checkpoints to keep beside the one with the lowest val/loss; 0: all
-    track: bool = False  # mirror the TensorBoard log to Weights & Biases, with its own WANDB_... variables
 
     def __post_init__(self):
         for flag, is_fine, expected in (
@@ -146,8 +139,8 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        places = {"run_dir", "output_dir", "experiment", "checkpoint_every", "keep_checkpoints", "track"}
-        return places | ({"steps", "epochs"} if self.schedule == "constant" else set())
+        length = {"steps", "epochs"} if self.schedule == "constant" else set()
+        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
 
 
 # The defaults where --model is given.
@@ -221,9 +214,6 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes(args):
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone: keep freed memory for the next pass
-        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD [bytes]
-            ctypes.CDLL(None).mallopt(option, value)
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
@@ -807,13 +797,6 @@ class Run:
             argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
-        if self.args.track:  # before the SummaryWriter is made, which wandb patches
-            try:
-                import wandb  # which reads WANDB_PROJECT, WANDB_RUN_GROUP and others by itself
-                wandb.init(dir=self.dir, id=self.meta["run_id"], name=self.meta["run_id"], resume="allow",
-                           config=self.meta["args"], sync_tensorboard=True)
-            except Exception as error:  # not installed, no key, no network
-                raise BadInput(f"--track: {error!r:.300} (pip install wandb; wandb login)") from error
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
         kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
@@ -918,20 +901,6 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
 
 
-def export(checkpoint, folder):
-    """Copy a checkpoint without its training state; what was there becomes <name>.previous."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    previous = folder.with_name(f"{folder.name}.previous")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns("trainer_state.pt", "manifest.json"))
-    flush_to_disk(*temporary.iterdir(), temporary)
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-    temporary.rename(folder)
-    print(f"wrote {folder}")
-
-
 # Main: set-up, then the loop
 
 
@@ -971,8 +940,6 @@ def main(args):
                                               preserve_rng_state=False)
     if args.packing:
         check_packing(model, args)
-    output = Path(args.output_dir or run.dir / "model")
-    output.with_name(f".{output.name}.writing").mkdir(parents=True, exist_ok=True)  # an error now, if ever
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     parameters = matrices + vectors
@@ -1061,11 +1028,8 @@ def main(args):
             if last or stopped or best[0] == name or step % args.checkpoint_every == 0:
                 save()
             if stopped:
+                print_rank_0(f"SIGTERM: stopped after step {step}; go on with --run-dir {run.dir}")
                 break
-        if step < num_steps:
-            print_rank_0(f"SIGTERM: stopped after step {step}; --run-dir {run.dir} goes on from there")
-        elif RANK == 0:
-            export(run.dir / "checkpoints" / f"step_{step:06d}", output)
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
     finally:

@@ -58,8 +58,6 @@ def measure(folder, count, script, flags, profile=False):
     many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count else []
     environment = os.environ | dict(OMP_NUM_THREADS="1") | ({"PROFILE": "1"} if profile else {})
     command = [sys.executable, *many, __file__, "--worker", script, "--run-dir", folder, *flags]
-    if script == "sft.py":
-        command += ["--output-dir", f"{folder}-model"]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in Path(folder, "train_log.jsonl").read_text().splitlines()]
     records, before = [], 0

@@ -142,7 +142,7 @@ def our_args(job, **more):
     return sft.Args(
         model=f"{job['folder']}/model", train_files=(f"{job['folder']}/rows.jsonl",), val_ratio=0.0,
         packing=bool(packing), batch_size=ROWS, seed=SEED, steps=job["steps"], schedule="constant",
-        warmup_steps=0, beta2=0.95, log_every=BLOCK, output_dir="", **size, **RECIPE, **unmeasured, **more)
+        warmup_steps=0, beta2=0.95, log_every=BLOCK, **size, **RECIPE, **unmeasured, **more)
 
 
 def work_ours(job, gate):

@@ -221,8 +221,6 @@ def kill_at(moment, run, folder, rng):
 
 def train(script, folder, **flags):
     """A run in this process, from defaults to its end. -> its folder."""
-    if script.__name__ == "sft":
-        flags = dict(output_dir=str(folder) + "-model") | flags
     if not {"env", "env_id", "env_kwargs"} & set(flags):
         few = ("test_tasks=32",)  # which are the first of many more, and sooner found
         flags["env_kwargs"] = {"sft": ("skill=mixed", *few), "a2c_vecenv": ("max_steps=9",)}.get(

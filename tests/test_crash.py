@@ -63,13 +63,12 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
             **SHORT, num_envs=2, num_steps=2, hidden_size=4, log_every=1, eval_envs=1, eval_episodes=1,
             env_kwargs=("max_steps=3",), run_dir=str(folder)))
     elif script is sft:
-        train(sft, folder, model=TINY, train_files=(rows,), steps=2, batch_size=2, checkpoint_every=1,
-              output_dir="")
+        train(sft, folder, model=TINY, train_files=(rows,), steps=2, batch_size=2, checkpoint_every=1)
     else:
         train(script, folder, **SHORT, eval_tasks=1, eval_samples=1)
     assert disk.torn == []
     assert {"step_000001", "step_000002", "state.json"} <= set(disk.renamed)
-    assert script is not sft or {"train.arrow", "model"} <= set(disk.renamed)
+    assert script is not sft or "train.arrow" in disk.renamed
 
 
 def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypatch, capsys):

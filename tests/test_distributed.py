@@ -59,8 +59,8 @@ TWO = ("--standalone", "--nproc_per_node=2")
 def words_of(name, folder, *more, every=LONG):
     """A case's command line."""
     script, flags = CASES[name]
-    own = ("--output-dir", f"{folder}-model", "--steps") if script == "sft.py" else ("--iterations",)
-    return (script, *FLAGS[script], *flags, "--run-dir", folder, *own, LONG, "--eval-every", LONG,
+    length = "--steps" if script == "sft.py" else "--iterations"
+    return (script, *FLAGS[script], *flags, "--run-dir", folder, length, LONG, "--eval-every", LONG,
             "--checkpoint-every", every, "--keep-checkpoints", 0, *more)
 
 

@@ -133,7 +133,7 @@ def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
     first = train(sft, tmp_path / "first", **flags, lora_rank=2, learning_rate=0.1, steps=2,
                   lora_target_modules="q_proj,lm_head,embed_tokens")
     assert records(first)[-1]["train/loss"] != records(first)[1]["train/loss"]
-    adapter = f"{tmp_path}/first-model"
+    adapter = str(first / "checkpoints/step_000002")
     assert modules_of(load_file(f"{adapter}/adapter_model.safetensors")) == {
         "q_proj", "lm_head", "embed_tokens"}
     for cut in ("padded", "packed"):
@@ -275,7 +275,7 @@ def adapting(tmp_path_factory):
     before, folder = [path.read_bytes() for path in base.iterdir()], base.parent / "run"
     train(sft, folder, dtype="bfloat16", packing=True, **flags)
     assert [path.read_bytes() for path in base.iterdir()] == before
-    return flags, folder, f"{folder}-model"
+    return flags, folder, folder / "checkpoints/step_000004"
 
 
 def test_lora_trains_the_adapter_and_nothing_else_and_peft_merges_it(adapting, tmp_path, capsys):
@@ -306,10 +306,11 @@ def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_
     before, after = records(first)[-1], records(folder)
     assert after[0]["val/loss"] == before["val/loss"] != records(first)[0]["val/loss"]
     assert after[-1]["val/loss"] != after[0]["val/loss"]
-    config = json.loads((tmp_path / "second-model" / "adapter_config.json").read_text())
+    second = folder / "checkpoints/step_000002"
+    config = json.loads((second / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 32)
     # Another adapter at its place would make the run another run.
-    shutil.copy(tmp_path / "second-model" / "adapter_model.safetensors", adapter)
+    shutil.copy(second / "adapter_model.safetensors", adapter)
     with pytest.raises(envs.BadInput, match="model_sha256"):
         train(sft, folder, **flags)
 
@@ -329,7 +330,7 @@ def test_the_best_checkpoint_is_named_and_kept(tmp_path):
     (tmp_path / "val").mkdir()
     flags = dict(model=TINY, train_files=(write_rows(tmp_path, BACKWARDS[:3]),), batch_size=3, steps=14,
                  val_files=(write_rows(tmp_path / "val", BACKWARDS[3:]),), learning_rate=2e-3,
-                 schedule="constant", eval_every=1, checkpoint_every=2, output_dir=str(tmp_path / "model"))
+                 schedule="constant", eval_every=1, checkpoint_every=2)
     folder = train(sft, tmp_path / "run", **flags)
     losses = [record["val/loss"] for record in records(folder)]
     best = losses.index(min(losses))
@@ -379,15 +380,14 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_
 @pytest.mark.parametrize("form", [[f"--model={TINY}"], []])
 def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys):
     words = ["--train-files", write_rows(tmp_path), "--batch-size", 2, "--warmup-steps", 1,
-             "--steps", 1, "--run-dir", tmp_path / "run", "--output-dir", tmp_path / "model"]
+             "--steps", 1, "--run-dir", tmp_path / "run"]
     assert command_line("sft.py", *words, *form) == 0, capsys.readouterr().err
     args = json.loads((tmp_path / "run" / "train_log.jsonl").read_text().splitlines()[0])["meta"]["args"]
     given = dict(train_files=[str(tmp_path / "rows.jsonl")], batch_size=2, warmup_steps=1, steps=1,
-                 run_dir=str(tmp_path / "run"), output_dir=str(tmp_path / "model"),
-                 model=TINY if form else "")
+                 run_dir=str(tmp_path / "run"), model=TINY if form else "")
     expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
     assert args == json.loads(json.dumps(expected))
-    assert (tmp_path / "model" / "config.json").is_file() and validate(tmp_path / "run")["ok"]
+    assert validate(tmp_path / "run")["ok"]
 
 
 def test_the_options_of_the_default_environment_are_not_those_of_another(tmp_path):
@@ -413,12 +413,11 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
 
-def test_the_exported_model_stands_alone(tmp_path):
-    folder, out, weights = train(sft, tmp_path / "run"), tmp_path / "run-model", "model.safetensors"
-    exported = (out / weights).read_bytes()
-    assert exported == (folder / "checkpoints" / "step_000004" / weights).read_bytes()
+def test_a_checkpoint_is_a_model(tmp_path):
+    out = train(sft, tmp_path / "run") / "checkpoints" / "step_000004"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert model.num_parameters() == sum(tensor.numel() for tensor in load_file(out / weights).values())
+    weights = load_file(out / "model.safetensors")
+    assert model.num_parameters() == sum(tensor.numel() for tensor in weights.values())
 
     words = "6 18 14 -> 38 :".split()
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
@@ -426,17 +425,11 @@ def test_the_exported_model_stands_alone(tmp_path):
     assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
     assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
 
-    # What was there before is kept beside it.
-    train(sft, tmp_path / "again", output_dir=str(out), seed=2, steps=1, eval_every=0, eval_tasks=1)
-    previous = tmp_path / "run-model.previous" / weights
-    assert previous.read_bytes() == exported != (out / weights).read_bytes()
-    assert [path.name for path in tmp_path.glob(".*")] == []
-
 
 def test_a_run_goes_on_between_two_records(tmp_path):
     """The record after the checkpoint of step 3 speaks of that step, too."""
     flags = dict(model=TINY, train_files=(write_rows(tmp_path),), steps=4, batch_size=2, eval_every=0,
-                 log_every=4, checkpoint_every=1, keep_checkpoints=0, output_dir=str(tmp_path / "model"))
+                 log_every=4, checkpoint_every=1, keep_checkpoints=0)
     whole = train(sft, tmp_path / "whole", **flags)
     halves = train(sft, killed_after(whole, tmp_path / "halves", 3), **flags)
     same_end(whole, halves)

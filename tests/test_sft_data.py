@@ -31,7 +31,7 @@ COUNTS = ("rows", "held_out", "truncated", "dropped")
 
 def train(folder, **flags):
     """A run in this process. -> what it logged of its data, and the rows that it took."""
-    sft.main(sft.Args(**SMALL | dict(run_dir=str(folder), output_dir=f"{folder}-model") | flags))
+    sft.main(sft.Args(**SMALL | dict(run_dir=str(folder)) | flags))
     for line in records(folder):
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     return tuple(records(folder)[0][f"data/{name}"] for name in COUNTS), taken(folder)

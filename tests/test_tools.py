@@ -10,8 +10,10 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import matplotlib.image
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 
 from tests.run_folders import ROOT, slow_but, write_jsonl
-from tools import plot_train_log
+from tools import plot_train_log, track_run
 from tools import validate_train_log as contract
 from tools.validate_train_log import name_of, validate
 
@@ -267,6 +269,39 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
                           timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "expected a run folder, with a meta line"), ('{"meta": {"run_id": "a", "args": {}}}\n', "pip install wandb")])
+def test_a_run_that_cannot_be_mirrored_is_one_line(text, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    (tmp_path / "train_log.jsonl").write_text(text)
+    assert track_run.main([str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_wandb_mirrors_a_log_while_it_is_written_and_resumed(tmp_path):
+    pytest.importorskip("wandb")
+    log, lines = tmp_path / "train_log.jsonl", (DATA / "grpo.jsonl").read_text().splitlines(keepends=True)
+
+    log.write_text("".join(lines[:7]) + lines[7][:40])  # a line is being written
+    tool = subprocess.Popen([sys.executable, track_run.__file__, tmp_path, "--every", "0.1"],
+                            env=os.environ | dict(WANDB_MODE="offline", WANDB_PROJECT="elsewhere"))
+    while not list(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        assert tool.poll() is None
+        time.sleep(0.1)
+    for written in (lines[:8], lines[:5], lines):  # a resume cuts the log at its checkpoint
+        time.sleep(1)
+        log.write_text("".join(written))
+    time.sleep(1)
+    tool.send_signal(signal.SIGINT)
+    assert tool.wait(60) == 0
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # its records are protocol buffers
+    found = [int(number) for number in re.findall(rb"\x12\titeration\x82\x01.(\d+)", path.read_bytes())]
+    assert found == sorted(found) and {*found} == {*range(13)}
+    names = (json.loads(lines[0])["meta"]["run_id"], "elsewhere", "val/countdown/pass@1", "mismatch/kl")
+    assert all(name.encode() in path.read_bytes() for name in names)
 
 
 @pytest.fixture

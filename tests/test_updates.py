@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_llm
 import ppo_llm
-from tests.run_folders import TINY, episodes, finish, process, records, slow_but, train
+from tests.run_folders import TINY, episodes, records, slow_but, train
 from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
@@ -445,15 +445,3 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
         ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["0.model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)
-
-
-@pytest.mark.slow
-def test_what_a_pass_frees_the_next_one_takes_without_page_faults(tmp_path):
-    (tmp_path / "faults.py").write_text(
-        "import resource, sys, torch, grpo_llm\n"
-        "grpo_llm.main(grpo_llm.Args(iterations=0, eval_tasks=1, run_dir=sys.argv[1]))\n"
-        "for _ in range(3):\n    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "    [torch.ones(2**20) for _ in range(16)]\n"  # 16,384 pages
-        "print('faults', resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n")
-    code, said = finish(process(tmp_path / "faults.py", tmp_path / "run"))
-    assert code == 0 and int(said.partition("faults ")[2].split()[0]) < 1000, said

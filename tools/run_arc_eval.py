@@ -30,8 +30,6 @@ import sys
 import threading
 from pathlib import Path
 
-from dotenv import load_dotenv
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput, arcagi3
@@ -307,7 +305,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fps", type=at_least(0.1, float, 50), default=4, help="frames a second (4)")
     try:
         args = parser.parse_args(argv)
-        load_dotenv(".env")
         if args.root_url and not args.live:
             raise BadInput(f"--root-url {args.root_url}: expected --live beside it")
         if args.out and args.tasks:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from dotenv import load_dotenv
 
 from envs import BadInput, Env, Episode, Message, Step, Task, check_option, final_part, hold_out, play
 from envs.arcagi3 import games
@@ -185,6 +186,8 @@ class ArcAgi3(Env):
                                f"game, or none, got {config.game_ids!r}")
             ids = [recorded]
         self._ids = ids
+        if config.live:
+            load_dotenv(".env")  # in the working directory; variables that are set already win
         self.root_url = (config.root_url or os.environ.get("ARC_ROOT_URL") or DEFAULT_ROOT).rstrip("/")
         if not URL.fullmatch(self.root_url):
             raise BadInput(f"ARC_ROOT_URL={self.root_url}: expected the form http://host:port")
