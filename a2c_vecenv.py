@@ -19,6 +19,7 @@ Expect eval/success_rate to rise from 0 at about 100,000 steps and to end at 1.0
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -626,6 +627,8 @@ def main(args):
             if evaluate_now:
                 with run.timed("eval"), precision(args, device):
                     metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
+            with contextlib.suppress(OSError, AttributeError):  # glibc has this call, other systems do not
+                ctypes.CDLL(None).malloc_trim(0)  # else free pieces between live tensors pile up over updates
             run.record(metrics)
             stopped = any(gather(stop))
             if save_now or stopped:
