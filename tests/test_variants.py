@@ -19,13 +19,13 @@ from tests.run_folders import (
     episodes,
     finish,
     is_time,
+    killed_after,
     load_script,
     process,
     records,
     same_end,
     slow_but,
     variants,
-    wait_for,
 )
 from tools import docs_tables
 from tools.validate_train_log import validate
@@ -97,20 +97,12 @@ def made(diff, teacher):
 def test_a_variant_that_is_killed_goes_on_as_if_nothing_had_happened(made, tmp_path):
     path, of = made
     flags = of(checkpoint_every=1, keep_checkpoints=0, env_kwargs=("test_tasks=32",))
-    module, whole, folder = load_script(path), tmp_path / "whole", tmp_path / "killed"
+    module, whole = load_script(path), tmp_path / "whole"
     module.main(module.Args(**flags, run_dir=str(whole)))
-
-    command = (path, *words(flags), "--run-dir", folder)
-    run = process(*command)
-    wait_for((folder / "checkpoints" / "step_000002").is_dir, run)
-    run.kill()
-    finish(run)
-    assert run.returncode == -9
-
-    code, said = finish(process(*command))
-    assert code == 0, said  # all of it: why a process aborts stands before the tracebacks of the others
-    assert '{"resume"' in (folder / "train_log.jsonl").read_text()
+    folder = killed_after(whole, tmp_path / "killed", 2)
+    module.main(module.Args(**flags, run_dir=str(folder)))
     same_end(whole, folder)
+    assert '{"resume"' in (folder / "train_log.jsonl").read_text()
     assert validate(whole, strict=True)["ok"] and validate(folder, strict=True)["ok"]
 
 
