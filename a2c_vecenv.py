@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # later, its functions' defaults would hold the process group open at exit
 import tyro
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
@@ -49,52 +49,48 @@ from tqdm import tqdm
 
 from envs import BadInput, parse_options, pixels
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid"))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
 class Args:
     # Environment
     env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as key=value (docs/pixel_goal.md)
     alpha: float = 5.0  # goal environments: reward per decrease of the distance (one step: 0.03)
-    num_envs: Count = 32  # environments, stepped in parallel
+    num_envs: PositiveInt = 32  # environments, stepped in parallel
 
     # Algorithm
-    iterations: Count = 1200  # optimiser steps, each on update_every rollouts
-    num_steps: Count = 16  # steps of each environment per rollout; 1: TD(0)
-    update_every: Count = 1  # rollouts per optimiser step; their gradients are averaged
+    iterations: PositiveInt = 1200  # optimiser steps, each on update_every rollouts
+    num_steps: PositiveInt = 16  # steps of each environment per rollout; 1: TD(0)
+    update_every: PositiveInt = 1  # rollouts per optimiser step; their gradients are averaged
     gamma: Share = 0.99  # discount per step
     gae_lambda: Share = 0.95  # 1: n-step returns; 0: one-step TD
     bootstrap_truncated: bool = True  # at a time limit, bootstrap from the value of the last observation
     normalize_advantages: bool = True  # mean 0, standard deviation 1 over the rollout
-    value_coef: NotNegative = 0.05  # weight of the value loss; returns reach 12: 0.5 would dominate
-    entropy_coef: NotNegative = 0.05  # weight of the policy's entropy [per nat]
-    learning_rate: NotNegative = 1e-3  # of Adam
+    value_coef: NonNegativeFloat = 0.05  # weight of the value loss; returns reach 12: 0.5 would dominate
+    entropy_coef: NonNegativeFloat = 0.05  # weight of the policy's entropy [per nat]
+    learning_rate: NonNegativeFloat = 1e-3  # of Adam
     anneal: bool = True  # learning rate and entropy bonus decay linearly to 0
-    max_grad_norm: Positive = 0.5  # the gradient is clipped to this norm
+    max_grad_norm: PositiveFloat = 0.5  # the gradient is clipped to this norm
 
     # Network
     network: Literal["small", "nature", "patch"] = "small"  # encoder of images; vectors get an MLP
-    hidden_size: Count = 128  # width of the last layer before policy and value (nature: 512 in the paper)
+    hidden_size: PositiveInt = 128  # width of the last layer before policy and value (Nature's paper: 512)
 
     # Speed: none of these changes the result beyond rounding
-    chunk: Count = 256  # rows per forward and backward pass, so that activations fit the cache
+    chunk: PositiveInt = 256  # rows per forward and backward pass, so that activations fit the cache
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; weights and losses in float32
     compile: bool = False  # torch.compile of the network
     cudagraphs: bool = False  # torch.compile with CUDA graphs (mode reduce-overhead)
 
     # Evaluation, log and checkpoints
-    eval_every: Whole = 100  # iterations between evaluations; 0: only at the end
-    eval_episodes: Count = 128  # episodes per evaluation, with sampled and again with greedy actions
-    eval_envs: Count = 64  # separate environments; each plays the same number of these episodes
-    log_every: Count = 20  # iterations per record; evaluations and checkpoints write one too
-    checkpoint_every: Count = 200  # iterations between checkpoints
-    keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
+    eval_every: NonNegativeInt = 100  # iterations between evaluations; 0: only at the end
+    eval_episodes: PositiveInt = 128  # episodes per evaluation, with sampled and again with greedy actions
+    eval_envs: PositiveInt = 64  # separate environments; each plays the same number of these episodes
+    log_every: PositiveInt = 20  # iterations per record; evaluations and checkpoints write one too
+    checkpoint_every: PositiveInt = 200  # iterations between checkpoints
+    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     experiment: str = "a2c"  # runs/<experiment>/ holds the run
     seed: Annotated[int, Field(ge=0, le=2**31)] = 1  # of weights, actions and environments
@@ -348,17 +344,14 @@ def window_metrics(window, grad_norms, batch, args, env):
     """
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
     distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
-    percentiles = distances.quantile(torch.tensor([0.1, 0.5, 0.9], device=values.device))
+    last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
-    last = torch.stack([*percentiles, values.mean(), values.std(correction=0), 1 - unexplained])
-
-    names = ("dist_p10", "dist_p50", "dist_p90", "value_mean", "value_std", "explained_variance",
-             "grad_norm", *MEANS)
-    grad_norm = torch.stack(grad_norms).mean(0, keepdim=True, dtype=torch.float64)
-    numbers = torch.cat([last, grad_norm, means]).tolist()
-    metrics = dict(zip(names, numbers, strict=False))
+    last |= dict(value_mean=values.mean(), value_std=values.std(correction=0),
+                 explained_variance=1 - unexplained, grad_norm=torch.stack(grad_norms).mean())
+    numbers = torch.cat([torch.stack([*last.values()]), means]).tolist()
+    metrics = dict(zip([*last, *MEANS], numbers, strict=False))
     num_steps = len(window) * args.num_steps * args.num_envs
-    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
+    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(metrics):]]
     ended = max(metrics["reset_rate"], 1e-12)  # episodes per step
     metrics["success_rate"] = metrics["done_rate"] / ended if env.has_goal else 0.0
     return metrics | {name: metrics[name] / ended for name in ("episode_return", "episode_length")}
@@ -389,12 +382,16 @@ class Run:
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
             args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # Of two runs that begin in the same second without a --run-dir, one ends here.
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
-        if self.checkpoints or self.log.tell():
-            self.check_same_run()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
+        self.log.seek(0)
+        first_line = self.log.readline()
+        if self.checkpoints or first_line.endswith(b"\n"):  # else a kill or a full disk cut it short
+            self.check_same_run(first_line)
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints and not self.checkpoint:
@@ -417,11 +414,10 @@ class Run:
         self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         self.times = dict.fromkeys(TIMES, 0.0)
 
-    def check_same_run(self):
+    def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
-            self.log.seek(0)
-            old = json.loads(self.log.readline())["meta"]
+            old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
@@ -454,6 +450,7 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
+        self.log.flush()
         start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
@@ -489,6 +486,7 @@ class Run:
             # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.writer.flush()
             self.write(self.place | values)
             shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
             self.progress.update(iteration - self.progress.n)
@@ -507,8 +505,7 @@ class Run:
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -528,11 +525,6 @@ class Run:
             if old.name not in names.values():
                 self.checkpoints.remove(old)
                 shutil.rmtree(old)
-
-    def close(self):
-        if RANK == 0:
-            self.progress.close()
-            self.writer.close()
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -556,8 +548,6 @@ class Run:
 def main(args):
     """Train.  -> the last record's numbers"""
     # Set-up: errors in the input are found here, before anything is trained.
-    stop = []
-    handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes(args)
     env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
@@ -577,7 +567,8 @@ def main(args):
     start, rollout_steps = run.counters["iteration"] + 1, args.num_envs * args.num_steps
     print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x {args.num_steps} "
                  f"steps = {rollout_steps} steps a rollout, on {device}")
-    window, grad_norms, batch, metrics = [], [], {}, {}
+    window, grad_norms, batch, metrics, stop = [], [], {}, {}, []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     try:
         for iteration in range(start, args.iterations + 1):
@@ -643,11 +634,6 @@ def main(args):
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
-    finally:
-        run.close()
-        env.close()
-        eval_env.close()
-        signal.signal(signal.SIGTERM, handler)
     if UNDER_TORCHRUN:
         dist.destroy_process_group()
     return metrics
@@ -655,6 +641,7 @@ def main(args):
 
 def self_test():
     """Learn a toy world in about 20 s; print the verdict as JSON on the last line.  -> exit code"""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is for the CPU
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=500,
                             eval_every=0, run_dir=folder))

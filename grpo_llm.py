@@ -51,12 +51,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,14 +63,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import envs
 from envs import BadInput, first_line
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid"))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
@@ -83,8 +77,8 @@ class Args:
     model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
     chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
-    lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
-    lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
+    lora_rank: NonNegativeInt = 0  # rank of the LoRA adapter; 0 trains all weights
+    lora_alpha: PositiveInt = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
 
@@ -95,30 +89,30 @@ class Args:
     vllm_kwargs: tuple[str, ...] = ()  # more arguments of vllm.LLM, as key=value: gpu_memory_utilization=0.6
 
     # The three sizes
-    prompts_per_iteration: Count = 64  # different prompts in an iteration
+    prompts_per_iteration: PositiveInt = 64  # different prompts in an iteration
     group_size: Annotated[int, Field(ge=2)] = 8  # responses sampled per prompt; a group is its baseline
-    microbatch_tokens: Count = 4096  # response tokens per pass [tokens]; changes memory, never the gradient
+    microbatch_tokens: PositiveInt = 4096  # response tokens per pass [tokens]; affects memory, not gradients
 
     # Rollout
-    max_response_tokens: Count = 16  # longest reply in one turn, eos included [tokens]
-    max_context_tokens: Count = 4096  # of prompt and response; a longer history loses old turns [tokens]
-    temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it too
-    dynamic_sampling: Whole = 0  # extra rounds of prompts, at most, until enough groups are trainable (DAPO)
-    max_concurrent: Whole = 0  # episodes that run at once, sub-agents not counted; 0: all
-    max_turns: Whole = 0  # replies after which an episode ends; 0: the environment's own limit
-    episode_timeout: NotNegative = 0.0  # time limit of an episode; 0: none [s]
+    max_response_tokens: PositiveInt = 16  # longest reply in one turn, eos included [tokens]
+    max_context_tokens: PositiveInt = 4096  # prompt and response; a longer history loses old turns [tokens]
+    temperature: PositiveFloat = 1.0  # sampling temperature; the trainer divides its logits by it too
+    dynamic_sampling: NonNegativeInt = 0  # extra rounds, at most, until enough groups are trainable (DAPO)
+    max_concurrent: NonNegativeInt = 0  # episodes that run at once, sub-agents not counted; 0: all
+    max_turns: NonNegativeInt = 0  # replies after which an episode ends; 0: the environment's own limit
+    episode_timeout: NonNegativeFloat = 0.0  # time limit of an episode; 0: none [s]
     train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
 
     # Optimisation
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
-    iterations: Whole = 500  # rollouts, each followed by its updates; 0 evaluates the model and ends
-    epochs: Count = 1  # passes over an iteration's responses
-    minibatches: Count = 1  # optimiser steps per epoch, of one group or more
-    learning_rate: Positive = 5e-4  # peak learning rate of AdamW
-    warmup_iterations: Whole = 10  # linear warm-up [iterations]
+    iterations: NonNegativeInt = 500  # rollouts, each followed by its updates; 0 evaluates the model and ends
+    epochs: PositiveInt = 1  # passes over an iteration's responses
+    minibatches: PositiveInt = 1  # optimiser steps per epoch, of one group or more
+    learning_rate: PositiveFloat = 5e-4  # peak learning rate of AdamW
+    warmup_iterations: NonNegativeInt = 10  # linear warm-up [iterations]
     final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
-    max_grad_norm: Positive = 1.0  # gradient clipping, by global norm
+    max_grad_norm: PositiveFloat = 1.0  # gradient clipping, by global norm
 
     # Loss
     baseline: Literal["mean", "loo"] = "mean"  # the group's mean, or the others' (RLOO, arXiv:2402.14740)
@@ -130,25 +124,25 @@ class Args:
     # mean over tokens; over sequences of their token means; sum over sequences x longest reply (Dr. GRPO)
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: Share = 0.2  # the ratio is clipped at 1 - this
-    clip_high: NotNegative = 0.28  # the ratio is clipped at 1 + this
-    kl_coef: NotNegative = 0.0  # weight of the k3 penalty towards the starting model; 0 loads no reference
-    entropy_coef: NotNegative = 0.02  # weight of the entropy bonus [1/nats]
-    tis_cap: NotNegative = 2.0  # cap of the importance weight between sampler and trainer; 0: no correction
+    clip_high: NonNegativeFloat = 0.28  # the ratio is clipped at 1 + this
+    kl_coef: NonNegativeFloat = 0.0  # weight of the k3 penalty to the starting model; 0 loads no reference
+    entropy_coef: NonNegativeFloat = 0.02  # weight of the entropy bonus [1/nats]
+    tis_cap: NonNegativeFloat = 2.0  # cap of the importance weight of trainer to sampler; 0: no correction
     mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
 
     # Evaluation
-    eval_every: Whole = 50  # iterations between evaluations [iterations]; 0: only first and last
-    eval_tasks: Count = 512  # held-out tasks, always the same ones
-    eval_samples: Count = 16  # responses per task, for pass@1 and pass@n
-    eval_temperature: Positive = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
+    eval_every: NonNegativeInt = 50  # iterations between evaluations [iterations]; 0: only first and last
+    eval_tasks: PositiveInt = 512  # held-out tasks, always the same ones
+    eval_samples: PositiveInt = 16  # responses per task, for pass@1 and pass@n
+    eval_temperature: PositiveFloat = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
 
     # Log
     experiment: str = "grpo"  # runs/<experiment>/ holds the run
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
-    checkpoint_every: Count = 50  # iterations between checkpoints [iterations]
-    keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
+    checkpoint_every: PositiveInt = 50  # iterations between checkpoints [iterations]
+    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
     log_episodes: Share = 0.001  # share of the episodes written to episodes/
-    print_samples: Whole = 0  # sample episodes to print at each rollout and evaluation
+    print_samples: NonNegativeInt = 0  # sample episodes to print at each rollout and evaluation
 
     def __post_init__(self):
         if self.lora_rank and self.lora_adapter_path:
@@ -157,11 +151,6 @@ class Args:
             raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
         if self.vllm_url and self.vllm_kwargs:
             raise BadInput("--vllm-kwargs: for vLLM in this process; servers of --vllm-url have their own")
-
-    @property
-    def on_policy(self) -> bool:
-        """One update per rollout: the policy that is updated is the one that sampled, and the ratio is 1."""
-        return self.epochs * self.minibatches == 1
 
     @property
     def may_change(self) -> set[str]:
@@ -248,7 +237,7 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
     size = max(1, chunk_elements // head.out_features)
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    parts = [recompute(of_chunk, h, t, use_reentrant=False)
+    parts = [torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
              for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
@@ -285,7 +274,7 @@ def token_logprobs(model, batch, temperature):
         zeros = torch.zeros(chosen.shape, device=chosen.device)
         return [zeros.to(v.dtype).masked_scatter(chosen, v)[batch["row_of_segment"]] for v in values]
 
-    return as_forward(model, of_pass)
+    return model.as_forward(of_pass)
 
 
 def learning_rate(iteration, args):
@@ -345,11 +334,12 @@ def shard(size):
 
 
 def full_tensor(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
 
 
 def distribute(model, device):
     """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
+    model.as_forward = lambda function: function()  # runs what calls parts of the model: FSDP2 gathers them
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
@@ -362,15 +352,9 @@ def distribute(model, device):
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-    model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
-
-
-def as_forward(model, function):
-    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
-    return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
 @contextlib.contextmanager
@@ -413,18 +397,24 @@ def from_pretrained(kind, name, **options):
                        "folder with config.json and weights") from error
 
 
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def load_tokenizer(args):
     """The model's tokenizer, with a padding token and the chat template that is asked for."""
     tokenizer = from_pretrained(AutoTokenizer, args.model)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if args.chat_template not in ("model", "plain"):
-        if not Path(args.chat_template).is_file():
-            raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file")
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8", "replace")
-    if args.chat_template == "model" and tokenizer.chat_template is None:
-        raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
+    bos = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids)
+    try:
+        tokenizer.chat_template = (
+            tokenizer.get_chat_template() if args.chat_template == "model"
+            else bos + PLAIN_TEMPLATE if args.chat_template == "plain"
+            else Path(args.chat_template).read_text("utf-8"))
+    except (OSError, ValueError) as error:  # no such file, not UTF-8, or a model without a template
+        raise BadInput(f"--model {args.model} --chat-template {args.chat_template}: expected model, where it "
+                       f"has one, plain, or a file ({first_line(error)})") from error
     return tokenizer
 
 
@@ -783,7 +773,6 @@ class VllmServers(Engine):
             # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         if RANK == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
@@ -883,26 +872,22 @@ def episode_reward(rollout: Rollout) -> float:
 def render(messages, tokenizer, args):
     """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
-        if args.chat_template == "plain":
-            text = "".join(message["content"] for message in messages)
-        else:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
-def encode_prompts(texts, tokenizer, args):
+def encode_prompts(texts, tokenizer):
     """The ids of rendered conversations; none for an empty text."""
-    ids = tokenizer(texts, add_special_tokens=args.chat_template == "plain").input_ids if texts else []
-    return [ids if text else [] for text, ids in zip(texts, ids, strict=True)]
+    return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
 
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
+    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer)
     if not all(prompts):
         raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
     ids = [token for prompt in prompts for token in prompt]
@@ -924,7 +909,8 @@ def extension(text, r, tokenizer):
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
     if closing.strip() or not eos:  # the template closes a turn with another token than eos
         added = rest[len(reply):]
-    ids = tokenizer(added, add_special_tokens=False).input_ids
+    # Behind an eos, which is cut off again, since some tokenizers put a space before a text.
+    ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
     # That token is already there where it is one of several eos tokens and was sampled.
     return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
@@ -941,7 +927,7 @@ def observe(r, tokenizer, args):
             return False
         segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
-            segment, ids = Segment(*encode_prompts([text], tokenizer, args)), []
+            segment, ids = Segment(*encode_prompts([text], tokenizer)), []
         if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
             segment.append(ids, 0, [0.0] * len(ids))
             if segment is not r.segments[-1]:
@@ -962,7 +948,7 @@ class Player:
     def prompts(self, tasks):
         """Yield (task, rendered text, ids)."""
         texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
-        return zip(tasks, texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
+        return zip(tasks, texts, encode_prompts(texts, self.tokenizer), strict=True)
 
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
@@ -1195,7 +1181,7 @@ MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats
 
 def update(model, reference, optimizer, groups, args, pad_id):
     """All optimiser steps of an iteration on groups of segments.  -> metrics, number of steps."""
-    if not args.on_policy:
+    if args.epochs * args.minibatches > 1:  # else the policy is the one that sampled, and the ratio is 1
         store_logprobs(model, groups, "old_logprobs", args, pad_id)
     if args.kl_coef:
         # The starting model: a copy, or the policy with its adapter switched off.
@@ -1204,30 +1190,29 @@ def update(model, reference, optimizer, groups, args, pad_id):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     totals, ratios, norms, num_seen = dict.fromkeys(UPDATE_METRICS, 0.0), [], [], 0
     minibatches = min(args.minibatches, max(gather([len(groups)])))
-    for _ in range(args.epochs):
-        order = range(len(groups)) if args.on_policy else torch.randperm(len(groups)).tolist()
-        for chosen in np.array_split(np.array(order, dtype=int), minibatches):
-            segments = [segment for index in chosen for segment in groups[index]]
-            counts = torch.tensor([sum(sum(s.response_mask) for s in segments), len(segments)])
-            num_tokens, num_segments = all_reduce(counts).tolist()  # of the minibatch, in all processes
-            for _, batch in passes(segments, args, pad_id, model.device):
-                with precision(args, model.device):
-                    loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
-                loss.backward()
-                totals = {name: totals[name] + value for name, value in sums.items()}
-                ratios.append(ratio)
-            # Before the first step: a sampler that disagrees on its own tokens has stale weights, a wrong
-            # head or a stale prefix cache.
-            mismatch = 0.0 if norms else float(all_reduce(totals["mismatch/kl"].clone())) / num_tokens
-            if not mismatch <= MISMATCH_TOLERANCE[args.dtype]:
-                raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
-                                  f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
-            norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
-            if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
-                raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            num_seen += num_tokens
+    orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
+    for chosen in itertools.chain(*orders):
+        segments = [segment for index in chosen.tolist() for segment in groups[index]]
+        counts = torch.tensor([sum(sum(s.response_mask) for s in segments), len(segments)])
+        num_tokens, num_segments = all_reduce(counts).tolist()  # of the minibatch, in all processes
+        for _, batch in passes(segments, args, pad_id, model.device):
+            with precision(args, model.device):
+                loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
+            loss.backward()
+            totals = {name: totals[name] + value for name, value in sums.items()}
+            ratios.append(ratio)
+        # Before the first step: a sampler that disagrees on its own tokens has stale weights, a wrong head or
+        # a stale prefix cache.
+        mismatch = 0.0 if norms else float(all_reduce(totals["mismatch/kl"].clone())) / num_tokens
+        if not mismatch <= MISMATCH_TOLERANCE[args.dtype]:
+            raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
+                              f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+        if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
+            raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        num_seen += num_tokens
     sums = all_reduce(torch.stack([*totals.values()])).tolist()
     metrics = {name: value / (len(norms) if name == "train/policy_loss" else num_seen)
                for name, value in zip(totals, sums, strict=True)}
@@ -1252,12 +1237,10 @@ def evaluate(engine, tokenizer, env, args, score):
         rollouts = [r for r in sampled if r.task.source == source]
         correct = np.array([r.correct for r in rollouts]).reshape(-1, n)                 # (tasks, n)
         parts = {name for r in rollouts for name, value in r.info.items() if not isinstance(value, str)}
-        for part in sorted(parts):
-            metrics[f"val/{source}/{part}"] = float(np.mean([r.info.get(part, 0.0) for r in rollouts]))
-        metrics[f"val/{source}/pass@1"] = float(correct.mean())
-        metrics[f"val/{source}/pass@{n}"] = float(correct.max(1).mean())
-        greedily = [r.correct for r in greedy if r.task.source == source]
-        metrics[f"val/{source}/greedy"] = float(np.mean(greedily))
+        scores = {part: [r.info.get(part, 0.0) for r in rollouts] for part in sorted(parts)}
+        scores |= {"pass@1": correct, f"pass@{n}": correct.max(1),
+                   "greedy": [r.correct for r in greedy if r.task.source == source]}
+        metrics |= {f"val/{source}/{name}": float(np.mean(values)) for name, values in scores.items()}
     return metrics, sampled
 
 
@@ -1286,12 +1269,16 @@ class Run:
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
             args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # Of two runs that begin in the same second without a --run-dir, one ends here.
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
-        if self.checkpoints or self.log.tell():
-            self.check_same_run()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
+        self.log.seek(0)
+        first_line = self.log.readline()
+        if self.checkpoints or first_line.endswith(b"\n"):  # else a kill or a full disk cut it short
+            self.check_same_run(first_line)
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints and not self.checkpoint:
@@ -1314,11 +1301,10 @@ class Run:
         self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         self.times = dict.fromkeys(TIMES, 0.0)
 
-    def check_same_run(self):
+    def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
-            self.log.seek(0)
-            old = json.loads(self.log.readline())["meta"]
+            old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
@@ -1351,6 +1337,7 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
+        self.log.flush()
         start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
@@ -1386,6 +1373,7 @@ class Run:
             # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.writer.flush()
             self.write(self.place | values)
             shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
             self.progress.update(iteration - self.progress.n)
@@ -1404,8 +1392,7 @@ class Run:
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -1425,11 +1412,6 @@ class Run:
             if old.name not in names.values():
                 self.checkpoints.remove(old)
                 shutil.rmtree(old)
-
-    def close(self):
-        if RANK == 0:
-            self.progress.close()
-            self.writer.close()
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -1521,8 +1503,6 @@ def rollout_metrics(rollouts, throughput):
 def main(args):
     # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
-    stop = []
-    handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     held_out = env.num_tasks("test")
@@ -1559,9 +1539,8 @@ def main(args):
                  f"{args.group_size} responses = {args.prompts_per_iteration * args.group_size} episodes; "
                  f"{num_steps} optimiser step(s) on them in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
-    rollouts = []
-    gc.collect()
-    gc.freeze()  # excludes the objects made so far from collections
+    rollouts, stop = [], []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
 
     def save():
@@ -1646,9 +1625,6 @@ def main(args):
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer's state is intact: only the rollout is lost
         run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
-    finally:
-        run.close()
-        signal.signal(signal.SIGTERM, handler)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,14 +69,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import envs
 from envs import BadInput, first_line
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid"))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
@@ -89,8 +83,8 @@ class Args:
     model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
     chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
-    lora_rank: Whole = 0  # rank of the LoRA adapters; 0 trains all weights
-    lora_alpha: Count = 32  # LoRA scale: an adapter's output is multiplied by alpha / rank
+    lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0 trains all weights
+    lora_alpha: PositiveInt = 32  # LoRA scale: an adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
 
@@ -101,61 +95,61 @@ class Args:
     vllm_kwargs: tuple[str, ...] = ()  # more arguments of vllm.LLM, as key=value: gpu_memory_utilization=0.6
 
     # The three sizes
-    prompts_per_iteration: Count = 512  # different prompts in an iteration
-    group_size: Count = 1  # responses sampled per prompt; the critic is the baseline, so one is enough
-    microbatch_tokens: Count = 4096  # response tokens per pass [tokens]; changes memory, never the gradient
+    prompts_per_iteration: PositiveInt = 512  # different prompts in an iteration
+    group_size: PositiveInt = 1  # responses sampled per prompt; the critic is the baseline, so one is enough
+    microbatch_tokens: PositiveInt = 4096  # response tokens per pass [tokens]; affects memory, not gradients
 
     # Rollout
-    max_response_tokens: Count = 16  # longest reply in one turn, eos included [tokens]
-    max_context_tokens: Count = 4096  # of prompt and response; a longer history loses old turns [tokens]
-    temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it too
-    max_concurrent: Whole = 0  # episodes that run at once, sub-agents not counted; 0: all
-    max_turns: Whole = 0  # replies after which an episode ends; 0: the environment's own limit
-    episode_timeout: NotNegative = 0.0  # time limit of an episode; 0: none [s]
+    max_response_tokens: PositiveInt = 16  # longest reply in one turn, eos included [tokens]
+    max_context_tokens: PositiveInt = 4096  # prompt and response; a longer history loses old turns [tokens]
+    temperature: PositiveFloat = 1.0  # sampling temperature; the trainer divides its logits by it too
+    max_concurrent: NonNegativeInt = 0  # episodes that run at once, sub-agents not counted; 0: all
+    max_turns: NonNegativeInt = 0  # replies after which an episode ends; 0: the environment's own limit
+    episode_timeout: NonNegativeFloat = 0.0  # time limit of an episode; 0: none [s]
     train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
 
     # Optimisation
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
-    iterations: Whole = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
-    epochs: Count = 1  # passes of the policy over an iteration's responses
-    minibatches: Count = 4  # the policy's optimiser steps per epoch, of one episode or more
-    target_kl: NotNegative = 0.0  # KL(old policy || policy) that ends its updates; 0: no limit [nats/token]
-    learning_rate: Positive = 5e-4  # peak learning rate of the policy's AdamW
-    warmup_iterations: Whole = 10  # linear warm-up of each learning rate, from its first update [iterations]
+    iterations: NonNegativeInt = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
+    epochs: PositiveInt = 1  # passes of the policy over an iteration's responses
+    minibatches: PositiveInt = 4  # the policy's optimiser steps per epoch, of one episode or more
+    target_kl: NonNegativeFloat = 0.0  # KL(old || policy) that ends its updates; 0: no limit [nats/token]
+    learning_rate: PositiveFloat = 5e-4  # peak learning rate of the policy's AdamW
+    warmup_iterations: NonNegativeInt = 10  # linear warm-up, from a rate's first update [iterations]
     final_learning_rate: Share = 0.1  # share of the peak that the linear decay ends at; 1 keeps it constant
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
 
     # Critic
     critic: Literal["own", "shared", "none"] = "own"  # a backbone of its own; a head on the policy's; V = 0
-    critic_warmup: Whole = 10  # iterations at the start that train a critic of its own alone [iterations]
-    critic_epochs: Count = 1  # passes of a critic of its own over an iteration's responses
-    critic_minibatches: Count = 16  # its optimiser steps per epoch
-    critic_learning_rate: Positive = 1e-3  # peak learning rate of its AdamW
+    critic_warmup: NonNegativeInt = 10  # first iterations, which train an own critic alone [iterations]
+    critic_epochs: PositiveInt = 1  # passes of a critic of its own over an iteration's responses
+    critic_minibatches: PositiveInt = 16  # its optimiser steps per epoch
+    critic_learning_rate: PositiveFloat = 1e-3  # peak learning rate of its AdamW
     critic_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # its second decay rate
 
     # Loss
     gae_lambda: Share = 0.95  # GAE's lambda: 1 uses the returns alone, less relies on the critic
     clip: Share = 0.2  # the ratio is clipped at 1 - this and at 1 + this
     # penalty in the reward of each token, per nat from the starting model; 0 loads no reference [1/nats]
-    kl_coef: NotNegative = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     # its estimate: logprobs - ref_logprobs; or k3, never negative, which in a reward hardly pulls back
     kl_penalty: Literal["k1", "k3"] = "k1"
-    kl_target: NotNegative = 0.0  # KL that the coefficient is adapted to hold; 0: it is fixed [nats/token]
-    entropy_coef: NotNegative = 0.04  # weight of the entropy bonus [1/nats]
+    kl_target: NonNegativeFloat = 0.0  # KL that the coefficient is adapted to; 0: it is fixed [nats/token]
+    entropy_coef: NonNegativeFloat = 0.04  # weight of the entropy bonus [1/nats]
 
     # Evaluation
-    eval_every: Whole = 20  # iterations between evaluations [iterations]; 0: only first and last
-    eval_tasks: Count = 512  # held-out tasks, always the same ones
-    eval_samples: Count = 16  # responses per task, for pass@1 and pass@n
-    eval_temperature: Positive = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
+    eval_every: NonNegativeInt = 20  # iterations between evaluations [iterations]; 0: only first and last
+    eval_tasks: PositiveInt = 512  # held-out tasks, always the same ones
+    eval_samples: PositiveInt = 16  # responses per task, for pass@1 and pass@n
+    eval_temperature: PositiveFloat = 1.0  # of pass@1 and pass@n; greedy decoding is measured beside it
 
     # Log
     experiment: str = "ppo"  # runs/<experiment>/ holds the run
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
-    checkpoint_every: Count = 20  # iterations between checkpoints [iterations]
-    keep_checkpoints: Whole = 2  # newest checkpoints to keep; 0: all
+    checkpoint_every: PositiveInt = 20  # iterations between checkpoints [iterations]
+    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
     log_episodes: Share = 0.001  # share of the episodes written to episodes/
-    print_samples: Whole = 0  # sample episodes to print at each rollout and evaluation
+    print_samples: NonNegativeInt = 0  # sample episodes to print at each rollout and evaluation
 
     def __post_init__(self):
         if self.kl_target and not self.kl_coef:
@@ -261,7 +255,7 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
     size = max(1, chunk_elements // head.out_features)
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    parts = [recompute(of_chunk, h, t, use_reentrant=False)
+    parts = [torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
              for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
@@ -292,7 +286,7 @@ def token_logprobs(model, batch, temperature, critic=None):
         found = [zeros.to(v.dtype).masked_scatter(chosen, v) for v in found]
         return [*found, critic(batch, hidden)] if critic else found
 
-    return as_forward(model, of_pass)
+    return model.as_forward(of_pass)
 
 
 def learning_rate(peak, iteration, start, args):
@@ -354,11 +348,12 @@ def shard(size):
 
 
 def full_tensor(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
 
 
 def distribute(model, device):
     """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
+    model.as_forward = lambda function: function()  # runs what calls parts of the model: FSDP2 gathers them
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
@@ -371,15 +366,9 @@ def distribute(model, device):
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-    model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
-
-
-def as_forward(model, function):
-    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
-    return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
 @contextlib.contextmanager
@@ -422,18 +411,24 @@ def from_pretrained(kind, name, **options):
                        "folder with config.json and weights") from error
 
 
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def load_tokenizer(args):
     """The model's tokenizer, with a padding token and the chat template that is asked for."""
     tokenizer = from_pretrained(AutoTokenizer, args.model)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if args.chat_template not in ("model", "plain"):
-        if not Path(args.chat_template).is_file():
-            raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file")
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8", "replace")
-    if args.chat_template == "model" and tokenizer.chat_template is None:
-        raise BadInput(f"--model {args.model}: its tokenizer has no chat template; use --chat-template plain")
+    bos = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids)
+    try:
+        tokenizer.chat_template = (
+            tokenizer.get_chat_template() if args.chat_template == "model"
+            else bos + PLAIN_TEMPLATE if args.chat_template == "plain"
+            else Path(args.chat_template).read_text("utf-8"))
+    except (OSError, ValueError) as error:  # no such file, not UTF-8, or a model without a template
+        raise BadInput(f"--model {args.model} --chat-template {args.chat_template}: expected model, where it "
+                       f"has one, plain, or a file ({first_line(error)})") from error
     return tokenizer
 
 
@@ -792,7 +787,6 @@ class VllmServers(Engine):
             # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
             load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
         if RANK == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
@@ -817,7 +811,7 @@ class Critic(torch.nn.Module):
         if args.critic == "own":
             self.decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
         else:  # a function and no module: its weights are not the critic's
-            self.decoder = lambda **inputs: as_forward(policy, lambda: policy.get_decoder()(**inputs))
+            self.decoder = lambda **inputs: policy.as_forward(lambda: policy.get_decoder()(**inputs))
         self.head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1)
         for weight in self.head.parameters():
             torch.nn.init.zeros_(weight)
@@ -928,26 +922,22 @@ def set_reward(r, rewards):
 def render(messages, tokenizer, args):
     """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
-        if args.chat_template == "plain":
-            text = "".join(message["content"] for message in messages)
-        else:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
-def encode_prompts(texts, tokenizer, args):
+def encode_prompts(texts, tokenizer):
     """The ids of rendered conversations; none for an empty text."""
-    ids = tokenizer(texts, add_special_tokens=args.chat_template == "plain").input_ids if texts else []
-    return [ids if text else [] for text, ids in zip(texts, ids, strict=True)]
+    return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
 
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer, args)
+    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer)
     if not all(prompts):
         raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
     ids = [token for prompt in prompts for token in prompt]
@@ -969,7 +959,8 @@ def extension(text, r, tokenizer):
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
     if closing.strip() or not eos:  # the template closes a turn with another token than eos
         added = rest[len(reply):]
-    ids = tokenizer(added, add_special_tokens=False).input_ids
+    # Behind an eos, which is cut off again, since some tokenizers put a space before a text.
+    ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
     # That token is already there where it is one of several eos tokens and was sampled.
     return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
@@ -986,7 +977,7 @@ def observe(r, tokenizer, args):
             return False
         segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
-            segment, ids = Segment(*encode_prompts([text], tokenizer, args)), []
+            segment, ids = Segment(*encode_prompts([text], tokenizer)), []
         if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
             segment.append(ids, 0, [0.0] * len(ids))
             if segment is not r.segments[-1]:
@@ -1007,7 +998,7 @@ class Player:
     def prompts(self, tasks):
         """Yield (task, rendered text, ids)."""
         texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
-        return zip(tasks, texts, encode_prompts(texts, self.tokenizer, self.args), strict=True)
+        return zip(tasks, texts, encode_prompts(texts, self.tokenizer), strict=True)
 
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
@@ -1305,12 +1296,10 @@ def evaluate(engine, tokenizer, env, args, score):
         rollouts = [r for r in sampled if r.task.source == source]
         correct = np.array([r.correct for r in rollouts]).reshape(-1, n)                 # (tasks, n)
         parts = {name for r in rollouts for name, value in r.info.items() if not isinstance(value, str)}
-        for part in sorted(parts):
-            metrics[f"val/{source}/{part}"] = float(np.mean([r.info.get(part, 0.0) for r in rollouts]))
-        metrics[f"val/{source}/pass@1"] = float(correct.mean())
-        metrics[f"val/{source}/pass@{n}"] = float(correct.max(1).mean())
-        greedily = [r.correct for r in greedy if r.task.source == source]
-        metrics[f"val/{source}/greedy"] = float(np.mean(greedily))
+        scores = {part: [r.info.get(part, 0.0) for r in rollouts] for part in sorted(parts)}
+        scores |= {"pass@1": correct, f"pass@{n}": correct.max(1),
+                   "greedy": [r.correct for r in greedy if r.task.source == source]}
+        metrics |= {f"val/{source}/{name}": float(np.mean(values)) for name, values in scores.items()}
     return metrics, sampled
 
 
@@ -1339,12 +1328,16 @@ class Run:
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
             args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # Of two runs that begin in the same second without a --run-dir, one ends here.
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
-        if self.checkpoints or self.log.tell():
-            self.check_same_run()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
+        self.log.seek(0)
+        first_line = self.log.readline()
+        if self.checkpoints or first_line.endswith(b"\n"):  # else a kill or a full disk cut it short
+            self.check_same_run(first_line)
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints and not self.checkpoint:
@@ -1367,11 +1360,10 @@ class Run:
         self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         self.times = dict.fromkeys(TIMES, 0.0)
 
-    def check_same_run(self):
+    def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
-            self.log.seek(0)
-            old = json.loads(self.log.readline())["meta"]
+            old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
@@ -1404,6 +1396,7 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
+        self.log.flush()
         start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
@@ -1439,6 +1432,7 @@ class Run:
             # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.writer.flush()
             self.write(self.place | values)
             shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
             self.progress.update(iteration - self.progress.n)
@@ -1457,8 +1451,7 @@ class Run:
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -1478,11 +1471,6 @@ class Run:
             if old.name not in names.values():
                 self.checkpoints.remove(old)
                 shutil.rmtree(old)
-
-    def close(self):
-        if RANK == 0:
-            self.progress.close()
-            self.writer.close()
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -1574,8 +1562,6 @@ def rollout_metrics(rollouts, throughput):
 def main(args):
     # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
-    stop = []
-    handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     held_out = env.num_tasks("test")
@@ -1629,9 +1615,8 @@ def main(args):
                  f"{args.group_size} response(s) = {episodes} episodes; {steps} optimiser step(s) of the "
                  f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
                  f"tokens; {sum(p.numel() for p in sum(weights, [])):,} trained weights on {device}")
-    rollouts = []
-    gc.collect()
-    gc.freeze()  # excludes the objects made so far from collections
+    rollouts, stop = [], []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
 
     def save():
@@ -1739,9 +1724,6 @@ def main(args):
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer's state is intact: only the rollout is lost
         run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
-    finally:
-        run.close()
-        signal.signal(signal.SIGTERM, handler)
 
 
 if __name__ == "__main__":

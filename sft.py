@@ -47,14 +47,12 @@ import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from datasets.arrow_writer import ArrowWriter
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -65,14 +63,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 import envs
 from envs import BadInput, first_line
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid"))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
 class Args:
     # Data
     env: str = "countdown"  # its reference solutions are learned; its test tasks measure accuracy
@@ -85,45 +79,45 @@ class Args:
     response_key: str = "response"  # column with the response (a text)
     messages_key: str = ""  # column with conversations, in place of the two: assistant turns are learned
     chat_template: str = "model"  # model: its own; plain: the contents joined; or a Jinja file
-    val_ratio: Share = 0.1  # share of training rows held out where no other rows are given; 0: none
-    max_length: Count = 2048  # longest row; demonstrations that exceed it become several rows [tokens]
+    val_ratio: Share = 0.1  # training rows held out without others, at most --eval-tasks; 0: none
+    max_length: PositiveInt = 2048  # longest row; demonstrations that exceed it become several rows [tokens]
     truncation: Literal["error", "left", "right"] = "error"  # of a longer row: refused, or cut at this end
     packing: bool = False  # several rows in one, without attention across them: less padding, same gradient
 
     # Model
     model: str = ""  # folder or hub id to start from; empty: a small Llama with random weights
-    lora_rank: Whole = 0  # rank of the LoRA adapter; 0 trains all weights
-    lora_alpha: Count = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
+    lora_rank: NonNegativeInt = 0  # rank of the LoRA adapter; 0 trains all weights
+    lora_alpha: PositiveInt = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
 
     # Optimisation
-    batch_size: Count = 128  # rows, or demonstrations of an environment, per optimiser step
-    microbatch_tokens: Count = 4096  # tokens per pass, padding included [tokens]; never changes the gradient
+    batch_size: PositiveInt = 128  # rows, or demonstrations of an environment, per optimiser step
+    microbatch_tokens: PositiveInt = 4096  # tokens per pass, padded [tokens]; never changes the gradient
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
-    steps: Whole = 1200  # optimiser steps; 0: as many as --epochs takes
-    epochs: NotNegative = 10.0  # passes over the training rows, where --steps is 0
-    learning_rate: Positive = 5e-3  # peak learning rate of AdamW
-    warmup_steps: Whole = 20  # linear warm-up [steps]
+    steps: NonNegativeInt = 1200  # optimiser steps; 0: as many as --epochs takes
+    epochs: NonNegativeFloat = 10.0  # passes over the training rows, where --steps is 0
+    learning_rate: PositiveFloat = 5e-3  # peak learning rate of AdamW
+    warmup_steps: NonNegativeInt = 20  # linear warm-up [steps]
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: linear decay in the last tenth
     final_learning_rate: Share = 0.05  # share of the peak that cosine and wsd end at
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW's second decay rate; the first is 0.9
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay, of matrices only
+    weight_decay: NonNegativeFloat = 0.01  # AdamW's decoupled weight decay, of matrices only
 
     # Evaluation
-    eval_every: Whole = 200  # steps between evaluations, and at epochs' ends; 0: first and last [steps]
-    eval_tasks: Count = 512  # held-out tasks or rows, always the same ones
-    eval_samples: Count = 16  # responses per task for pass@1 and pass@n at temperature 1
-    max_response_tokens: Count = 16  # longest response in evaluation, eos included [tokens]
+    eval_every: NonNegativeInt = 200  # between evaluations, beside epochs' ends; 0: first and last [steps]
+    eval_tasks: PositiveInt = 512  # held-out tasks or rows, always the same ones
+    eval_samples: PositiveInt = 16  # responses per task for pass@1 and pass@n at temperature 1
+    max_response_tokens: PositiveInt = 16  # longest response in evaluation, eos included [tokens]
 
     # Log
     experiment: str = "sft"  # runs/<experiment>/ holds the run
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
-    log_every: Count = 10  # steps between records [steps]; a record's loss is the mean since the one before
-    checkpoint_every: Count = 200  # steps between checkpoints [steps]
-    keep_checkpoints: Whole = 2  # newest checkpoints to keep beside the one with the lowest val/loss; 0: all
+    log_every: PositiveInt = 10  # between records [steps]; a record's loss is the mean since the one before
+    checkpoint_every: PositiveInt = 200  # steps between checkpoints [steps]
+    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep beside that of least val/loss; 0: all
 
     def __post_init__(self):
         for flag, is_fine, expected in (
@@ -171,7 +165,7 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
     size = max(1, chunk_elements // head.out_features)
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    return torch.cat([recompute(of_chunk, h, t, use_reentrant=False)
+    return torch.cat([torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
                       for h, t in zip(hidden.split(size), targets.split(size), strict=True)])
 
 
@@ -190,7 +184,7 @@ def response_loss(model, batch):
                          position_ids=None if positions is None else positions[:, :-1]).last_hidden_state
         return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()               # (B, T - 1, H)
 
-    return as_forward(model, of_pass)
+    return model.as_forward(of_pass)
 
 
 def learning_rate(step, steps, args):
@@ -252,11 +246,12 @@ def shard(size):
 
 
 def full_tensor(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
 
 
 def distribute(model, device):
     """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
+    model.as_forward = lambda function: function()  # runs what calls parts of the model: FSDP2 gathers them
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
@@ -269,15 +264,9 @@ def distribute(model, device):
         module.set_modules_to_backward_prefetch([before])
         module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-    model.as_forward = lambda function: function()
     register_fsdp_forward_method(model, "as_forward")
     model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
     return model
-
-
-def as_forward(model, function):
-    """Run function() as the model's forward pass, so that FSDP2 gathers the weights of what it calls."""
-    return model.as_forward(function) if isinstance(model, FSDPModule) else function()
 
 
 @contextlib.contextmanager
@@ -384,8 +373,9 @@ def make_tokenizer(args, env):
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    named = {"model": tokenizer.chat_template or PLAIN_TEMPLATE, "plain": PLAIN_TEMPLATE}
+    plain = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids) + PLAIN_TEMPLATE
     try:
+        named = {"model": tokenizer.get_chat_template() if tokenizer.chat_template else plain, "plain": plain}
         tokenizer.chat_template = (
             named.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
         tokenizer.apply_chat_template([dict(role="user", content="hello")])
@@ -424,7 +414,7 @@ def check_packing(model, args):
         packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
                                    position_ids=positions, use_cache=False)
         with precision(args, model.device):
-            hidden.append(as_forward(model, packed).last_hidden_state[0, 32:].float())        # (32, H)
+            hidden.append(model.as_forward(packed).last_hidden_state[0, 32:].float())         # (32, H)
     if (hidden[0] - hidden[1]).norm(dim=-1).max() > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
@@ -452,10 +442,14 @@ def eos_ids(model, tokenizer):
 
 
 def encode(parts, tokenizer):
-    """[(text, 1 if learned, else 0)] -> (ids, mask). As at sampling, no token spans two parts."""
+    """[(text, 1 if learned, else 0)] -> (ids, mask). As at sampling, no token spans two parts.
+
+    A later part is encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
+    """
     ids, mask = [], []
     for text, learned in parts:
-        part = tokenizer(text, add_special_tokens=False).input_ids
+        start = tokenizer.eos_token if ids else ""
+        part = tokenizer(start + text, add_special_tokens=False).input_ids[len(ids) > 0:]
         ids += part
         mask += [learned] * len(part)
     return ids, mask
@@ -491,7 +485,8 @@ def encode_conversation(messages, tokenizer, eos):
     for start, end in spans:
         content, num_eos = re.subn(eos_pattern, "", text[start:end])
         if not num_eos:
-            raise BadInput("--chat-template: it ends an assistant turn without an eos token")
+            raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
+                           "without an eos token")
         if content.strip():
             parts += [(text[done:start], 0), (text[start:end], 1)]
             done = end
@@ -571,11 +566,13 @@ def examples_of_rows(args, tokenizer, eos, run):
     train, val = data[0], data[-1]
     if len(data) == 1:
         order = np.random.default_rng(args.seed).permutation(len(train))
-        num_val = min(max(1, round(args.val_ratio * len(train))), len(train) - 1) if args.val_ratio else 0
+        num_val = (min(max(1, round(args.val_ratio * len(train))), args.eval_tasks, len(train) - 1)
+                   if args.val_ratio else 0)
         train, val = train.select(order[num_val:]), train.select(order[:num_val])
     if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
-        raise BadInput(f"{args.dataset or ' '.join(args.train_files)}: expected rows to learn from and rows "
-                       f"to hold out, got {len(train)} and {len(val)}; {counts}")
+        where = args.dataset or " ".join(args.train_files + args.val_files)
+        raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
+                       f"got {len(train)} and {len(val)}; {counts}")
     held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
@@ -740,12 +737,16 @@ class Run:
             schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
             args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # Of two runs that begin in the same second without a --run-dir, one ends here.
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
         # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        self.checkpoints = sorted(self.dir.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name))
-        if self.checkpoints or self.log.tell():
-            self.check_same_run()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
+        self.log.seek(0)
+        first_line = self.log.readline()
+        if self.checkpoints or first_line.endswith(b"\n"):  # else a kill or a full disk cut it short
+            self.check_same_run(first_line)
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints and not self.checkpoint:
@@ -768,11 +769,10 @@ class Run:
         self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         self.times = dict.fromkeys(TIMES, 0.0)
 
-    def check_same_run(self):
+    def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         try:
-            self.log.seek(0)
-            old = json.loads(self.log.readline())["meta"]
+            old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
@@ -805,6 +805,7 @@ class Run:
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
+        self.log.flush()
         start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
@@ -840,6 +841,7 @@ class Run:
             # One event for all numbers: add_scalar would take longer than all else that is logged.
             scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
             self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+            self.writer.flush()
             self.write(self.place | values)
             shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
             self.progress.update(iteration - self.progress.n)
@@ -858,8 +860,7 @@ class Run:
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
@@ -879,11 +880,6 @@ class Run:
             if old.name not in names.values():
                 self.checkpoints.remove(old)
                 shutil.rmtree(old)
-
-    def close(self):
-        if RANK == 0:
-            self.progress.close()
-            self.writer.close()
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -908,8 +904,6 @@ def main(args):
     # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    stop = []
-    handler = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     device = start_processes(args)
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
@@ -922,6 +916,9 @@ def main(args):
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
+    positions = getattr(base.config, "max_position_embeddings", None) or math.inf
+    if rows_given and args.max_length > positions:
+        raise BadInput(f"--max-length {args.max_length}: {args.model} has {positions} positions")
     run = Run(args, "sft", env and args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     example, num_rows, held_out, counts = (
@@ -936,8 +933,8 @@ def main(args):
     if args.gradient_checkpointing:
         # transformers' own switch works in training mode only, which would also enable dropout.
         for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False,
-                                              preserve_rng_state=False)
+            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                              use_reentrant=False, preserve_rng_state=False)
     if args.packing:
         check_packing(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -948,7 +945,8 @@ def main(args):
         lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
     # window: loss and gradient norm of each step since the last record; best: checkpoint of lowest val/loss.
-    rows, window, best = [], [], ("", math.inf)
+    rows, window, best, stop = [], [], ("", math.inf), []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     if run.checkpoint:
         window, best = run.state["window"], (run.state["best"], run.state["best_loss"])
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
@@ -1032,9 +1030,6 @@ def main(args):
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
-    finally:
-        run.close()
-        signal.signal(signal.SIGTERM, handler)
 
 
 if __name__ == "__main__":

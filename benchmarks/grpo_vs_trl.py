@@ -221,7 +221,7 @@ def compare(options, mode, size_name, sides, seed, blocks):
     tokenizer = grpo_llm.load_tokenizer(args)
     texts = [grpo_llm.render(env.task("train", index).messages, tokenizer, args)
              for index in job["tasks"][:size[0]]]
-    prompts = grpo_llm.encode_prompts(texts, tokenizer, args)
+    prompts = grpo_llm.encode_prompts(texts, tokenizer)
     started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
     try:
         for side in sides:

@@ -76,7 +76,7 @@ def random_prompts(count, shortest, longest):
 def countdown_prompts(count, tokenizer, args):
     env = envs.make("countdown")
     texts = [grpo_llm.render(env.task("train", i).messages, tokenizer, args) for i in range(count)]
-    return grpo_llm.encode_prompts(texts, tokenizer, args)
+    return grpo_llm.encode_prompts(texts, tokenizer)
 
 
 def ours(model, prompts, max_new_tokens, tokenizer):
@@ -200,7 +200,8 @@ def compare_libraries(options):
 def profile():
     """Print the ten operations that take most of the default iteration's sampling, and of its update."""
     args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
-    model, tokenizer = grpo_llm.load_weights(args.model), grpo_llm.load_tokenizer(args)
+    tokenizer = grpo_llm.load_tokenizer(args)
+    model = grpo_llm.distribute(grpo_llm.load_weights(args.model), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     prompts = countdown_prompts(args.prompts_per_iteration, tokenizer, args)
     rows = [prompt for prompt in prompts for _ in range(args.group_size)]

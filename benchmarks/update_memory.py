@@ -66,7 +66,7 @@ def measure(way, num_tokens):
     import torch
 
     import grpo_llm
-    model, rows = small_model(), num_tokens // RESPONSE
+    model, rows = grpo_llm.distribute(small_model(), torch.device("cpu")), num_tokens // RESPONSE
     ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
     segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
     batch = grpo_llm.collate(segments, 0, "cpu")

@@ -61,7 +61,7 @@ MUTANTS = {
         "dynamic sampling draws again the same": ("training_task(drawn + i", "training_task(cursor + i"),
         "--beta2 is ignored": ("betas=(0.9, args.beta2)", "betas=(0.9, 0.95)"),
         "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
-        "no old log-probabilities": ("if not args.on_policy:", "if False:"),
+        "no old log-probabilities": ("if args.epochs * args.minibatches > 1:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
         "groups without signal": ("if len(set(rewards)) < 2", "if len(set(rewards)) < 1"),

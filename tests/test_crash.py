@@ -1,6 +1,7 @@
 """What a machine that loses its power finds on the disk: the writes of each script, in their order."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -81,10 +82,12 @@ def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         signal_once(patch, signal.SIGTERM, 2)
         train(grpo_llm, folder, keep_checkpoints=1, **flags)
+    shutil.copytree(folder / "checkpoints/step_000002", folder / "checkpoints/step_000002_mine")
     train(grpo_llm, folder, keep_checkpoints=1, **flags)
     marks = [Path(line["resume"]["checkpoint"]).name for line in log_lines(folder) if "resume" in line]
     assert marks == ["step_000001", "step_000002"]
-    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000003"]
+    left = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    assert left == ["step_000002_mine", "step_000003"]
 
 
 def test_a_merged_model_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def byte_tokenizer(template=None, eos="<|im_end|>", alphabet=""):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<pad>",
                                         additional_special_tokens=marks, clean_up_tokenization_spaces=False)
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.chat_template = template
+    tokenizer.chat_template = template or "{% for m in messages %}{{ m.content + '' }}{% endfor %}"
     return tokenizer
 
 

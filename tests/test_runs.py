@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 import a2c_vecenv as a2c
 import envs
@@ -104,7 +106,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1663, "ppo_llm.py": 1756, "sft.py": 1050, "a2c_vecenv.py": 671}  # at most
+LINES = {"grpo_llm.py": 1639, "ppo_llm.py": 1738, "sft.py": 1045, "a2c_vecenv.py": 658}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -335,6 +337,44 @@ def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(scri
         train(script, other, **flags | decays | {length: 2})
 
 
+def test_what_a_kill_or_a_full_disk_left_of_a_first_line_is_begun_anew_and_errors_stay(tmp_path):
+    log, seen = tmp_path / "run" / "train_log.jsonl", tmp_path / "seen"
+    score = f"def score(r):\n    open({str(seen)!r}, 'w').write(open({str(log)!r}).read())\n    return 0.0\n"
+    flags = dict(iterations=0, eval_tasks=1, reward_fn=f"{write(tmp_path, score)}:score")
+    log.parent.mkdir()
+    log.write_text('{"meta": {"schema_ver')
+    lines = log_lines(train(grpo_llm, log.parent, **flags))
+    error = {"trace_id": lines[-1]["trace_id"], "error": dict(type="OSError", message="", receipt=None)}
+    log.write_text(json.dumps(lines[0]) + "\n" + json.dumps(error) + "\n")
+    assert validate(train(grpo_llm, log.parent, **flags))["errors"] == 1
+    assert json.loads(seen.read_text().splitlines()[1]) == error  # on the disk before the first record
+
+
+def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ends = [command_line("grpo_llm.py", "--iterations", 0, "--eval-tasks", 1, "--env-kwargs", "test_tasks=32")
+            for _ in range(8)]
+    folders = list(tmp_path.glob("runs/grpo/*"))
+    assert 0 < sum(ends) == 8 - len(folders) and all(validate(folder)["ok"] for folder in folders)
+
+
+@pytest.mark.parametrize("script", (grpo_llm, sft))
+@pytest.mark.parametrize("template", ("model", "plain"))
+def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(script, template, tmp_path):
+    model, length = shutil.copytree(TINY, tmp_path / "model"), "steps" if script is sft else "iterations"
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
+    tokenizer.save_pretrained(model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tools.jinja").write_text("none")
+    folder = train(script, tmp_path / "run", model=str(model), chat_template=template, eval_every=0,
+                   eval_tasks=1, **{length: 2})
+    saved = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step_000002")
+    text = saved.apply_chat_template([dict(role="user", content="6 18")], tokenize=False)
+    assert text == ("<bos>6 18" if template == "plain" else "<bos> 6 18")
+
+
 def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
     """A template of a file takes the place of the model's: the same text does the same, another does not."""
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
@@ -457,7 +497,7 @@ BAD = [
     ([grpo_llm], "--env coutdown", r"coutdown.*did you mean 'countdown'"),
     (LLM, "--env-kwargs max_operand=3", r"max_operand'.*did you mean 'max_operands'"),
     ([grpo_llm], "--env-kwargs max_operands", r"max_operands.*key=value"),
-    (LLM, "--eval-tasks 0", r"eval.tasks.*greater than or equal to 1"),
+    (LLM, "--eval-tasks 0", r"eval.tasks.*greater than 0"),
     ([grpo_llm], "--model {d}/nowhere", r"--model \S*nowhere.*config\.json"),
     (LLM, "--model {d}/torn", r"--model \S*torn.*"),
     ([grpo_llm], "--model {d}/odd", r"--model \S*odd.*hidden_size"),
@@ -470,7 +510,7 @@ BAD = [
     ([grpo_llm], "--chat-template {d}/file", r"--chat-template \S*file: no prompt, or an empty one"),
     ([grpo_llm], "--env tests/two_turn.py:Chances", r"--env tests/two_turn\.py:Chances: .*derived from envs"),
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
-    ([grpo_llm], "--model {d}/mute", r"--model \S*mute.*--chat-template plain"),
+    ([grpo_llm], "--model {d}/mute", r"--model \S*mute --chat-template model: expected"),
     ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),
     ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
      r"does not know .*% of the prompts.*sft\.py --env logic"),
@@ -484,7 +524,8 @@ BAD = [
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
     ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
     ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
-    ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "and rows to hold out, got"),
+    ([sft], f"--train-files {{d}}/good.jsonl --model {TINY} --max-length 5000", r"length 5000: .* positions"),
+    ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "and rows to hold out .*, got"),
     ([a2c], "--env-id NoSuch-v0", "NoSuch"),
     ([a2c], "--num-envs 1 --num-steps 1", "--normalize-advantages"),
     ([a2c], "--num-envs 20000", "20000.*16384"),

@@ -413,19 +413,6 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
 
-def test_a_checkpoint_is_a_model(tmp_path):
-    out = train(sft, tmp_path / "run") / "checkpoints" / "step_000004"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    weights = load_file(out / "model.safetensors")
-    assert model.num_parameters() == sum(tensor.numel() for tensor in weights.values())
-
-    words = "6 18 14 -> 38 :".split()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "6 18 14 -> 38"}],
-                                           add_generation_prompt=True)["input_ids"]
-    assert prompt == [tokenizer.bos_token_id, *tokenizer.convert_tokens_to_ids(words)]
-    assert len(set(prompt)) == 7 and tokenizer.unk_token_id not in prompt
-
-
 def test_a_run_goes_on_between_two_records(tmp_path):
     """The record after the checkpoint of step 3 speaks of that step, too."""
     flags = dict(model=TINY, train_files=(write_rows(tmp_path),), steps=4, batch_size=2, eval_every=0,

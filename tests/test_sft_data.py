@@ -20,6 +20,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import envs
 import sft
 from envs import BadInput
 from tests.run_folders import log_lines, records, write_jsonl
@@ -169,7 +170,7 @@ BROKEN = {  # a file, its rows, what the message says behind its name
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "type.parquet": ([pair("a", 0.5)] * 4, ", row 1: .*0.5"),
     "half.parquet": (pairs(60), ": cannot be read .*footer"),
-    "empty.jsonl": ([], ": expected rows to learn from and rows to hold out, got 0 and 0; .*dropped': 0"),
+    "empty.jsonl": ([], ": expected rows to learn from and rows to hold out .*, got 0 and 0; .*dropped': 0"),
     **{f"{case}.jsonl": ([*pairs(3), b"", line, *pairs(2)], f"(,|: cannot be read at) row 5{message}")
        for case, (line, message) in BAD.items()},
 }
@@ -189,6 +190,13 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_row(name, tmp_p
     assert re.match(f"{where}{message}", line) and len(line) < 500 + len(str(path)), line
 
 
+def test_rows_of_parquet_have_the_keys_that_they_were_written_with(tmp_path):
+    """Arrow gives all calls of tools the arguments of any."""
+    rows = [dict(m=[dict(call=dict(a=1))]), dict(m=[dict(call=dict(b=[dict(c="d")]))]), dict(m=None)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert [row for _, row in envs.read_rows(str(tmp_path / "rows.parquet"), "rows")] == rows
+
+
 def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
     name = write_jsonl(tmp_path / "rows.jsonl", [*BLANK, *pairs(10)])
     for ratio, held_out in ((0.0, 0), (0.01, 1), (1.0, 9)):
@@ -196,6 +204,8 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
         counts, rows = train(folder, train_files=(name,), val_ratio=ratio)
         assert counts == (10 - held_out, held_out, 0, len(BLANK)) and rows == plain_rows(range(10))
         assert ("val/loss" in records(folder)[0]) == (held_out > 0)
+    counts, _ = train(tmp_path / "few", train_files=(name,), val_ratio=0.5, eval_tasks=3)
+    assert counts[:2] == (7, 3)  # none that would be neither learned nor measured
 
 
 def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path):
@@ -308,6 +318,17 @@ def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template,
         assert encoded(pair(messages, response), tokenizer) == (
             before + after, [0] * len(before) + [flag] * len(after))
     assert count > 25 and (spanning > 15 or not merges), (count, spanning)
+
+
+def test_no_space_is_put_before_a_reply_or_after_its_end():
+    """Where a tokenizer begins a text with one, as those after Llama 2's do."""
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted({*"\u2581:abcd"}))}, []))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", chat_template=(
+        "{% for m in messages %}{{ m.content }}:{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"))
+    ids, mask = chat_row([user("a"), assistant("b"), user("c"), assistant("d a")], tokenizer, ["<eos>"])
+    assert tokenizer.convert_ids_to_tokens(ids) == [*"\u2581a:b:", "<eos>", *"c:d\u2581a:", "<eos>"]
+    assert mask == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]
 
 
 def test_conversations_of_files_are_learned_dropped_or_refused_as_they_should_be(tmp_path):

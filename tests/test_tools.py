@@ -272,7 +272,7 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("", "expected a run folder, with a meta line"),
+    ("{}\n", "expected a run folder, with a meta line"),
     ('{"meta": {"run_id": "a", "args": {}}}\n', "pip install wandb")])
 def test_a_run_that_cannot_be_mirrored_is_one_line(text, says, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
@@ -301,8 +301,7 @@ def test_wandb_mirrors_a_log_while_it_is_written_and_resumed(tmp_path):
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # its records are protocol buffers
     found = [int(number) for number in re.findall(rb"\x12\titeration\x82\x01.(\d+)", path.read_bytes())]
     assert found == sorted(found) and {*found} == {*range(13)}
-    names = (json.loads(lines[0])["meta"]["run_id"], "elsewhere", "val/countdown/pass@1", "mismatch/kl")
-    assert all(name.encode() in path.read_bytes() for name in names)
+    assert all(name in path.read_bytes() for name in (b"elsewhere", b"val/countdown/pass@1", b"mismatch/kl"))
 
 
 @pytest.fixture

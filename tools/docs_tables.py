@@ -41,6 +41,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"grpo_llm.py": "grpo", "ppo_llm.py": "ppo", "sft.py": "sft", "a2c_vecenv.py": "a2c"}
 BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<!-- end -->$",
                    re.MULTILINE | re.DOTALL)
+PYDANTIC = {"PositiveInt": "Annotated[int, Field(ge=1)]", "NonNegativeInt": "Annotated[int, Field(ge=0)]",
+            "PositiveFloat": "Annotated[float, Field(gt=0)]",
+            "NonNegativeFloat": "Annotated[float, Field(ge=0)]"}  # pydantic's names
 LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)?(\w+\.py))(?:#L\d+)?\)")
 FIGURE = re.compile(r"^\| `(\S+)` \| ([0-9a-f]{7,40}) \| (`.*`) \| \[", re.MULTILINE)
 OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
@@ -77,8 +80,9 @@ def flags(script: Path, name: str = "Args") -> list[Flag]:
     body = next((node.body for node in module if isinstance(node, ast.ClassDef) and node.name == name), None)
     if body is None:
         raise DocsError(f"{script.name}: no class {name}")
-    aliases = {node.targets[0].id: node.value for node in module
-               if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    aliases = {name: ast.parse(text, mode="eval").body for name, text in PYDANTIC.items()} | {
+        node.targets[0].id: node.value for node in module
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
     result = []
     for node, below in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign):
@@ -115,7 +119,7 @@ def help_text(node: ast.AnnAssign, below: ast.stmt | None, comments: dict[int, t
 def shown_type(node: ast.expr, aliases: dict[str, ast.expr]) -> str:
     """An annotation without its Annotated and with the range that this says; of a Literal its choices.
 
-    aliases: what a name such as Count stands for, as Annotated[int, Field(ge=1)]: "int, 1 or more".
+    aliases: what a name such as PositiveInt stands for, as Annotated[int, Field(ge=1)]: "int, 1 or more".
     """
     limits = []
 

@@ -53,7 +53,8 @@ FIRST_AND_LAST = 800  # how long an episode's two ends are shown at least [ms]
 
 def newest_checkpoint(run: Path) -> tuple[Path, dict, dict, list[str]]:
     """-> the newest one that is complete, its meta line and state; the names of damaged newer ones"""
-    folders = sorted((run / "checkpoints").glob("step_*"), key=lambda path: (len(path.name), path.name))
+    numbered = (path for path in (run / "checkpoints").glob("step_*") if path.name[5:].isdigit())
+    folders = sorted(numbered, key=lambda path: int(path.name[5:]))
     if not folders:
         raise BadInput(f"--run {run}: no checkpoints/step_* in it")
     damaged = []

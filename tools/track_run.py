@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         log = args.run / "train_log.jsonl"
         try:
-            meta = log_lines(log)[0]["meta"]
+            while not (lines := log_lines(log)) and not args.once:
+                time.sleep(args.every)  # the run is still loading
+            meta = lines[0]["meta"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl "
                            f"({one_line(error)})") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import types
+import weakref
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class GymnasiumVec(VecEnv):
         except Exception as error:  # an environment's constructor may raise anything at all
             line = " ".join(f"{type(error).__name__}: {error}".split())
             raise BadInput(f"environment {env_id}: {line}") from error
+        self._finalizer = weakref.finalize(self, self._vector.close)  # at the latest when Python ends
         self._plan_observations(env_id, self._vector.single_observation_space)
         actions = self._vector.single_action_space
         if not isinstance(actions, gymnasium.spaces.Discrete):
@@ -198,7 +200,7 @@ class GymnasiumVec(VecEnv):
         return frame[-1].copy() if len(frame) != 3 else frame.transpose(1, 2, 0).copy()
 
     def close(self) -> None:
-        self._vector.close()
+        self._finalizer()
 
 
 def _literal(value):
