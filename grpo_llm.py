@@ -1512,7 +1512,7 @@ def main(args):
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
-    run = Run(args, "grpo", args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
+    run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = (add_lora(base, args, run.checkpoint) if args.lora

@@ -1572,7 +1572,7 @@ def main(args):
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
-    run = Run(args, "ppo", args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
+    run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.

@@ -919,8 +919,9 @@ def main(args):
     positions = getattr(base.config, "max_position_embeddings", None) or math.inf
     if rows_given and args.max_length > positions:
         raise BadInput(f"--max-length {args.max_length}: {args.model} has {positions} positions")
-    run = Run(args, "sft", env and args.env, source_sha256=hashlib.sha256(source.encode()).hexdigest(),
-              model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
+    run = Run(args, "sft", env and args.env, model=args.model,
+              model_sha256=weights_sha256(base, args.lora_adapter_path),
+              files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
     example, num_rows, held_out, counts = (
         examples_of_env(env, args, tokenizer) if env
         else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))

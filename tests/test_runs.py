@@ -106,7 +106,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1639, "ppo_llm.py": 1738, "sft.py": 1045, "a2c_vecenv.py": 658}  # at most
+LINES = {"grpo_llm.py": 1639, "ppo_llm.py": 1738, "sft.py": 1046, "a2c_vecenv.py": 658}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -386,11 +386,11 @@ def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
     assert timeless(folder) == timeless(train(grpo_llm, tmp_path / "models", **own))
     train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return 2 * r.correct\n")
-    with pytest.raises(envs.BadInput, match=r"source_sha256 \w+ \(it was"):
+    with pytest.raises(envs.BadInput, match=r"reward_and_template_sha256 \w+ \(it was"):
         train(grpo_llm, folder, **flags)
     write(tmp_path, "def score(r):\n    return r.correct\n")
     template.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %} : ")
-    with pytest.raises(envs.BadInput, match=r"source_sha256 \w+ \(it was"):
+    with pytest.raises(envs.BadInput, match=r"reward_and_template_sha256 \w+ \(it was"):
         train(grpo_llm, folder, **flags)
     assert timeless(train(grpo_llm, tmp_path / "twice", **flags)) != timeless(folder)
     weights = start_weights()

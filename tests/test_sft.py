@@ -432,7 +432,7 @@ def test_a_run_does_not_go_on_with_another_template_or_file(tmp_path):
     for path in (Path(template), Path(rows)):
         before = path.read_text()
         path.write_text(before + "\n")
-        with pytest.raises(envs.BadInput, match=r"source_sha256 \w+ \(it was"):
+        with pytest.raises(envs.BadInput, match=r"files_and_template_sha256 \w+ \(it was"):
             train(sft, folder, **flags)
         path.write_text(before)
     train(sft, folder, **flags)
