@@ -24,6 +24,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 import reprlib
@@ -251,7 +252,7 @@ def full_tensor(tensor):
 
 def distribute(model, device):
     """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
-    model.as_forward = lambda function: function()  # runs what calls parts of the model: FSDP2 gathers them
+    model.as_forward = operator.call  # runs a function that calls parts of the model: FSDP2 gathers them
     if not UNDER_TORCHRUN:
         return model.to(device)
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
@@ -916,12 +917,11 @@ def main(args):
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
-    positions = getattr(base.config, "max_position_embeddings", None) or math.inf
-    if rows_given and args.max_length > positions:
-        raise BadInput(f"--max-length {args.max_length}: {args.model} has {positions} positions")
     run = Run(args, "sft", env and args.env, model=args.model,
               model_sha256=weights_sha256(base, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
+    positions = getattr(base.config, "max_position_embeddings", None) or args.max_length
+    args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))  # no row is longer
     example, num_rows, held_out, counts = (
         examples_of_env(env, args, tokenizer) if env
         else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))

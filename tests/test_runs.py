@@ -106,7 +106,7 @@ def start_weights():
     return load_file(Path(TINY) / "model.safetensors")
 
 
-LINES = {"grpo_llm.py": 1639, "ppo_llm.py": 1738, "sft.py": 1046, "a2c_vecenv.py": 658}  # at most
+LINES = {"grpo_llm.py": 1640, "ppo_llm.py": 1739, "sft.py": 1046, "a2c_vecenv.py": 658}  # at most
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -476,10 +476,12 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("torn", "mute", "endless", "odd"):
+    for name in ("torn", "mute", "endless", "odd", "short"):
         shutil.copytree(TINY, folder / name)
     os.truncate(folder / "torn" / "model.safetensors", 5000)
     (folder / "mute" / "chat_template.jinja").unlink()
+    config = json.loads((folder / "short" / "config.json").read_text())
+    (folder / "short" / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=9)))
     (folder / "odd" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
     (folder / "adapter").mkdir()
     (folder / "meta" / "checkpoints").mkdir(parents=True)
@@ -524,7 +526,7 @@ BAD = [
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
     ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
     ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
-    ([sft], f"--train-files {{d}}/good.jsonl --model {TINY} --max-length 5000", r"length 5000: .* positions"),
+    ([sft], "--train-files {d}/good.jsonl --model {d}/short --steps 1", r"--max-length 9: .*1\d tokens"),
     ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "and rows to hold out .*, got"),
     ([a2c], "--env-id NoSuch-v0", "NoSuch"),
     ([a2c], "--num-envs 1 --num-steps 1", "--normalize-advantages"),
