@@ -373,6 +373,7 @@ def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(scr
     saved = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step_000002")
     text = saved.apply_chat_template([dict(role="user", content="6 18")], tokenize=False)
     assert text == ("<bos>6 18" if template == "plain" else "<bos> 6 18")
+    assert saved(text, add_special_tokens=False).tokens() == ["<bos>", "6", "18"]
 
 
 def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):

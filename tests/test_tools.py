@@ -293,9 +293,8 @@ def test_wandb_mirrors_a_log_while_it_is_written_and_resumed(tmp_path):
         assert tool.poll() is None
         time.sleep(0.1)
     for written in (lines[:8], lines[:5], lines):  # a resume cuts the log at its checkpoint
-        time.sleep(1)
         log.write_text("".join(written))
-    time.sleep(1)
+        time.sleep(1)
     tool.send_signal(signal.SIGINT)
     assert tool.wait(60) == 0
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # its records are protocol buffers

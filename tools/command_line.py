@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
@@ -19,6 +20,27 @@ def one_line(error: BaseException) -> str:
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise BadInput(message)
+
+    def add_run(self, every: float) -> None:
+        """The arguments of a tool that looks at a run again and again."""
+        self.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+        self.add_argument("--every", type=at_least(0.1, float, 86_400), default=every,
+                          help=f"time between two looks [s] ({every:g})")
+
+
+def ends_in_one_line(main):
+    """Of such a tool: bad input is one line on standard error and exit status 2, Ctrl-C is exit status 0."""
+    @functools.wraps(main)
+    def guarded(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except (BadInput, OSError) as error:
+            print(one_line(error), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 0
+
+    return guarded
 
 
 def at_least(least: float, kind=int, most: float = math.inf):

@@ -17,12 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, at_least, one_line
+from tools.command_line import Parser, ends_in_one_line, one_line
 
 
 def log_lines(log: Path) -> list[dict]:
     """The complete lines: the last one may still be being written."""
-    return [json.loads(line) for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = [line for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise BadInput(f"{log}: expected lines of JSON ({one_line(error)})") from error
 
 
 def begin(folder: Path, meta: dict):
@@ -44,36 +48,26 @@ def send(run, lines: list[dict], after: int) -> int:
     return after
 
 
+@ends_in_one_line
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Mirror a run's log to Weights & Biases.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--every", type=at_least(0.1, float, 86_400), default=10.0,
-                        help="time between two looks at the log [s] (10)")
+    parser.add_run(every=10.0)
     parser.add_argument("--once", action="store_true", help="send what there is, and end")
+    args = parser.parse_args(argv)
+    log = args.run / "train_log.jsonl"
+    while not (lines := log_lines(log)) and not args.once:
+        time.sleep(args.every)  # the run is still loading
+    if not (lines and "args" in lines[0].get("meta", {})):
+        raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl")
+    run, after = begin(args.run, lines[0]["meta"]), -1
     try:
-        args = parser.parse_args(argv)
-        log = args.run / "train_log.jsonl"
-        try:
-            while not (lines := log_lines(log)) and not args.once:
-                time.sleep(args.every)  # the run is still loading
-            meta = lines[0]["meta"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl "
-                           f"({one_line(error)})") from error
-        run, after = begin(args.run, meta), -1
-        try:
-            while True:
-                after = send(run, log_lines(log), max(after, run.starting_step - 1))
-                if args.once:
-                    return 0
-                time.sleep(args.every)
-        finally:
-            run.finish()
-    except (BadInput, OSError, ValueError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 0
+        while True:
+            after = send(run, log_lines(log), max(after, run.starting_step - 1))
+            if args.once:
+                return 0
+            time.sleep(args.every)
+    finally:
+        run.finish()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, at_least, one_line
+from tools.command_line import Parser, at_least, ends_in_one_line
 
 GIB = 2**30
 NEAR = 0.8  # share of a limit from which it warns
@@ -98,32 +98,25 @@ def look(run: Path, most_processes: int, most_space: float) -> tuple[str, bool]:
     return f"{time.strftime('%H:%M:%S')}  " + " | ".join(says), over
 
 
+@ends_in_one_line
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Watch processes, temporary space and stale folders of a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--every", type=at_least(0.1, float, 86_400), default=60.0,
-                        help="time between two lines [s] (60)")
+    parser.add_run(every=60.0)
     parser.add_argument("--once", action="store_true", help="one line; exit status 1 when over a limit")
     parser.add_argument("--max-processes", type=at_least(1), default=256,
                         help="child processes over which it warns (256)")
     parser.add_argument("--max-space", type=at_least(0, float), default=50.0, metavar="GIB",
                         help="space of temporary files over which it warns [GiB] (50)")
-    try:
-        args = parser.parse_args(argv)
-        if not (args.run / "train_log.jsonl").is_file():
-            raise BadInput(f"{args.run}: expected a run folder, which holds train_log.jsonl")
-        run = args.run.resolve()
-        while True:
-            line, over = look(run, args.max_processes, args.max_space)
-            print(line, flush=True)
-            if args.once:
-                return int(over)
-            time.sleep(args.every)
-    except (BadInput, OSError) as error:
-        print(one_line(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 0
+    args = parser.parse_args(argv)
+    if not (args.run / "train_log.jsonl").is_file():
+        raise BadInput(f"{args.run}: expected a run folder, which holds train_log.jsonl")
+    run = args.run.resolve()
+    while True:
+        line, over = look(run, args.max_processes, args.max_space)
+        print(line, flush=True)
+        if args.once:
+            return int(over)
+        time.sleep(args.every)
 
 
 if __name__ == "__main__":
