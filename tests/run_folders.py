@@ -114,22 +114,31 @@ def finish(run, timeout=600):
 
 IN_TURN = """
 import atexit, json, os, runpy, sys, torch
-atexit._run_exitfuncs, os._exit = torch.distributed.destroy_process_group, id  # in place of its end
-for number, (script, *words) in enumerate(json.loads(sys.argv[1])):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
-    sys.argv = [script, *words]
-    runpy.run_path(script, run_name="__main__")
+ends = atexit._run_exitfuncs, os._exit
+atexit._run_exitfuncs, os._exit = torch.distributed.destroy_process_group, id  # in place of a script's end
+try:
+    for number, (script, *words) in enumerate(json.loads(sys.argv[1])):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
+        sys.argv = [script, *words]
+        runpy.run_path(script, run_name="__main__")
+finally:
+    atexit._run_exitfuncs, os._exit = ends
 """
 
 
-def torchrun_in_turn(count, lines, folder):
-    """Command lines, one after the other, in the same processes of torchrun.  -> what they said"""
-    (folder / "in_turn.py").write_text(IN_TURN)
+def torchrun_in_turn(count, lines, folder, code=0):
+    """Command lines, one after the other, in the same processes, which torchrun forks from one that has
+    imported the scripts' libraries already.  -> what they said
+    """
+    path, output = folder / "in_turn.py", folder / "said.txt"
+    path.write_text(IN_TURN)
     plan = json.dumps([[str(word) for word in line] for line in lines])
-    run = process(folder / "in_turn.py", plan, torchrun=["--standalone", f"--nproc_per_node={count}"])
-    code, said = finish(run, timeout=900)
-    assert code == 0, said[-5000:]
-    return said
+    run = fork(output, "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "--run-path",
+               "--start-method=fork", path, plan, daemon=False)  # daemons may have no children
+    run.join(900)
+    run.kill()
+    assert run.exitcode == code, output.read_text()[-5000:]
+    return output.read_text()
 
 
 def ranks_of(run):
@@ -155,16 +164,16 @@ def forks():
     return context
 
 
-def fork(output, script, *flags):
+def fork(output, script, *flags, daemon=True):
     """A command line in a process that can be killed; what it says goes into a file."""
-    run = forks().Process(target=spoken, args=(output, dict(os.environ), script, *flags), daemon=True)
+    run = forks().Process(target=spoken, args=(output, dict(os.environ), script, *flags), daemon=daemon)
     run.start()
     return run
 
 
 def spoken(output, environment, script, *flags):
     os.environ |= environment
-    with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         sys.exit(command_line(script, *flags))
 
 

@@ -52,16 +52,20 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG = 20  # steps
+LONG = dict.fromkeys(("grpo", "ppo", "sft"), 20)  # steps
 TWO = ("--standalone", "--nproc_per_node=2")
 
 
-def words_of(name, folder, *more, every=LONG):
+def length_of(name):
+    return LONG.get(name, 6)
+
+
+def words_of(name, folder, *more):
     """A case's command line."""
     script, flags = CASES[name]
     length = "--steps" if script == "sft.py" else "--iterations"
-    return (script, *FLAGS[script], *flags, "--run-dir", folder, length, LONG, "--eval-every", LONG,
-            "--checkpoint-every", every, "--keep-checkpoints", 0, *more)
+    return (script, *FLAGS[script], *flags, "--run-dir", folder, length, length_of(name), "--eval-every", 20,
+            "--checkpoint-every", 20, "--keep-checkpoints", 0, *more)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def together(tmp_path_factory):
     return folder
 
 
-def assert_same_run(one, other):
+def assert_same_run(case, one, other):
     """Losses and gradients of every step to 1e-5 (relative, where they are over 1), weights to 1e-4."""
     same, compared = ("val/", "train/reward", "critic/", "mismatch/kl", "rollout/"), 0
     for mine, yours in zip(records(one), records(other), strict=True):
@@ -96,9 +100,9 @@ def assert_same_run(one, other):
                 tolerance = 1e-5 * max(1.0, abs(mine[name]))
                 assert mine[name] == pytest.approx(yours[name], abs=tolerance), (name, mine["iteration"])
                 compared += 1
-    assert compared >= 2 * len(records(one)) > 2 * LONG
-    mine, yours = (load_file(next((folder / "checkpoints" / f"step_{LONG:06d}").glob("*model.safetensors")))
-                   for folder in (one, other))
+    assert compared >= 2 * len(records(one)) > 2 * length_of(case)
+    last = f"checkpoints/step_{length_of(case):06d}/*model.safetensors"
+    mine, yours = (load_file(next(folder.glob(last))) for folder in (one, other))
     assert set(mine) == set(yours)
     for name in mine:
         assert mine[name].dtype == yours[name].dtype
@@ -110,7 +114,7 @@ def assert_same_run(one, other):
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_as_one_does(name, alone, together):
     one, two = alone(name), together / name
-    assert_same_run(one, two)
+    assert_same_run(name, one, two)
     assert {record["system/processes"] for record in records(two)} == {2}
     if "lora" in name:
         assert not list(two.glob("checkpoints/*/model.safetensors"))  # the adapter alone
@@ -129,13 +133,14 @@ sys.last = type("Last", (), {"__del__": lambda self, end=end: end()})()
 """
 
 
-@pytest.mark.parametrize("name, before, after", [("ppo-lora", (), "one killed"), ("sft", TWO, "two hosts")])
+@pytest.mark.parametrize("name, before, after",
+                         [("ppo-lora", (), "one killed"), ("sft-lora", TWO, "two hosts")])
 def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, after, alone, tmp_path):
     """One of the processes gets it, between two checkpoints; the last iteration is not lost."""
     folder, env = tmp_path / "run", tmp_path / "env.py"
     env.write_text(ENDS_BADLY)
-    words = words_of(name, folder, "--env", f"{env}:Countdown", every=LONG if after == "two hosts" else 5)
-    words += ("--env-kwargs", "skill=mixed") if name == "sft" else ()
+    words = words_of(name, folder, "--env", f"{env}:Countdown")
+    words += ("--env-kwargs", "skill=mixed") if name == "sft-lora" else ()
     run, log = process(*words, torchrun=before), folder / "train_log.jsonl"
     wait_for(lambda: log.exists() and '"iteration": 2,' in log.read_text(), run)  # a line may be half written
     ranks_of(run)[-1].terminate()
@@ -143,7 +148,7 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
     assert code == 0, said[-3000:]
     (line,) = re.findall(r"SIGTERM: .*", said)
     last = int(re.search(r"stopped after (?:iteration|step) (\d+)", line)[1])
-    assert f"--run-dir {folder}" in line and 2 <= last < LONG
+    assert f"--run-dir {folder}" in line and 2 <= last < length_of(name)
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
 
     if after == "two hosts":  # a torchrun on each, with a process each
@@ -154,7 +159,7 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
         runs = [process(*words, torchrun=[*options, f"--node_rank={number}"]) for number in (0, 1)]
     else:  # after a checkpoint, and torchrun starts both processes again
         kept = set(folder.glob("checkpoints/step_*"))
-        runs = [process(*words, torchrun=[*TWO, "--max-restarts=2"])]
+        runs = [process(*words, "--checkpoint-every", 1, torchrun=[*TWO, "--max-restarts=2"])]
         wait_for(lambda: set(folder.glob("checkpoints/step_*")) - kept, runs[0])
         ranks_of(runs[0])[1].kill()
     for run in runs:
@@ -162,7 +167,7 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
         assert code == 0, said[-5000:]
     first, *others = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert first["iteration"] == last and bool(others) is (after == "one killed")
-    assert_same_run(alone(name), folder)
+    assert_same_run(name, alone(name), folder)
     assert after == "one killed" or validate(folder)["errors"] == 0
 
 
@@ -199,5 +204,5 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     ("grpo_llm.py", "--model", "nowhere/at/all", "error: --model nowhere/at/all: it cannot be loaded"),
     ("a2c_vecenv.py", "--num-envs", 1, "--num-envs 1, ")])
 def test_bad_input_is_one_line_whatever_the_number_of_processes(script, flag, value, says, tmp_path):
-    code, said = finish(process(script, "--run-dir", tmp_path / "run", flag, value, torchrun=TWO))
-    assert code != 0 and says in said and f'{script}", line' not in said  # no traceback of the script
+    said = torchrun_in_turn(2, [(script, "--run-dir", tmp_path / "run", flag, value)], tmp_path, code=1)
+    assert says in said and f'{script}", line' not in said, said  # no traceback of the script

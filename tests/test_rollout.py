@@ -660,7 +660,7 @@ class Hostile(World):
         until.wait(60)
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["", "blocking"])
+@pytest.mark.parametrize("blocking", slow_but((False,), (False, True)))
 def test_whatever_environments_do_nothing_is_left_behind(capsys, blocking):
     world, tokenizer, threads = Hostile(blocking), byte_tokenizer(CHATML), threading.active_count()
     args = Args(max_response_tokens=8, max_context_tokens=400, max_concurrent=50,
@@ -723,8 +723,8 @@ class Generations(World):
                                    messages=[{"role": "user", "content": PROBLEMS[3]}])
 
 
-@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), (grpo_llm, ppo_llm)))
+@pytest.mark.parametrize("told", slow_but((True,), (False, True)))
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations(evaluates=told))

@@ -237,7 +237,7 @@ SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in ALL for nam
            if (script, name) != (a2c, "SIGINT")}  # which is in test_a2c_runs.py
 
 
-@pytest.mark.parametrize("case", slow_but(["grpo_llm-SIGTERM", "sft-SIGINT", "a2c_vecenv-SIGTERM"], SIGNALS))
+@pytest.mark.parametrize("case", slow_but(("grpo_llm-SIGTERM", "sft-SIGINT"), SIGNALS))
 def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
         case, finished, tmp_path, monkeypatch, capsys):
     script, name = SIGNALS[case]
@@ -322,7 +322,7 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
         go_on(script, folder, whole)
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), LLM))
+@pytest.mark.parametrize("script", slow_but((sft,), LLM))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
     length = "steps" if script is sft else "iterations"
     constant = dict(schedule="constant") if script is sft else dict(final_learning_rate=1.0)
@@ -612,7 +612,7 @@ def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none
     assert validate(folder)["ok"]
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
     size = dict(prompts_per_iteration=16) if script is ppo_llm else {}
     folder = train(script, tmp_path / "run", env="tests/two_turn.py:Flaky", log_episodes=1.0, eval_tasks=1,
@@ -787,6 +787,7 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
     assert log[0]["critic/vf_explained_var"] == 0 != log[1]["critic/vf_explained_var"]
 
 
+@pytest.mark.slow
 def test_the_adapters_of_policy_and_critic_share_one_frozen_base(tmp_path, monkeypatch):
     """Of each frozen matrix one copy is in memory when the run begins to sample."""
     def modules():

@@ -17,14 +17,13 @@ from tests.run_folders import (
     SMALL,
     TINY,
     episodes,
-    finish,
     is_time,
     killed_after,
     load_script,
-    process,
     records,
     same_end,
     slow_but,
+    torchrun_in_turn,
     variants,
 )
 from tools import docs_tables
@@ -113,9 +112,7 @@ def test_a_variant_learns_the_same_in_two_processes(made, tmp_path):
                learning_rate=1e-4, microbatch_tokens=96)
     module = load_script(path)
     module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
-    code, said = finish(process(path, *words(flags), "--run-dir", tmp_path / "2",
-                                torchrun=["--standalone", "--nproc_per_node=2"]))
-    assert code == 0, said  # all of it: why a process aborts stands before the tracebacks of the others
+    torchrun_in_turn(2, [(path, *words(flags), "--run-dir", tmp_path / "2")], tmp_path)
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
         for key, value in one.items():
             if not isinstance(value, str) and not is_time(key):
