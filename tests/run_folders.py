@@ -113,16 +113,14 @@ def finish(run, timeout=600):
 
 
 IN_TURN = """
-import atexit, json, os, runpy, sys, torch
-ends = atexit._run_exitfuncs, os._exit
-atexit._run_exitfuncs, os._exit = torch.distributed.destroy_process_group, id  # in place of a script's end
-try:
+import json, os, runpy, sys, torch
+from unittest.mock import patch
+# In place of a script's end:
+with patch("atexit._run_exitfuncs", torch.distributed.destroy_process_group), patch("os._exit"):
     for number, (script, *words) in enumerate(json.loads(sys.argv[1])):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has keys of its own in the store
         sys.argv = [script, *words]
         runpy.run_path(script, run_name="__main__")
-finally:
-    atexit._run_exitfuncs, os._exit = ends
 """
 
 

@@ -52,19 +52,15 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LONG = dict.fromkeys(("grpo", "ppo", "sft"), 20)  # steps
+LENGTH = dict.fromkeys(CASES, 6) | dict.fromkeys(("grpo", "ppo", "sft"), 20)  # steps
 TWO = ("--standalone", "--nproc_per_node=2")
-
-
-def length_of(name):
-    return LONG.get(name, 6)
 
 
 def words_of(name, folder, *more):
     """A case's command line."""
     script, flags = CASES[name]
     length = "--steps" if script == "sft.py" else "--iterations"
-    return (script, *FLAGS[script], *flags, "--run-dir", folder, length, length_of(name), "--eval-every", 20,
+    return (script, *FLAGS[script], *flags, "--run-dir", folder, length, LENGTH[name], "--eval-every", 20,
             "--checkpoint-every", 20, "--keep-checkpoints", 0, *more)
 
 
@@ -100,8 +96,8 @@ def assert_same_run(case, one, other):
                 tolerance = 1e-5 * max(1.0, abs(mine[name]))
                 assert mine[name] == pytest.approx(yours[name], abs=tolerance), (name, mine["iteration"])
                 compared += 1
-    assert compared >= 2 * len(records(one)) > 2 * length_of(case)
-    last = f"checkpoints/step_{length_of(case):06d}/*model.safetensors"
+    assert compared >= 2 * len(records(one)) > 2 * LENGTH[case]
+    last = f"checkpoints/step_{LENGTH[case]:06d}/*model.safetensors"
     mine, yours = (load_file(next(folder.glob(last))) for folder in (one, other))
     assert set(mine) == set(yours)
     for name in mine:
@@ -148,7 +144,7 @@ def test_sigterm_saves_and_ends_with_0_and_any_number_goes_on(name, before, afte
     assert code == 0, said[-3000:]
     (line,) = re.findall(r"SIGTERM: .*", said)
     last = int(re.search(r"stopped after (?:iteration|step) (\d+)", line)[1])
-    assert f"--run-dir {folder}" in line and 2 <= last < length_of(name)
+    assert f"--run-dir {folder}" in line and 2 <= last < LENGTH[name]
     assert json.loads((folder / "checkpoints" / "state.json").read_text())["last"] == f"step_{last:06d}"
 
     if after == "two hosts":  # a torchrun on each, with a process each
