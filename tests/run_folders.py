@@ -106,9 +106,9 @@ def process(script, *flags, torchrun=(), **options):
                             stderr=subprocess.STDOUT, text=True, **options)
 
 
-def finish(run, timeout=600):
+def finish(run):
     """-> exit code, what it said"""
-    said, _ = run.communicate(timeout=timeout)
+    said, _ = run.communicate(timeout=600)
     return run.returncode, said
 
 
@@ -125,9 +125,7 @@ with patch("atexit._run_exitfuncs", torch.distributed.destroy_process_group), pa
 
 
 def torchrun_in_turn(count, lines, folder, code=0):
-    """Command lines, one after the other, in the same processes, which torchrun forks from one that has
-    imported the scripts' libraries already.  -> what they said
-    """
+    """Command lines, one after the other in processes that torchrun forks (see `fork`).  -> what they said"""
     path, output = folder / "in_turn.py", folder / "said.txt"
     path.write_text(IN_TURN)
     plan = json.dumps([[str(word) for word in line] for line in lines])

@@ -138,10 +138,9 @@ def test_the_self_test_passes_and_says_so_as_json(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [dict(env_id="CartPole-v1"), dict(chunk=4)], ids=str)
-def test_compiled_runs_give_the_same_numbers(flags, tmp_path):
+def test_a_compiled_run_gives_the_same_numbers(tmp_path):
     plain, compiled = (train(a2c, tmp_path / str(on), compile=on, iterations=12, checkpoint_every=12,
-                             eval_every=12, num_steps=6, **flags) for on in (False, True))
+                             eval_every=12, num_steps=6, chunk=4) for on in (False, True))
     torch.compiler.reset()
     assert validate(compiled, strict=True)["ok"]
     for one, other in zip(timeless(plain), timeless(compiled), strict=True):

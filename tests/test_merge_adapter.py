@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from envs.code import trees
 from tests import run_folders
-from tests.run_folders import command_line, finish, full_disk, process, records, slow_but, told
+from tests.run_folders import command_line, fork, full_disk, records, slow_but, told
 from tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, as odd adapters are made
@@ -161,10 +161,11 @@ def test_a_checkpoint_of_grpo_llm_becomes_a_model_that_vllm_samples_from_and_tra
 
     if not importlib.util.find_spec("vllm"):  # importing it takes its time
         pytest.skip("vLLM is not installed")
-    environment = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
-    code, said = finish(process("grpo_llm.py", *flags, "--model", merged, "--engine", "vllm", "--run-dir",
-                                tmp_path / "next", "--max-context-tokens", 320, env=environment))
-    assert code == 0 and records(tmp_path / "next")[-1]["mismatch/kl"] < 1e-6, said[-3000:]
+    run = fork(tmp_path / "said", "grpo_llm.py", *flags, "--model", merged, "--engine", "vllm", "--run-dir",
+               tmp_path / "next", "--max-context-tokens", 320, daemon=False)
+    run.join(300)
+    assert run.exitcode == 0, (tmp_path / "said").read_text()[-3000:]
+    assert records(tmp_path / "next")[-1]["mismatch/kl"] < 1e-6
 
 
 def test_the_tokenizer_is_the_adapters_or_else_the_bases(tmp_path, capsys):

@@ -6,6 +6,7 @@ has been handed; test_engines.py asks a vLLM server. With the second diff the sa
 
 import itertools
 import re
+import time
 
 import psutil
 import pytest
@@ -18,16 +19,14 @@ from tests.run_folders import (
     TINY,
     command_line,
     episodes,
-    finish,
+    fork,
     load_script,
     log_lines,
-    process,
     records,
     same_checkpoint,
     timeless,
     train,
     variants,
-    wait_for,
 )
 from tests.test_engines import (  # noqa: F401
     PATIENCE,
@@ -158,16 +157,20 @@ def test_what_cannot_sample_beside_the_update_is_refused():
 
 
 def hf(folder, **flags):
-    """A process with the variant of both diffs."""
-    return process(variants()["grpo_overlap_hf.py"], *words_of(grpo_llm, folder, **SMALL["grpo_llm"] | flags))
+    """A process with the variant of both diffs.  -> it, the file of what it says"""
+    path, said = variants()["grpo_overlap_hf.py"], folder.with_name("said")
+    load_script(path)  # which tells processes where to find it
+    words = words_of(grpo_llm, folder, **SMALL["grpo_llm"] | flags)
+    return fork(said, path.name, *words, daemon=False), said  # daemons may have no children
 
 
 @pytest.mark.slow
 def test_a_copy_of_the_weights_samples_as_they_do(tmp_path):
     flags = dict(TURNS, lora_rank=2, dtype="bfloat16")
     one = train(grpo_llm, tmp_path / "one", **flags)
-    code, said = finish(hf(tmp_path / "other", max_staleness=0, **flags))
-    assert code == 0, said[-3000:]
+    run, said = hf(tmp_path / "other", max_staleness=0, **flags)
+    run.join(300)
+    assert run.exitcode == 0, said.read_text()[-3000:]
     assert without_staleness(one) == without_staleness(tmp_path / "other")
     same_checkpoint(one, tmp_path / "other")
 
@@ -178,20 +181,21 @@ def test_a_process_that_samples_ahead(tmp_path):
     folder, flags = tmp_path / "run", dict(max_staleness=2, iterations=99, microbatch_tokens=20, **KEEP)
 
     def reaches(step):
-        run = hf(folder, **flags)
-        wait_for((folder / "checkpoints" / f"step_{step:06d}").is_dir, run)
-        return run, psutil.Process(run.pid).children(recursive=True)
+        run, said = hf(folder, **flags)
+        while not (folder / "checkpoints" / f"step_{step:06d}").is_dir():
+            assert run.is_alive(), said.read_text()[-3000:]
+            time.sleep(0.01)
+        return run, said, psutil.Process(run.pid).children(recursive=True)
 
-    run, samplers = reaches(4)
+    run, said, samplers = reaches(4)
     max(samplers, key=lambda child: child.memory_info().rss).kill()
-    code, said = finish(run)
-    assert code == 1 and "error: EngineError: the process that samples has ended" in said, said[-3000:]
-    assert "Traceback" not in said
+    run.join(300)
+    assert run.exitcode == 1 and "Traceback" not in said.read_text()
+    assert "error: EngineError: the process that samples has ended" in said.read_text()
 
     began = len(records(folder))
-    run, samplers = reaches(began + 4)
+    run, _, samplers = reaches(began + 4)
     run.kill()
-    finish(run)
     assert samplers and not psutil.wait_procs(samplers, timeout=PATIENCE)[1]
     check_versions(folder)
     verdict = validate(folder)
