@@ -106,10 +106,11 @@ def process(script, *flags, torchrun=(), **options):
                             stderr=subprocess.STDOUT, text=True, **options)
 
 
-def finish(run):
-    """-> exit code, what it said"""
+def finish(run, fails=False):
+    """-> what it said"""
     said, _ = run.communicate(timeout=600)
-    return run.returncode, said
+    assert bool(run.returncode) is fails, said[-5000:]
+    return said
 
 
 IN_TURN = """

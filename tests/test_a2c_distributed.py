@@ -205,7 +205,6 @@ def test_sigterm_to_one_process_saves_at_the_next_record(tmp_path):
     log = folder / "train_log.jsonl"
     wait_for(lambda: log.exists() and '"iteration": ' in log.read_text(), run)
     ranks_of(run)[1].terminate()
-    code, said = finish(run)
-    assert code == 0 and said.count("SIGTERM: stopped after iteration") == 1, said
+    assert finish(run).count("SIGTERM: stopped after iteration") == 1
     (path,) = (folder / "checkpoints").glob("step_*")
     assert 2 <= int(path.name[5:]) < 20
