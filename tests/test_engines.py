@@ -422,9 +422,9 @@ def largest_difference(model, played, temperature):
 @pytest.mark.slow
 def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path):
     folder = train(grpo_llm, tmp_path / "run", **VLLM | dict(log_episodes=0.0, checkpoint_every=99),
-                   lora_rank=8, iterations=40, group_size=2, prompts_per_iteration=2)
+                   lora_rank=8, iterations=60, group_size=2, prompts_per_iteration=2)
     memory = [record["system/memory_usage"] for record in records(folder)]
-    assert memory[39] - memory[15] < 0.02  # GiB
+    assert memory[59] - memory[20] < 0.03  # GiB
     assert not list(folder.glob("sync/*"))
 
 

@@ -196,6 +196,7 @@ def test_a_process_that_samples_ahead(tmp_path):
     began = len(records(folder))
     run, _, samplers = reaches(began + 4)
     run.kill()
+    run.join()
     assert samplers and not psutil.wait_procs(samplers, timeout=PATIENCE)[1]
     check_versions(folder)
     verdict = validate(folder)
