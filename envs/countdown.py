@@ -121,6 +121,7 @@ class Countdown(Env):
     """One reply per task; reward 1 if it is correct, else 0."""
 
     Config = Config
+    _test = {}  # Config -> its test problems, drawn when first asked for
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -129,7 +130,6 @@ class Countdown(Env):
         # Games and search traces stay within whole numbers in every style; the solver only in compact.
         self._game_rules = Rules(config.operators, limit, True)
         self._rules = Rules(config.operators, limit, compact)
-        self._test = None  # the test problems, drawn when first asked for
         self._rows = load_rows(config) if config.data else None
         if self._rows:
             self._check_solvable()
@@ -243,7 +243,7 @@ class Countdown(Env):
 
     def _test_problems(self) -> list[tuple[list[int], int]]:
         """Distinct problems of the test split, as many as asked for or as there are."""
-        if self._test is None:
+        if self.config not in self._test:
             rng = random.Random(f"{self.config.seed} test").random
             games = GAMES + 20 * TEST_SHARE * self.config.test_tasks
             found = {}  # (*sorted numbers, target) -> problem
@@ -255,8 +255,8 @@ class Countdown(Env):
                         break
             if not found:
                 raise self._no_problem("test", games)
-            self._test = list(found.values())
-        return self._test
+            self._test[self.config] = list(found.values())
+        return self._test[self.config]
 
     def _is_test(self, nums, target):
         if self.config.held_out == "problems":

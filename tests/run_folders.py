@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "countdown-tiny")
 SMALL = {
     "grpo_llm": dict(iterations=4, prompts_per_iteration=4, group_size=4, eval_tasks=6, eval_samples=2,
-                     eval_every=2, checkpoint_every=2, warmup_iterations=2),
+                     eval_every=2, checkpoint_every=2, warmup_iterations=2, max_response_tokens=10),
     "ppo_llm": dict(iterations=4, prompts_per_iteration=8, group_size=1, epochs=1, minibatches=2,
                     critic_epochs=2, critic_minibatches=2, critic_warmup=1, warmup_iterations=2,
-                    eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2),
+                    eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2, max_response_tokens=10),
     "sft": dict(steps=4, batch_size=8, eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2,
-                log_every=1, warmup_steps=2),
-    "a2c_vecenv": dict(iterations=4, num_envs=6, num_steps=4, hidden_size=16, log_every=1, checkpoint_every=2,
-                       eval_every=2, eval_episodes=3, eval_envs=2),
+                log_every=1, warmup_steps=2, max_response_tokens=4),
+    "a2c_vecenv": dict(env_kwargs=("max_steps=10",), iterations=4, num_envs=6, num_steps=4, hidden_size=16,
+                       log_every=1, checkpoint_every=2, eval_every=2, eval_episodes=3, eval_envs=2),
 }
 LAST = "step_000004"
 

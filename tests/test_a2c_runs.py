@@ -17,6 +17,8 @@ from envs import BadInput
 from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
 from tools.validate_train_log import validate
 
+HELD = dict(env_id="HeldFast-v0", env_kwargs=())
+
 
 def test_the_meta_line_says_what_was_run(tmp_path):
     flags = dict(seed=5, env_kwargs=("max_steps=9", "stack_k=2"), iterations=2)
@@ -68,8 +70,8 @@ gymnasium.register("HeldFast-v0", Held, disable_env_checker=True)
 
 
 def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):
-    whole = train(a2c, tmp_path / "whole", env_id="HeldFast-v0", keep_checkpoints=0)
-    folder = train(a2c, killed_after(whole, tmp_path / "run", 2), env_id="HeldFast-v0")
+    whole = train(a2c, tmp_path / "whole", **HELD, keep_checkpoints=0)
+    folder = train(a2c, killed_after(whole, tmp_path / "run", 2), **HELD)
     assert state_of(folder / "checkpoints" / "step_000004")["env"] is None and validate(folder)["ok"]
     assert records(folder)[-1]["episode_length"] <= 7
 
@@ -120,7 +122,7 @@ def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp
     monkeypatch.setattr("envs.pixels.gymnasium.GymnasiumVec.frames", undrawn)
     monkeypatch.setattr(Held, "breaks_at", 5)
     with pytest.raises(ZeroDivisionError):
-        train(a2c, tmp_path / "run", env_id="HeldFast-v0")
+        train(a2c, tmp_path / "run", **HELD)
     told, path = receipt_of(tmp_path / "run")
     assert "in the engine" in "".join(told["traceback"]) and not list(path.glob("*.png"))
 

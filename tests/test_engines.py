@@ -176,7 +176,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
         # Every one that a server would otherwise take from the model's own generation config.
         assert 1 <= n <= 3 and body == dict(
             temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-            frequency_penalty=0.0, logprobs=0, max_tokens=16, stop_token_ids=[2, 2], return_token_ids=True)
+            frequency_penalty=0.0, logprobs=0, max_tokens=10, stop_token_ids=[2, 2], return_token_ids=True)
     for server in servers:
         assert len(server.asked("/v1/load_lora_adapter" if lora_rank else "/collective_rpc")) == 3
         assert len(server.asked("/reset_prefix_cache")) == 3

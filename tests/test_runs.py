@@ -602,9 +602,9 @@ def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path):
 
 def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none_does(tmp_path):
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
-    with pytest.raises(envs.BadInput, match="--max-context-tokens 17: the shortest prompt has 7 tokens"):
-        train(grpo_llm, tmp_path / "none", max_context_tokens=17, env_kwargs=numbers)
-    folder = train(grpo_llm, tmp_path / "run", max_context_tokens=23, iterations=1, env_kwargs=numbers)
+    with pytest.raises(envs.BadInput, match="--max-context-tokens 11: the shortest prompt has 7 tokens"):
+        train(grpo_llm, tmp_path / "none", max_context_tokens=11, env_kwargs=numbers)
+    folder = train(grpo_llm, tmp_path / "run", max_context_tokens=17, iterations=1, env_kwargs=numbers)
     record = records(folder)[-1]
     assert 0 < record["rollout/termination/context"] < 1 and record["env_steps"] > 0
     shares = [record[f"rollout/termination/{end}"] for end in ("length", "context")]
@@ -631,7 +631,7 @@ def test_a_run_goes_on_beside_environments_that_fail(script, tmp_path):
             assert record["rollout/groups_incomplete"] == len({episode["task_id"] for episode in failed})
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
+@pytest.mark.parametrize("script", RL)
 def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsys):
     folder = train(script, tmp_path / "run", env="tests/two_turn.py:Broken", eval_every=0, eval_tasks=2,
                    iterations=2)

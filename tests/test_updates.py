@@ -27,6 +27,7 @@ RUN = dict(iterations=2, checkpoint_every=1, keep_checkpoints=0, log_episodes=1.
 VALUE_CLIP, VALUE_COEF = 0.5, 5.0  # docs/ppo_llm.md
 TURNS = dict(env="tests/two_turn.py:FourTurn", env_kwargs=("test_tasks=32",), max_context_tokens=45,
              reward_fn=f"{__file__}:patience")
+CHECKSUM = "tests/test_draws.py:checksum"
 
 
 def patience(r):
@@ -172,7 +173,7 @@ def weight_of(s, segments, flags):
     """What a token's loss is multiplied by."""
     num_tokens, own = sum(sum(one["response_mask"]) for one in segments), sum(s["response_mask"])
     return {"token": 1 / num_tokens, "sequence": 1 / (own * len(segments)),
-            "constant": 1 / (flags.get("max_response_tokens", 16) * len(segments))}[
+            "constant": 1 / (flags.get("max_response_tokens", 10) * len(segments))}[
                 flags.get("aggregation", "token")]
 
 
@@ -262,24 +263,25 @@ def replay(adam, model, segments, known, of_segment, flags, epochs=1, stop=math.
 
 
 GRPO = {
-    "cut": dict(microbatch_tokens=20),
     "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=8,
                     temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, tis_cap=0.0),
-    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, group_size=8),
+    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
-    "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
-                tis_cap=1.0005, max_grad_norm=0.01, temperature=0.7, group_size=16, prompts_per_iteration=3),
-    "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
-    "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
+    "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
+                tis_cap=1.0005, max_grad_norm=0.01, temperature=1.5, group_size=16, prompts_per_iteration=3,
+                env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),  # prompts of two lengths
     "gspo-constant": dict(TURNS, loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2,
                           prompts_per_iteration=3, microbatch_tokens=60),
+    "cut": dict(microbatch_tokens=20),
+    "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
+    "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("loo", "turns"), GRPO))
+@pytest.mark.parametrize("case", slow_but([*GRPO][:7], GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
@@ -338,12 +340,12 @@ PPO = {
     "lora": dict(lora_rank=2, lora_alpha=8, learning_rate=2e-2, critic_learning_rate=2e-2, kl_coef=0.1),
     "shared": dict(critic="shared", entropy_coef=0.1, critic_warmup=9),  # which is for a critic of its own
     "shared-lora": dict(critic="shared", lora_rank=2, lora_alpha=8, learning_rate=2e-2),
-    "target": dict(critic="none", critic_warmup=9, target_kl=0.05,  # more than that of each pass
+    "target": dict(critic="none", critic_warmup=9, target_kl=0.08,  # more than that of each pass
                    microbatch_tokens=20),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("turns", "shared"), PPO))
+@pytest.mark.parametrize("case", slow_but(("turns", "shared", "target"), PPO))
 def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     flags = dict(critic_epochs=2, critic_minibatches=1, minibatches=1, epochs=2, critic_warmup=0,
                  critic_learning_rate=5e-3) | PPO[case]
@@ -414,7 +416,7 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     drawn, randperm = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
     flags = dict(minibatches=2, prompts_per_iteration=5, entropy_coef=0.0, temperature=2.0,
-                 reward_fn="tests/test_draws.py:checksum")
+                 reward_fn=CHECKSUM)
     flags |= dict(critic="none", epochs=1) if script is ppo_llm else {}
     folder = noisy_run(script, tmp_path / "run", monkeypatch, **flags)
     played, _ = episodes(folder, "train_step_000002")
