@@ -16,6 +16,7 @@ A step is a few gathers, for one world or 16,384, with no Python per environment
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from typing import Literal
 
@@ -222,7 +223,8 @@ class PixelGoal(VecEnv):
     def _build(self):
         """Draw the maps and write down what each action does, what each state shows and how far that is."""
         config = self.config
-        worlds = [_World(config, index, self.goal_frames) for index in range(config.num_maps)]
+        draw = _drawn_world if self.goal_frames is None else _World
+        worlds = [draw(config, index, self.goal_frames) for index in range(config.num_maps)]
         base = np.arange(config.num_maps) * NUM_STATES
         pictures = np.concatenate([*(world.pictures for world in worlds), _screen(menu_picture())[None]])
         sprites = [*sprite_pictures(), menu_picture()[CENTRE]]
@@ -404,6 +406,9 @@ class _World:
         parts = np.split(self.views[shown], range(128, len(shown), 128))  # the differences stay in the cache
         goal = torch.as_tensor(goal)
         return np.concatenate([l1_distance(torch.as_tensor(part)[:, None], goal) for part in parts])[which]
+
+
+_drawn_world = functools.lru_cache(maxsize=16)(_World)  # environments of training and evaluation share one
 
 
 # The world's rules and its looks
