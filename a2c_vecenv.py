@@ -643,7 +643,7 @@ def self_test():
     """Learn a toy world in about 20 s; print the verdict as JSON on the last line.  -> exit code"""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is for the CPU
     with tempfile.TemporaryDirectory() as folder:
-        metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=500,
+        metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=300,
                             eval_every=0, run_dir=folder))
     ok = metrics["eval/success_rate"] >= 0.95
     print(json.dumps(dict(ok=ok) | metrics))

@@ -17,8 +17,6 @@ from envs import BadInput
 from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
 from tools.validate_train_log import validate
 
-HELD = dict(env_id="HeldFast-v0", env_kwargs=())
-
 
 def test_the_meta_line_says_what_was_run(tmp_path):
     flags = dict(seed=5, env_kwargs=("max_steps=9", "stack_k=2"), iterations=2)
@@ -67,6 +65,7 @@ class Held(gymnasium.Env):
 
 
 gymnasium.register("HeldFast-v0", Held, disable_env_checker=True)
+HELD = dict(env_id="HeldFast-v0", env_kwargs=())
 
 
 def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):

@@ -4,7 +4,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-import torch
 
 import envs
 import grpo_llm
@@ -53,15 +52,3 @@ def test_the_same_prompt_gets_other_replies_in_each_iteration(script, tmp_path):
         for name in ("train_step_000001", "train_step_000002", "val_step_000000", "val_step_000002"))
     assert all(one != other for one, other in zip(train_1, train_2, strict=True))
     assert val_0 == val_2
-
-
-@RL
-def test_minibatches_are_drawn_anew_in_each_epoch_and_iteration(script, tmp_path, monkeypatch):
-    drawn, randperm = [], torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
-    own = dict(prompts_per_iteration=6) if script is grpo_llm else dict(
-        prompts_per_iteration=16, critic="none")
-    train(script, tmp_path / "run", iterations=2, epochs=2, minibatches=2, eval_every=0, eval_tasks=1,
-          temperature=3.0, reward_fn=f"{__file__}:checksum", **own)
-    assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
-    assert len(set(map(len, drawn))) == 1  # or this would say nothing

@@ -816,7 +816,7 @@ KILL = {
     "sft.py": "--batch-size 16 --eval-tasks 4 --eval-samples 2 --eval-every 6 --log-every 2 --packing "
               f"--checkpoint-every 2 --model {TINY} --dtype float32 --learning-rate 1e-3 --train-files",
     "a2c_vecenv.py": "--num-envs 8 --log-every 10 --eval-every 100 --checkpoint-every 10 --eval-episodes 4 "
-                     "--eval-envs 2 --hidden-size 16",
+                     "--eval-envs 2 --hidden-size 16 --env-kwargs max_steps=20",
 }
 
 

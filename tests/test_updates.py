@@ -412,13 +412,13 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypatch):
-    """Two, of an odd number, in the order that was drawn."""
+    """Two, of an odd number, in an order that each epoch of each iteration draws anew."""
     drawn, randperm = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda size: drawn.append(randperm(size)) or drawn[-1])
-    flags = dict(minibatches=2, prompts_per_iteration=5, entropy_coef=0.0, temperature=2.0,
-                 reward_fn=CHECKSUM)
-    flags |= dict(critic="none", epochs=1) if script is ppo_llm else {}
+    flags = dict(minibatches=2, epochs=2, prompts_per_iteration=5, entropy_coef=0.0, temperature=2.0)
+    flags |= dict(reward_fn=CHECKSUM) | (dict(critic="none") if script is ppo_llm else {})
     folder = noisy_run(script, tmp_path / "run", monkeypatch, **flags)
+    assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
     played, _ = episodes(folder, "train_step_000002")
     units = grpo_segments(played, flags) if script is grpo_llm else [e["segments"] for e in played]
     assert len(units) % 2 and len(units) > 2
@@ -427,10 +427,10 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     trained, model = learnable(before), base_model()
     adam = Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
     known = [known_before(model, trained, unit, flags) for unit in units]
-    for chosen in drawn[-1].chunk(2):
+    for chosen in (*drawn[-2].chunk(2), *drawn[-1].chunk(2)):
         segments, numbers = ([one for n in chosen for one in of[n]] for of in (units, known))
         replay(adam, model, segments, numbers, of_ppo if script is ppo_llm else of_grpo, flags)
-    check_step(adam, before, after, end["optimizer"], 1e-3)
+    check_step(adam, before, after, end["optimizer"], 3e-3)
 
 
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
