@@ -121,7 +121,7 @@ class Countdown(Env):
     """One reply per task; reward 1 if it is correct, else 0."""
 
     Config = Config
-    _test = {}  # Config -> its test problems, drawn when first asked for
+    _test = {}  # (class, Config) -> test problems, drawn when first asked for
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -243,7 +243,7 @@ class Countdown(Env):
 
     def _test_problems(self) -> list[tuple[list[int], int]]:
         """Distinct problems of the test split, as many as asked for or as there are."""
-        if self.config not in self._test:
+        if (key := (type(self), self.config)) not in self._test:
             rng = random.Random(f"{self.config.seed} test").random
             games = GAMES + 20 * TEST_SHARE * self.config.test_tasks
             found = {}  # (*sorted numbers, target) -> problem
@@ -255,8 +255,8 @@ class Countdown(Env):
                         break
             if not found:
                 raise self._no_problem("test", games)
-            self._test[self.config] = list(found.values())
-        return self._test[self.config]
+            self._test[key] = list(found.values())
+        return self._test[key]
 
     def _is_test(self, nums, target):
         if self.config.held_out == "problems":
