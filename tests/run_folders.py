@@ -34,8 +34,8 @@ SMALL = {
                     eval_tasks=4, eval_samples=2, eval_every=2, checkpoint_every=2, max_response_tokens=10),
     "sft": dict(steps=4, batch_size=8, eval_tasks=6, eval_samples=2, eval_every=2, checkpoint_every=2,
                 log_every=1, warmup_steps=2, max_response_tokens=4),
-    "a2c_vecenv": dict(env_kwargs=("max_steps=10",), iterations=4, num_envs=6, num_steps=4, hidden_size=16,
-                       log_every=1, checkpoint_every=2, eval_every=2, eval_episodes=3, eval_envs=2),
+    "a2c_vecenv": dict(iterations=4, num_envs=6, num_steps=4, hidden_size=16, log_every=1, checkpoint_every=2,
+                       eval_every=2, eval_episodes=3, eval_envs=2),
 }
 LAST = "step_000004"
 

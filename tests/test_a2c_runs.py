@@ -65,12 +65,11 @@ class Held(gymnasium.Env):
 
 
 gymnasium.register("HeldFast-v0", Held, disable_env_checker=True)
-HELD = dict(env_id="HeldFast-v0", env_kwargs=())
 
 
 def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):
-    whole = train(a2c, tmp_path / "whole", **HELD, keep_checkpoints=0)
-    folder = train(a2c, killed_after(whole, tmp_path / "run", 2), **HELD)
+    whole = train(a2c, tmp_path / "whole", env_id="HeldFast-v0", keep_checkpoints=0)
+    folder = train(a2c, killed_after(whole, tmp_path / "run", 2), env_id="HeldFast-v0")
     assert state_of(folder / "checkpoints" / "step_000004")["env"] is None and validate(folder)["ok"]
     assert records(folder)[-1]["episode_length"] <= 7
 
@@ -121,7 +120,7 @@ def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp
     monkeypatch.setattr("envs.pixels.gymnasium.GymnasiumVec.frames", undrawn)
     monkeypatch.setattr(Held, "breaks_at", 5)
     with pytest.raises(ZeroDivisionError):
-        train(a2c, tmp_path / "run", **HELD)
+        train(a2c, tmp_path / "run", env_id="HeldFast-v0")
     told, path = receipt_of(tmp_path / "run")
     assert "in the engine" in "".join(told["traceback"]) and not list(path.glob("*.png"))
 
