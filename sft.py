@@ -865,7 +865,7 @@ class Run:
             for part in parts:
                 part(temporary)
             torch.save(state, temporary / "trainer_state.pt")
-            manifest = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
+            manifest = {p.name: sha256(p) for p in sorted(temporary.iterdir()) if p.name != "manifest.json"}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             named.write_text(json.dumps(names))
             flush_to_disk(*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl")

@@ -259,6 +259,8 @@ def same_checkpoint(one, other, step=LAST):
     for weights in one_end.glob("*model.safetensors"):
         assert weights.read_bytes() == (other_end / weights.name).read_bytes()
     same_tree(state_of(one_end), state_of(other_end))
+    listed = [json.loads((end / "manifest.json").read_text()).keys() for end in (one_end, other_end)]
+    assert listed[0] == listed[1]
 
 
 def state_of(checkpoint):
@@ -314,7 +316,7 @@ def killed_after(whole, target, step):
     folder, error = shutil.copytree(whole, target), dict(type="OSError", message="", receipt=None)
     for later in (folder / "checkpoints").glob("step_*"):
         if int(later.name[5:]) > step:
-            shutil.rmtree(later)
+            later.rename(later.with_name(f".{later.name}.writing"))  # whole, but for its name
     with (folder / "train_log.jsonl").open("a") as log:
         trace_id = records(folder)[-1]["trace_id"]
         log.write(json.dumps({"trace_id": trace_id, "error": error}) + '\n{"trace_id": "torn')
