@@ -419,6 +419,7 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     flags |= dict(reward_fn=CHECKSUM) | (dict(critic="none") if script is ppo_llm else {})
     folder = noisy_run(script, tmp_path / "run", monkeypatch, **flags)
     assert len(drawn) == 4 == len({tuple(order.tolist()) for order in drawn})
+    assert len(set(map(len, drawn))) == 1  # or this would say nothing
     played, _ = episodes(folder, "train_step_000002")
     units = grpo_segments(played, flags) if script is grpo_llm else [e["segments"] for e in played]
     assert len(units) % 2 and len(units) > 2
@@ -430,7 +431,7 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     for chosen in (*drawn[-2].chunk(2), *drawn[-1].chunk(2)):
         segments, numbers = ([one for n in chosen for one in of[n]] for of in (units, known))
         replay(adam, model, segments, numbers, of_ppo if script is ppo_llm else of_grpo, flags)
-    check_step(adam, before, after, end["optimizer"], 3e-3)
+    check_step(adam, before, after, end["optimizer"], 1e-3)
 
 
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
