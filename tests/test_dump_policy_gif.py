@@ -203,7 +203,7 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(dump, trained, tmp_path
     for path in folder.glob("step_*/trainer_state.pt"):
         path.write_bytes(b"")
     status, said, _ = dump("--run", tmp_path / "run")
-    assert status == 1 and "every checkpoint in it is damaged" in said["reason"]
+    assert status == 1 and "no checkpoint in it can be used" in said["reason"]
 
 
 class Evil:

@@ -865,7 +865,7 @@ def test_predictions_of_replies(tmp_path, capsys):
     (["--run", "{}", "--out", "{}/p"], "p: expected a name that ends in .jsonl or .json"),
 ])
 def test_what_cannot_be_exported_is_named(run_folder, capsys, flags, says):
-    (run_folder / "bad.jsonl").write_text('\n{"instance_id"\n')
+    (run_folder / "bad.jsonl").write_bytes(b'\n{"instance_id": "\xff"}\n')
     (run_folder / "odd.jsonl").write_text('{"instance_id": 1, "reply": "x"}\n')
     told = export(capsys, run_folder / "p.jsonl", *(flag.format(run_folder) for flag in flags))
     assert says in told["error"] and not (run_folder / "p.jsonl").exists()

@@ -204,6 +204,8 @@ def test_a_damaged_line_is_named_in_one_line_and_left_out(a_run, capsys):
         file = write(a_run, "val_step_000010", line + b"\n")
     write(a_run, "val_step_000010", episode("after"))
     write(a_run, "val_step_000010", b'{"half a line')
+    (a_run / "checkpoints" / "step_000001").mkdir(parents=True)
+    (a_run / "checkpoints" / "step_000001" / "tokenizer.json").write_text("no tokenizer")
 
     page, report, complaints = page_of(capsys, a_run)
     numbers = [*range(8, 18), 19]  # after six episodes and their summary

@@ -64,7 +64,7 @@ def newest_checkpoint(run: Path) -> tuple[Path, dict, dict, list[str]]:
         except BadInput as error:
             damaged.append(folder.name)
             reason = error
-    raise BadInput(f"--run {run}: every checkpoint in it is damaged ({reason})")
+    raise BadInput(f"--run {run}: no checkpoint in it can be used ({reason})")
 
 
 def load_checkpoint(folder: Path) -> tuple[dict, dict]:

@@ -64,7 +64,7 @@ def replies_of_file(path: Path) -> Iterator[tuple[str, str]]:
 
 def rows(path: Path, name: str) -> Iterator[tuple[str, object]]:
     """(where it stands, what stands there) of the lines of a .jsonl file."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:

@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(json.dumps(record(args)))
-    except envs.BadInput as error:
+    except (envs.BadInput, OSError) as error:
         print(json.dumps({"error": " ".join(str(error).split())}), file=sys.stderr)
         return 1
     return 0

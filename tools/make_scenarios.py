@@ -493,7 +493,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="of processor time for all tests; mutants that take more are dropped (20)")
     try:
         print(json.dumps(make(parser.parse_args(argv))))
-    except (BadInput, sandbox.SandboxError) as error:
+    except (BadInput, OSError, sandbox.SandboxError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0

@@ -24,9 +24,9 @@ def log_lines(log: Path) -> list[dict]:
     """The complete lines: the last one may still be being written."""
     lines = [line for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise BadInput(f"{log}: expected lines of JSON ({one_line(error)})") from error
+        return [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"{log}: expected lines of JSON objects ({one_line(error)})") from error
 
 
 def begin(folder: Path, meta: dict):
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     log = args.run / "train_log.jsonl"
     while not (lines := log_lines(log)) and not args.once:
         time.sleep(args.every)  # the run is still loading
-    if not (lines and "args" in lines[0].get("meta", {})):
+    if not (lines and "args" in (lines[0].get("meta") or {})):
         raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl")
     run, after = begin(args.run, lines[0]["meta"]), -1
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import codecs
+import contextlib
 import functools
 import hashlib
 import json
@@ -91,7 +92,8 @@ def load_tokenizer(run: Path):
         if (place / "tokenizer.json").is_file():  # at once; transformers takes seconds to import
             import tokenizers
 
-            return tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+            with contextlib.suppress(Exception):  # tokenizers raises nothing else for a damaged file
+                return tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
     for place in [*filter(Path.is_dir, places), *filter(None, [model])]:
         try:
             from transformers import AutoTokenizer
