@@ -452,6 +452,8 @@ def add_lora(model, args, checkpoint=""):
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
+        # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
+        model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
         if folder:
             loaded = model.load_adapter(folder, "default", is_trainable=True)
             if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
@@ -649,16 +651,17 @@ class VllmEngine(Engine):
 
     def __init__(self, model, tokenizer, args, folder=None):
         super().__init__(model, tokenizer, args, folder)
-        # In one process weights need no transport, and torch.manual_seed seeds vLLM's sampling too.
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        # In one process weights need no transport, and transformers.set_seed seeds vLLM's sampling too.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         options = dict(max_num_seqs=256, gpu_memory_utilization=0.4, enable_sleep_mode=True)
         if model.device.type == "cpu":
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
             options = dict(max_num_seqs=256, kv_cache_memory_bytes=2**28, enforce_eager=True)
         if args.lora:
-            largest = 2 ** math.ceil(math.log2(model.peft_config["default"].r))  # vLLM knows powers of 2
-            options |= dict(enable_lora=True, max_lora_rank=max(8, largest))
+            config = model.peft_config["default"]
+            largest = max(8, config.r, *config.rank_pattern.values())
+            options |= dict(enable_lora=True, max_lora_rank=2 ** math.ceil(math.log2(largest)))  # powers of 2
         try:
             import vllm  # not installed with the others
             for name, text in envs.parse_options(args.vllm_kwargs).items():
@@ -777,9 +780,10 @@ class VllmServers(Engine):
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
+                    # Ends requests of episodes that timed out, and empties the cache: both are of old weights.
+                    self.post(url, "/pause?mode=abort", {})
                     self.post(url, *load)
-                    # The cache is of older weights. Requests of episodes that timed out may still be running.
-                    self.post(url, "/reset_prefix_cache?reset_running_requests=true", {})
+                    self.post(url, "/resume", {})
             except EngineError as error:
                 problem = str(error)
             shutil.rmtree(self.folder)
@@ -1094,7 +1098,7 @@ def trainable_groups(rollouts, args):
                     segment.advantage = advantage
                 if member.termination not in left_out:
                     groups[-1] += [segment for segment in member.segments if any(segment.response_mask)]
-    return groups
+    return [group for group in groups if group]
 
 
 def passes(segments, args, pad_id, device):
@@ -1229,7 +1233,7 @@ def evaluate(engine, tokenizer, env, args, score):
     """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
     n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
-    torch.manual_seed(args.seed + RANK)  # vLLM's draws, the same at every evaluation
+    transformers.set_seed((args.seed + RANK) % 2**32)  # vLLM's draws, the same at every evaluation
     sampled, greedy = (
         gather(rollout(engine, tokenizer, env, tasks, number, temperature, args, score, "val", mine.start))
         for number, temperature in ((n, args.eval_temperature), (1, 0.0)))
@@ -1515,6 +1519,8 @@ def main(args):
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
+    positions = getattr(base.config, "max_position_embeddings", None) or args.max_context_tokens
+    args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = (add_lora(base, args, run.checkpoint) if args.lora
              else load_weights(run.checkpoint) if run.checkpoint else base)
@@ -1578,7 +1584,7 @@ def main(args):
             if last or stopped:
                 break
             seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
-            torch.manual_seed(seed + RANK * 0x9e3779b9)  # vLLM's draws; a CPU keeps the low 32 bits
+            transformers.set_seed((seed + RANK * 0x9e3779b9) % 2**32)  # vLLM's draws, by torch or NumPy
 
             # 2. Rollout: group_size responses to each prompt, from the current policy.
             # 3. Advantages: each reward against its group's.
@@ -1593,7 +1599,7 @@ def main(args):
                     num_trainable = sum(gather([len(groups)]))
                     if num_trainable >= args.prompts_per_iteration:
                         break
-            groups = [group for group in groups if group][:len(mine)]
+            groups = groups[:len(mine)]
 
             # 4. Update: sums over tokens divided by the minibatch's token count, so that the gradient does
             #    not depend on how the minibatch is cut into passes.
@@ -1629,6 +1635,7 @@ def main(args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a reply may hold what the terminal's encoding has not
     try:
         main(tyro.cli(Args))
     except (BadInput, OSError) as problem:

@@ -396,6 +396,8 @@ def add_lora(model, args, checkpoint=""):
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
+        # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
+        model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
         if folder:
             loaded = model.load_adapter(folder, "default", is_trainable=True)
             if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:

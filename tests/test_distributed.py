@@ -168,12 +168,13 @@ def test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again
 
 FAILING = """
 import os
+import numpy
 import torch
 calls = []
 def reward(rollout):
     calls.append(1)
     if "train" in rollout.task.id:
-        print("drew", os.environ["RANK"], torch.rand(()).item(), flush=True)
+        print("drew", os.environ["RANK"], torch.rand(()).item(), numpy.random.rand(), flush=True)
     if os.environ.get("RANK") == "1" and len(calls) > 50:
         raise ValueError("the reward of rank 1 broke")
     return sum(step.reward for step in rollout.steps)
@@ -191,7 +192,7 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     assert receipt["rank"] == 1 and f"{receipt['type']}: {receipt['message']}".startswith(message)
     errors = [row["error"] for row in log_lines(tmp_path / "run") if "error" in row]
     assert receipt["message"] in [error["message"] for error in errors] and validate(tmp_path / "run")["ok"]
-    draws = [set(re.findall(rf"^drew {rank} (\S+)$", said, re.M)) for rank in (0, 1)]
+    draws = [set(" ".join(re.findall(rf"^drew {rank} (\S+ \S+)$", said, re.M)).split()) for rank in (0, 1)]
     assert all(draws) and not set.intersection(*draws)  # of each rank its own random numbers
 
 

@@ -118,9 +118,11 @@ class StandIn:
             assert body["method"] == "reload_weights"
             self.handed = load_file(Path(body["kwargs"]["weights_path"], "model.safetensors"))
             return 200, dict(results=[None])
-        if path == "/reset_prefix_cache":
+        if path == "/pause":
+            return 200, dict(status="paused")
+        if path == "/resume":
             self.model.load_state_dict(self.handed, strict=False)
-            return 200, dict(success=True)
+            return 200, dict(status="resumed")
         if path == "/v1/completions":
             return 200, self.completions(**body)
         return 404, "not found"
@@ -179,7 +181,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
             frequency_penalty=0.0, logprobs=0, max_tokens=10, stop_token_ids=[2, 2], return_token_ids=True)
     for server in servers:
         assert len(server.asked("/v1/load_lora_adapter" if lora_rank else "/collective_rpc")) == 3
-        assert len(server.asked("/reset_prefix_cache")) == 3
+        assert len(server.asked("/pause")) == len(server.asked("/resume")) == 3
     assert not list(folder.glob("sync*"))  # what was handed over is gone
 
 
@@ -240,7 +242,7 @@ def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, befalls
     """The prefix cache is not reset; or nothing of what is handed over arrives, or all but the head."""
     server, folder = stand_in(), tmp_path / "run"
     server.trouble = lambda path, body: befalls(server.handed) if (
-        path == "/reset_prefix_cache" and server.asked(path)) else ()  # not the first time
+        path == "/resume" and server.asked(path)) else ()  # not the first time
     flags, says = asking(server, prompts_per_iteration=3), r"mismatch/kl is \S+ nats .* are 1e-06 in float32"
     ends_with_one_line(capsys, f"^error: EngineError: {says}", script, folder, **flags)
     log = records(folder)
@@ -488,6 +490,11 @@ def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
         assert command(ppo_llm, tmp_path / "before", **asking(
             server, max_context_tokens=256, lora_rank=8, learning_rate=RATES[8], iterations=1)) == 0
         check_run(tmp_path / "before", 1)
+        # Requests that nobody waits for any more are under way when the next adapter is handed over.
+        assert command(grpo_llm, tmp_path / "late", **asking(
+            server, max_context_tokens=256, max_response_tokens=200, lora_rank=8, iterations=2, group_size=64,
+            prompts_per_iteration=4, temperature=2.0, episode_timeout=0.3)) == 0
+        assert records(tmp_path / "late")[-1]["rollout/termination/timeout"] > 0
         url = dict(vllm_url=server.url)
     words = words_of(grpo_llm, tmp_path / "run", **url, engine="vllm", max_context_tokens=256, iterations=2,
                      lora_rank=lora_rank or 0, learning_rate=RATES[lora_rank or 0], warmup_iterations=0,
@@ -495,7 +502,7 @@ def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
     torchrun_in_turn(2, [("grpo_llm.py", *words)], tmp_path)
     check_run(tmp_path / "run", 2)
     if server:
-        assert server.posts("/v1/load_lora_adapter") == 2 + 3  # the starts, and each iteration
+        assert server.posts("/v1/load_lora_adapter") == 2 + 3 + 3  # the starts, and each iteration
         cards = requests.get(server.url + "/v1/models", timeout=PATIENCE).json()["data"]
         assert cards[-1]["root"].startswith(str(tmp_path / "run" / "sync"))
 

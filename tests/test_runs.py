@@ -601,6 +601,7 @@ def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path):
 
 
 def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none_does(tmp_path):
+    """A model with few positions is as short a context."""
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
     with pytest.raises(envs.BadInput, match="--max-context-tokens 11: the shortest prompt has 7 tokens"):
         train(grpo_llm, tmp_path / "none", max_context_tokens=11, env_kwargs=numbers)
@@ -610,6 +611,11 @@ def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none
     shares = [record[f"rollout/termination/{end}"] for end in ("length", "context")]
     assert record["response_length/clip_ratio"] == pytest.approx(sum(shares))
     assert validate(folder)["ok"]
+    short = shutil.copytree(TINY, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text()) | dict(max_position_embeddings=17)
+    (short / "config.json").write_text(json.dumps(config))
+    other = train(grpo_llm, tmp_path / "other", model=str(short), iterations=1, env_kwargs=numbers)
+    assert timeless(other) == timeless(folder)
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
