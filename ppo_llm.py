@@ -866,9 +866,7 @@ class Rollout:
     """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
 
     task: envs.Task
-    number: int  # within the group; of a sub-agent, among its parent's
-    order: tuple  # among all episodes of its kind; with the turn it seeds a reply
-    prompt: list  # the rendered text of the task's messages, and its ids
+    order: tuple  # among all of its kind, its number in the group last; with the turn it seeds a reply
     messages: list[dict] = dataclasses.field(default_factory=list)
     segments: list[Segment] = dataclasses.field(default_factory=list)
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
@@ -934,15 +932,11 @@ def render(messages, tokenizer, args):
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
-def encode_prompts(texts, tokenizer):
-    """The ids of rendered conversations; none for an empty text."""
-    return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-
-
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-    prompts = encode_prompts([render(task.messages, tokenizer, args) for task in tasks], tokenizer)
+    texts = [render(task.messages, tokenizer, args) for task in tasks]
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids
     if not all(prompts):
         raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
     ids = [token for prompt in prompts for token in prompt]
@@ -982,7 +976,7 @@ def observe(r, tokenizer, args):
             return False
         segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
-            segment, ids = Segment(*encode_prompts([text], tokenizer)), []
+            segment, ids = Segment(tokenizer.encode(text, add_special_tokens=False)), []
         if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
             segment.append(ids, 0, [0.0] * len(ids))
             if segment is not r.segments[-1]:
@@ -998,12 +992,10 @@ class Player:
     def __init__(self, engine, tokenizer, env, args, temperature, kind):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
         self.temperature, self.kind, self.call = temperature, kind, envs.Calls(env)
+        # Once for the episodes of a group, or for equal replies.
+        self.render = functools.cache(lambda task: render(task.messages, tokenizer, args))
+        self.encode = functools.cache(functools.partial(tokenizer.encode, add_special_tokens=False))
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
-
-    def prompts(self, tasks):
-        """Yield (task, rendered text, ids)."""
-        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
-        return zip(tasks, texts, encode_prompts(texts, self.tokenizer), strict=True)
 
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
@@ -1049,7 +1041,8 @@ class Player:
 
     async def play_turns(self, r, episode):
         """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
-        r.text, prompt_ids = r.prompt
+        r.text = self.render(r.task)
+        prompt_ids = self.encode(r.text)
         r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
@@ -1078,8 +1071,8 @@ class Player:
     async def play_children(self, r, pairs):
         """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
         tasks, episodes = zip(*pairs, strict=True)
-        children = [Rollout(task, number, (*r.order, r.retries, number), prompt)
-                    for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
+        children = [Rollout(task, (*r.order, r.retries, number))
+                    for number, task in enumerate(tasks, len(r.children))]
         r.children += children
         self.engine.active += len(children) - 1  # the parent is not active while they are
         ended = itertools.count(1)
@@ -1103,8 +1096,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     kind ("train" or "val") and first, the number of the first task among all of that kind, seed the replies.
     """
     player = Player(engine, tokenizer, env, args, temperature, kind)
-    rollouts = [Rollout(task, number, (position, number), prompt)
-                for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
+    rollouts = [Rollout(task, (position, number)) for position, task in enumerate(tasks, first)
                 for number in range(num_samples)]
     problem = ""
     try:
@@ -1505,8 +1497,9 @@ def json_bytes(value):
 def describe_episode(r):
     """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
     rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
-    return dict(task_id=r.task.id, source=r.task.source, number=r.number, reward=r.reward, correct=r.correct,
-                info=r.info, termination=r.termination, retries=r.retries, messages=r.messages,
+    return dict(task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward,
+                correct=r.correct, info=r.info, termination=r.termination, retries=r.retries,
+                messages=r.messages,
                 turns=[dict(segment=segment, start=start, end=end, reward=reward)
                        for (segment, start, end), reward in zip(r.turns, rewards, strict=False)],
                 segments=[dataclasses.asdict(segment) for segment in r.segments],
@@ -1518,7 +1511,7 @@ def log_episodes(run, kind, rollouts, args):
     step = run.counters["iteration"]
     draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
     chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
-              or kind == "val" and r.order[0] < 10 and r.number == 0]  # ten to read
+              or kind == "val" and r.order[0] < 10 and r.order[-1] == 0]  # ten to read
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
@@ -1526,7 +1519,7 @@ def log_episodes(run, kind, rollouts, args):
         path = run.dir / "episodes" / f"{kind}_step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
-    for r in [r for r in rollouts if r.number == 0][:args.print_samples]:
+    for r in [r for r in rollouts if r.order[-1] == 0][:args.print_samples]:
         texts = [str(message.get("content")) for message in r.messages or r.task.messages]
         line = " | ".join([f"{kind} {r.task.id}", *texts,
                            f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])

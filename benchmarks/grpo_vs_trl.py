@@ -79,7 +79,7 @@ def trl_config(flags, **more):
 
 def alternating_reward(rollout):
     """--reward-fn of `step`: half of each group succeeds, whatever it wrote."""
-    return rollout.number % 2
+    return rollout.order[-1] % 2
 
 
 def work_ours(job, gate):
@@ -221,7 +221,7 @@ def compare(options, mode, size_name, sides, seed, blocks):
     tokenizer = grpo_llm.load_tokenizer(args)
     texts = [grpo_llm.render(env.task("train", index).messages, tokenizer, args)
              for index in job["tasks"][:size[0]]]
-    prompts = grpo_llm.encode_prompts(texts, tokenizer)
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids
     started_at, rows, workers = datetime.datetime.now().isoformat(timespec="seconds"), [], []
     try:
         for side in sides:

@@ -203,7 +203,7 @@ def model_player(folder, temperature):
 
     def player(episodes, conversations):
         texts = [grpo_llm.render(messages, tokenizer, args) for messages in conversations]
-        prompts = grpo_llm.encode_prompts(texts, tokenizer)
+        prompts = tokenizer(texts, add_special_tokens=False).input_ids
         seeds = torch.randint(2**40, (len(prompts),)).tolist()
         replies = grpo_llm.generate(model, prompts, 8, temperature, tokenizer, seeds)
         return tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)

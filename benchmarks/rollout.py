@@ -76,7 +76,7 @@ def random_prompts(count, shortest, longest):
 def countdown_prompts(count, tokenizer, args):
     env = envs.make("countdown")
     texts = [grpo_llm.render(env.task("train", i).messages, tokenizer, args) for i in range(count)]
-    return grpo_llm.encode_prompts(texts, tokenizer)
+    return tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def ours(model, prompts, max_new_tokens, tokenizer):
