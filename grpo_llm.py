@@ -323,12 +323,6 @@ def gather(items):
     return [item for part in parts for item in part]
 
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    if UNDER_TORCHRUN:
-        dist.all_reduce(tensor, op)
-    return tensor
-
-
 def shard(size):
     """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
@@ -1190,8 +1184,8 @@ def update(model, reference, optimizer, groups, args, pad_id):
     orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
     for chosen in itertools.chain(*orders):
         segments = [segment for index in chosen.tolist() for segment in groups[index]]
-        counts = torch.tensor([sum(sum(s.response_mask) for s in segments), len(segments)])
-        num_tokens, num_segments = all_reduce(counts).tolist()  # of the minibatch, in all processes
+        lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
+        num_tokens, num_segments = sum(lengths), len(lengths)
         for _, batch in passes(segments, args, pad_id, model.device):
             with precision(args, model.device):
                 loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
@@ -1200,7 +1194,7 @@ def update(model, reference, optimizer, groups, args, pad_id):
             ratios.append(ratio)
         # Before the first step: a sampler that disagrees on its own tokens has stale weights, a wrong head or
         # a stale prefix cache.
-        mismatch = 0.0 if norms else float(all_reduce(totals["mismatch/kl"].clone())) / num_tokens
+        mismatch = 0.0 if norms else sum(gather([float(totals["mismatch/kl"])])) / num_tokens
         if not mismatch <= MISMATCH_TOLERANCE[args.dtype]:
             raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
                               f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
@@ -1210,11 +1204,11 @@ def update(model, reference, optimizer, groups, args, pad_id):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         num_seen += num_tokens
-    sums = all_reduce(torch.stack([*totals.values()])).tolist()
+    sums = np.sum(gather([torch.stack([*totals.values()]).tolist()]), 0).tolist()
     metrics = {name: value / (len(norms) if name == "train/policy_loss" else num_seen)
                for name, value in zip(totals, sums, strict=True)}
     metrics["train/grad_norm"] = float(torch.stack(norms).mean())
-    metrics["mismatch/ratio_max"] = float(all_reduce(torch.stack(ratios).max(), dist.ReduceOp.MAX))
+    metrics["mismatch/ratio_max"] = max(gather([float(torch.stack(ratios).max())]))
     return metrics, len(norms)
 
 
