@@ -755,12 +755,10 @@ class VllmServers(Engine):
         servers = itertools.cycle(self.args.vllm_url)
         async with asyncio.TaskGroup() as posting:  # a failed request ends all
             while True:
-                groups = {}  # one prompt's replies in one request, at half the cost; not greedy ones
-                for request in await self.next_requests():
-                    key = tuple(request.prompt_ids), request.temperature or request.seed
-                    groups.setdefault(key, []).append(request)
-                for group, url in zip(groups.values(), servers, strict=False):
-                    posting.create_task(self.answer(url, group))
+                # One request for a group's replies to its prompt, at half the cost; not for greedy ones.
+                for _, group in itertools.groupby(await self.next_requests(), lambda request: (
+                        request.prompt_ids, request.temperature or request.seed)):
+                    posting.create_task(self.answer(next(servers), [*group]))
 
     async def answer(self, url, group):
         """Get the replies to requests with the same prompt and temperature."""
