@@ -47,7 +47,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from envs import BadInput, parse_options, pixels
+from envs import BadInput, as_bad_input, parse_options, pixels
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -416,11 +416,9 @@ class Run:
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
-        try:
+        with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
         told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags

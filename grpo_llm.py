@@ -62,7 +62,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import envs
-from envs import BadInput, first_line
+from envs import BadInput, as_bad_input, first_line
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -382,14 +382,12 @@ def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
     beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
-    try:
+    with as_bad_input(f"--model {name}: it cannot be loaded; expected a hub id, or a folder with config.json "
+                      "and weights"):
         if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
-    except Exception as error:  # each library raises its own for a damaged file
-        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
-                       "folder with config.json and weights") from error
 
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -402,14 +400,12 @@ def load_tokenizer(args):
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     bos = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids)
-    try:
+    with as_bad_input(f"--model {args.model} --chat-template {args.chat_template}: expected model, where it "
+                      "has one, plain, or a file"):
         tokenizer.chat_template = (
             tokenizer.get_chat_template() if args.chat_template == "model"
             else bos + PLAIN_TEMPLATE if args.chat_template == "plain"
             else Path(args.chat_template).read_text("utf-8"))
-    except (OSError, ValueError) as error:  # no such file, not UTF-8, or a model without a template
-        raise BadInput(f"--model {args.model} --chat-template {args.chat_template}: expected model, where it "
-                       f"has one, plain, or a file ({first_line(error)})") from error
     return tokenizer
 
 
@@ -439,7 +435,8 @@ def weights_sha256(model, adapter=""):
 def add_lora(model, args, checkpoint=""):
     """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
-    try:
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    with as_bad_input(f"{flag}: no adapter for {args.model}"):
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
             target_modules=targets if targets == "all-linear" else targets.split(","))
@@ -453,9 +450,6 @@ def add_lora(model, args, checkpoint=""):
             if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
         return model
-    except Exception as error:
-        flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
-        raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
 
 def precision(args, device):
@@ -656,7 +650,7 @@ class VllmEngine(Engine):
             config = model.peft_config["default"]
             largest = max(8, config.r, *config.rank_pattern.values())
             options |= dict(enable_lora=True, max_lora_rank=2 ** math.ceil(math.log2(largest)))  # powers of 2
-        try:
+        with as_bad_input("--engine vllm: it cannot be started; requirements-vllm.txt has its version"):
             import vllm  # not installed with the others
             for name, text in envs.parse_options(args.vllm_kwargs).items():
                 with contextlib.suppress(ValueError):  # what is not JSON is a text
@@ -669,8 +663,6 @@ class VllmEngine(Engine):
                 load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
                 logprobs_mode="processed_logprobs", **options)
-        except (ImportError, TypeError, ValueError, RuntimeError, OSError) as error:
-            raise BadInput(f"--engine vllm: {first_line(error)} (requirements-vllm.txt)") from error
         self.vllm = vllm
 
     async def serve(self):
@@ -1292,11 +1284,9 @@ class Run:
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
-        try:
+        with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
         told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags

@@ -62,7 +62,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
-from envs import BadInput, first_line
+from envs import BadInput, as_bad_input
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -292,14 +292,12 @@ def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
     beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
-    try:
+    with as_bad_input(f"--model {name}: it cannot be loaded; expected a hub id, or a folder with config.json "
+                      "and weights"):
         if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
-    except Exception as error:  # each library raises its own for a damaged file
-        raise BadInput(f"--model {name}: it cannot be loaded ({first_line(error)}); expected a hub id, or a "
-                       "folder with config.json and weights") from error
 
 
 @torch.no_grad()
@@ -375,21 +373,20 @@ def make_tokenizer(args, env):
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     plain = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids) + PLAIN_TEMPLATE
-    try:
+    with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
+                      "template"):
         named = {"model": tokenizer.get_chat_template() if tokenizer.chat_template else plain, "plain": plain}
         tokenizer.chat_template = (
             named.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
         tokenizer.apply_chat_template([dict(role="user", content="hello")])
-    except Exception as error:  # no such file, not UTF-8, or whatever the template raises
-        raise BadInput(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
-                       f"template ({first_line(error)})") from error
     return tokenizer
 
 
 def add_lora(model, args, checkpoint=""):
     """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
     folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
-    try:
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    with as_bad_input(f"{flag}: no adapter for {args.model}"):
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
             target_modules=targets if targets == "all-linear" else targets.split(","))
@@ -403,9 +400,6 @@ def add_lora(model, args, checkpoint=""):
             if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
                 raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
         return model
-    except Exception as error:
-        flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
-        raise BadInput(f"{flag}: no adapter for {args.model} ({first_line(error)})") from error
 
 
 @torch.no_grad()
@@ -774,11 +768,9 @@ class Run:
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
-        try:
+        with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
             was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise BadInput(f"{self.log.name}: expected a meta line first ({error!r})") from error
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
         told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags

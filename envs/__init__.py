@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -52,6 +53,15 @@ class BadInput(ValueError):
 def first_line(error: BaseException) -> str:
     """What an error says, for the one line of a BadInput."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def as_bad_input(what: str):
+    """Whatever a library raises within is a BadInput: `what`, and the first line of the error."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{what} ({first_line(error)})") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_a_wrong_answer_is_one_line_that_names_the_server(path, answer, expected
 def test_a_missing_vllm_is_one_line_that_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     (tmp_path / "vllm.py").write_text("raise ImportError('No module named vllm')")
     monkeypatch.syspath_prepend(tmp_path)
-    ends_with_one_line(capsys, r"--engine vllm: No module.*vllm.*requirements-vllm\.txt", grpo_llm,
+    ends_with_one_line(capsys, r"--engine vllm: .*requirements-vllm\.txt.* \(No module.*vllm", grpo_llm,
                        tmp_path / "run", engine="vllm")
     assert (ROOT / "requirements-vllm.txt").is_file()
 
