@@ -1026,8 +1026,8 @@ class Player:
                 tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
                 r.termination = "error"
             finally:
-                if episode and not given:
-                    await self.call.close([episode])
+                if episode:
+                    await self.call.close(episode)
 
     async def play_turns(self, r, episode):
         """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
@@ -1060,9 +1060,8 @@ class Player:
 
     async def play_children(self, r, pairs):
         """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
-        tasks, episodes = zip(*pairs, strict=True)
         children = [Rollout(task, (*r.order, r.retries, number))
-                    for number, task in enumerate(tasks, len(r.children))]
+                    for number, (task, _) in enumerate(pairs, len(r.children))]
         r.children += children
         self.engine.active += len(children) - 1  # the parent is not active while they are
         ended = itertools.count(1)
@@ -1071,12 +1070,9 @@ class Player:
             if next(ended) < len(children):  # after the last one the parent is active again
                 self.engine.leave()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for child, episode in zip(children, episodes, strict=True):
-                    group.create_task(self.play(child, episode)).add_done_callback(leave)
-        finally:
-            await self.call.close(episodes)
+        async with asyncio.TaskGroup() as group:
+            for child, (_, episode) in zip(children, pairs, strict=True):
+                group.create_task(self.play(child, episode)).add_done_callback(leave)
         return [child.reply if child.termination != "error" else "" for child in children]
 
 

@@ -217,14 +217,12 @@ class Calls:
         async with self.free:
             return await in_thread(method, *given)
 
-    async def close(self, episodes: list[Episode]) -> None:
-        """What episodes leave behind must not end the run, nor hold it up."""
+    async def close(self, episode: Episode) -> None:
+        """What an episode leaves behind must not end the run, nor hold it up."""
         if self.blocking:
-            closing = [asyncio.create_task(in_thread(close, episode)) for episode in episodes]
-            await asyncio.wait(closing, timeout=self.longest_close)
+            await asyncio.wait([asyncio.create_task(in_thread(close, episode))], timeout=self.longest_close)
         else:
-            for episode in episodes:
-                close(episode)
+            close(episode)
 
 
 def shuffled(cursor: int, seed: int, size: int) -> int:
