@@ -1472,12 +1472,6 @@ class Run:
 # Episodes in the log
 
 
-def json_bytes(value):
-    """JSON has no NaN and no infinity: null in their place."""
-    text = json.dumps(value, default=float)  # an environment's numbers may be NumPy's
-    return json.dumps(json.loads(text, parse_constant=lambda name: None)).encode()
-
-
 def describe_episode(r):
     """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
     rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
@@ -1502,7 +1496,7 @@ def log_episodes(run, kind, rollouts, args):
         lines = [*map(describe_episode, chosen), dict(summary=summary)]
         path = run.dir / "episodes" / f"{kind}_step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"".join(json_bytes(line) + b"\n" for line in lines))
+        path.write_bytes(b"".join(envs.to_json(line) + b"\n" for line in lines))
     for r in [r for r in rollouts if r.order[-1] == 0][:args.print_samples]:
         texts = [str(message.get("content")) for message in r.messages or r.task.messages]
         line = " | ".join([f"{kind} {r.task.id}", *texts,
@@ -1707,7 +1701,7 @@ def main(args):
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer's state is intact: only the rollout is lost
-        run.fail(error, {"evidence.json": json_bytes([*map(describe_episode, rollouts[:64])])})
+        run.fail(error, {"evidence.json": envs.to_json([*map(describe_episode, rollouts[:64])])})
 
 
 if __name__ == "__main__":

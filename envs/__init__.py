@@ -401,6 +401,12 @@ def _without_nulls(row: dict) -> dict:
     return {name: cleaned(value) for name, value in row.items()}
 
 
+def to_json(value) -> bytes:
+    """Of what environments tell: numbers may be NumPy's; null for NaN and infinity, which JSON lacks."""
+    text = json.dumps(value, default=float)
+    return json.dumps(json.loads(text, parse_constant=lambda name: None)).encode()
+
+
 def hint(word: str, known) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
