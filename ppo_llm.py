@@ -410,9 +410,6 @@ def from_pretrained(kind, name, **options):
         return kind.from_pretrained(str(path), **options)
 
 
-PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
 def load_tokenizer(args):
     """The model's tokenizer, with a padding token and the chat template that is asked for."""
     tokenizer = from_pretrained(AutoTokenizer, args.model)
@@ -424,7 +421,7 @@ def load_tokenizer(args):
                       "has one, plain, or a file"):
         tokenizer.chat_template = (
             tokenizer.get_chat_template() if args.chat_template == "model"
-            else bos + PLAIN_TEMPLATE if args.chat_template == "plain"
+            else bos + "{% for m in messages %}{{ m.content }}{% endfor %}" if args.chat_template == "plain"
             else Path(args.chat_template).read_text("utf-8"))
     return tokenizer
 
