@@ -178,10 +178,8 @@ class Agent(nn.Module):
                 layers += [nn.LazyConv2d(width, kernel, stride), nn.ReLU()]
             layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
         self.body = nn.Sequential(*layers)
-        try:
+        with as_bad_input(f"--network {network}: images of shape {env.obs_shape} are too small"):
             self.body(torch.zeros(1, *env.obs_shape))  # initialises the lazy layers
-        except RuntimeError as error:
-            raise BadInput(f"--network {network}: images of shape {env.obs_shape} are too small") from error
         self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
