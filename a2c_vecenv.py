@@ -303,9 +303,8 @@ def rollout(agent, env, obs, args):
 def evaluate(agent, env, args, greedy=False):
     """Play eval_episodes episodes, the same number in each environment, or short ones would be preferred."""
     torch.manual_seed(args.seed)  # every evaluation draws the same noise
-    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    obs, found = env.reset(args.seed + 1_000_000), []  # not the initial states of training
     number = torch.tensor(shard(args.eval_envs), device=env.device)  # index of each row's current episode
-    found = [torch.zeros(0, 3, device=env.device)]
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
@@ -313,7 +312,7 @@ def evaluate(agent, env, args, greedy=False):
         found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
-    success, lengths, returns = torch.tensor(gather(torch.cat(found).tolist())).unbind(-1)
+    success, lengths, returns = torch.cat(gather(found)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch takes the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
