@@ -274,18 +274,14 @@ def hidden_states(decoder, batch):
     return hidden[:, batch["prompts"].shape[1] - 1:]
 
 
-def token_logprobs(model, batch, temperature, critic=None):
-    """Log-probability and entropy of each response token of each segment.  -> two (B, T).
-
-    With a critic on the model's own hidden states, its values too, from the same pass.
-    """
+def token_logprobs(model, batch, temperature):
+    """Log-probability and entropy of each response token; the state before it.  -> two (B, T), (B, T, H)."""
     def of_pass():
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         hidden, chosen = hidden_states(decoder, batch), batch["response_mask"].bool()    # (B, T, H), (B, T)
         found = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
         zeros = torch.zeros(chosen.shape, device=chosen.device)
-        found = [zeros.to(v.dtype).masked_scatter(chosen, v) for v in found]
-        return [*found, critic(batch, hidden)] if critic else found
+        return *(zeros.to(v.dtype).masked_scatter(chosen, v) for v in found), hidden
 
     return model.as_forward(of_pass)
 
@@ -1195,7 +1191,7 @@ def estimate_advantages(episodes, kl_coef, args):
 
 def policy_terms(model, batch, args, critic=None):
     """The policy's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
-    logprobs, entropy, *values = token_logprobs(model, batch, args.temperature, critic)  # (B, T)
+    logprobs, entropy, hidden = token_logprobs(model, batch, args.temperature)           # (B, T), (B, T, H)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
     per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip)
     # Truncated importance sampling, for a sampler whose numerics differ.
@@ -1204,7 +1200,7 @@ def policy_terms(model, batch, args, critic=None):
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
     if critic:  # one that shares the policy's backbone is trained in the same pass
-        value_loss, measured = value_terms(*values, batch)
+        value_loss, measured = value_terms(critic(batch, hidden), batch)
         loss, logged = loss + VALUE_COEF * value_loss, logged | measured
     return loss, logged
 
