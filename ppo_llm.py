@@ -1569,9 +1569,8 @@ def main(args):
     optimizers = {name: torch.optim.AdamW(parameters, betas=(0.9, beta2), fused=True, weight_decay=0.0)
                   for name, (parameters, beta2) in groups.items()}
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
-    state = run.state if run.checkpoint else dict(cursor=0, metrics={}, kl_coef=args.kl_coef)
-    # Tasks drawn so far; numbers not logged yet; the penalty's coefficient.
-    cursor, metrics, kl_coef = (state[name] for name in ("cursor", "metrics", "kl_coef"))
+    state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
+    metrics, kl_coef = state["metrics"], state["kl_coef"]  # numbers not logged yet; the penalty's coefficient
     if run.checkpoint and critic:
         dcp.set_model_state_dict(critic, state.pop("critic"), options=PART)
     for name, optimizer in optimizers.items():
@@ -1595,7 +1594,7 @@ def main(args):
             tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
             tensors = {name: tensor for name, tensor in tensors.items() if name in once}
-            state = dict(cursor=cursor, metrics=metrics, kl_coef=kl_coef)
+            state = dict(metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():
                 if optimizer.state:  # without a step there is none, and this would create one
@@ -1630,7 +1629,7 @@ def main(args):
             transformers.set_seed((seed + RANK * 0x9e3779b9) % 2**32)  # vLLM's draws, by torch or NumPy
 
             # 2. Rollout: group_size responses to each prompt, from the current policy.
-            mine = shard(args.prompts_per_iteration)
+            cursor, mine = iteration * args.prompts_per_iteration, shard(args.prompts_per_iteration)
             with run.timed("rollout"):
                 tasks = [env.training_task(cursor + i, args.seed) for i in mine]
                 rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
@@ -1681,7 +1680,6 @@ def main(args):
 
             # 6. Metrics of the iteration, over all processes.
             rollouts, iteration = gather(rollouts), iteration + 1
-            cursor += args.prompts_per_iteration
             opt_steps = run.counters["opt_steps"] + steps + critic_steps
             turns = [turn for r in rollouts for member in r.family for turn in member.turns]
             generated = sum(end - start for _, start, end in turns)

@@ -97,8 +97,9 @@ MUTANTS = {
         "rate a step late": ("iteration - start + 1, args.iterations", "iteration - start, args.iterations"),
         "a single reward at the first turn": (
             "[0.0] * (len(r.turns) - 1) + [rewards]", "[rewards] + [0.0] * (len(r.turns) - 1)"),
-        "a resume forgets the coefficient": ('for name in ("cursor", "metrics", "kl_coef"))',
-            'if name != "kl_coef" else args.kl_coef for name in ("cursor", "metrics", "kl_coef"))'),
+        "a resume forgets the coefficient": (
+            'metrics, kl_coef = state["metrics"], state["kl_coef"]',
+            'metrics, kl_coef = state["metrics"], args.kl_coef'),
         "a resume forgets the critic": ('state.pop("critic"), options', "critic.state_dict(), options"),
         "the critic's steps are not counted": ("+ steps + critic_steps", "+ steps"),
         "failed ones are trained": ('if "error" not in (r.termination', 'if "none" not in (r.termination'),
