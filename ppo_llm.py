@@ -1189,7 +1189,7 @@ def estimate_advantages(episodes, kl_coef, args):
     return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
 
 
-def policy_terms(model, batch, args, critic=None):
+def policy_terms(model, critic, batch, args):
     """The policy's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
     logprobs, entropy, hidden = token_logprobs(model, batch, args.temperature)           # (B, T), (B, T, H)
     old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
@@ -1199,7 +1199,7 @@ def policy_terms(model, batch, args, critic=None):
     logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
               "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
     loss = per_token - args.entropy_coef * entropy
-    if critic:  # one that shares the policy's backbone is trained in the same pass
+    if args.critic == "shared":  # it is trained in the same pass
         value_loss, measured = value_terms(critic(batch, hidden), batch)
         loss, logged = loss + VALUE_COEF * value_loss, logged | measured
     return loss, logged
@@ -1562,12 +1562,11 @@ def main(args):
     del base, backbone
     trained = torch.nn.ModuleList([model, critic] if critic else [model])
     weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
-    shared = critic if args.critic == "shared" else None  # trained with the policy, whose backbone it shares
-    groups = {"optimizer": (sum(weights, []) if shared else weights[0], args.beta2)}
+    adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
+    together = sum(weights, []) if args.critic == "shared" else weights[0]  # what has one backbone
+    optimizers = {"optimizer": adamw(together, betas=(0.9, args.beta2))}
     if args.critic == "own":
-        groups["critic_optimizer"] = weights[1], args.critic_beta2
-    optimizers = {name: torch.optim.AdamW(parameters, betas=(0.9, beta2), fused=True, weight_decay=0.0)
-                  for name, (parameters, beta2) in groups.items()}
+        optimizers["critic_optimizer"] = adamw(weights[1], betas=(0.9, args.critic_beta2))
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
     metrics, kl_coef = state["metrics"], state["kl_coef"]  # numbers not logged yet; the penalty's coefficient
@@ -1669,7 +1668,7 @@ def main(args):
                 if learned and iteration >= alone:
                     rate = learning_rate(args.learning_rate, iteration + 1, alone + 1, args)
                     measured, norm, steps = update(
-                        lambda batch: policy_terms(model, batch, args, shared), optimizers["optimizer"], rate,
+                        lambda batch: policy_terms(model, critic, batch, args), optimizers["optimizer"], rate,
                         episodes, args.epochs, args.minibatches, args, pad_id)
                     numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                     if args.kl_target:
