@@ -87,7 +87,7 @@ class Args:
     # Evaluation, log and checkpoints
     eval_every: NonNegativeInt = 100  # iterations between evaluations; 0: only at the end
     eval_episodes: PositiveInt = 128  # episodes per evaluation, with sampled and again with greedy actions
-    eval_envs: PositiveInt = 64  # separate environments; each plays the same number of these episodes
+    eval_envs: PositiveInt = 64  # separate environments; these episodes are shared out equally among them
     log_every: PositiveInt = 20  # iterations per record; evaluations and checkpoints write one too
     checkpoint_every: PositiveInt = 200  # iterations between checkpoints
     keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
@@ -301,7 +301,7 @@ def rollout(agent, env, obs, args):
 
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
-    """Play eval_episodes episodes, the same number in each environment, or short ones would be preferred."""
+    """Play eval_episodes episodes, as many in each environment, or short ones would be preferred."""
     torch.manual_seed(args.seed)  # every evaluation draws the same noise
     obs, found = env.reset(args.seed + 1_000_000), []  # not the initial states of training
     number = torch.tensor(shard(args.eval_envs), device=env.device)  # index of each row's current episode
@@ -398,6 +398,8 @@ class Run:
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
+                    raise ValueError("the log ends before it")
                 self.checkpoint = str(folder)
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)

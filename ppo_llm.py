@@ -777,7 +777,7 @@ class VllmServers(Engine):
             model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
             try:
                 for url in self.args.vllm_url:
-                    # Ends requests of episodes that timed out, and empties the cache: both are of old weights.
+                    # Ends requests of episodes that timed out, and empties the cache: both are old weights'.
                     self.post(url, "/pause?mode=abort", {})
                     self.post(url, *load)
                     self.post(url, "/resume", {})
@@ -1323,6 +1323,8 @@ class Run:
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
                     raise ValueError(f"{bad[0]} is not what was written")
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
+                    raise ValueError("the log ends before it")
                 self.checkpoint = str(folder)
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
