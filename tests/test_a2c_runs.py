@@ -148,16 +148,3 @@ def test_a_compiled_run_gives_the_same_numbers(tmp_path):
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), (one["iteration"], name)
     weights = [state_of(folder / "checkpoints" / "step_000012")["agent"] for folder in (plain, compiled)]
     assert list(weights[0]) == list(weights[1])  # a compiled run can be continued without --compile
-
-
-def test_two_iterations_need_no_other_flags_and_go_on_where_nothing_anneals(tmp_path):
-    """Windows, evaluation and checkpoint fall on the last iteration too."""
-    flags = dict(num_envs=2, num_steps=2, eval_envs=2, eval_episodes=2, run_dir=str(tmp_path),
-                 env_kwargs=("max_steps=9",))
-    for iterations in (2, 3):
-        a2c.main(a2c.Args(iterations=iterations, anneal=False, **flags))
-    assert [record["iteration"] for record in records(tmp_path)] == [2, 3]
-    assert all("eval/success_rate" in record for record in records(tmp_path))
-    assert (tmp_path / "checkpoints" / "step_000003").exists() and validate(tmp_path)["ok"]
-    with pytest.raises(BadInput, match="--iterations 4 .it was 2.*--anneal True"):
-        a2c.main(a2c.Args(iterations=4, **flags))

@@ -118,11 +118,9 @@ class StandIn:
             assert body["method"] == "reload_weights"
             self.handed = load_file(Path(body["kwargs"]["weights_path"], "model.safetensors"))
             return 200, dict(results=[None])
-        if path == "/pause":
-            return 200, dict(status="paused")
-        if path == "/resume":
-            self.model.load_state_dict(self.handed, strict=False)
-            return 200, dict(status="resumed")
+        if path in ("/pause", "/resume"):
+            self.model.load_state_dict(self.handed if path == "/resume" else {}, strict=False)
+            return 200, dict(status=path)
         if path == "/v1/completions":
             return 200, self.completions(**body)
         return 404, "not found"

@@ -322,16 +322,19 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
         go_on(script, folder, whole)
 
 
-@pytest.mark.parametrize("script", slow_but((sft,), LLM))
+@pytest.mark.parametrize("script", slow_but((sft, a2c), ALL))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
+    """Windows, evaluation and checkpoint fall on the last iteration too."""
     length = "steps" if script is sft else "iterations"
-    constant = dict(schedule="constant") if script is sft else dict(final_learning_rate=1.0)
-    flags = dict(eval_every=0, eval_tasks=1, model=TINY) | constant
-    whole = train(script, tmp_path / "whole", **flags | {length: 2})
-    folder = train(script, tmp_path / "run", **flags | {length: 1})
-    train(script, folder, **flags | {length: 2})
-    same_tree(*(load_file(run / "checkpoints/step_000002/model.safetensors") for run in (whole, folder)))
-    decays = dict(schedule="cosine") if script is sft else dict(final_learning_rate=0.1)
+    constant = {sft: dict(schedule="constant"), a2c: dict(anneal=False)}
+    constant = constant.get(script, dict(final_learning_rate=1.0))
+    flags = dict(eval_every=0) | (dict(eval_tasks=1, model=TINY) if script in LLM else {})
+    whole = train(script, tmp_path / "whole", **flags | constant | {length: 2})
+    folder = train(script, tmp_path / "run", **flags | constant | {length: 1})
+    train(script, folder, **flags | constant | {length: 2})
+    same_tree(*(weights_of(run / "checkpoints/step_000002") for run in (whole, folder)))
+    assert validate(folder, strict=True)["ok"] and records(folder)[-1]["iteration"] == 2
+    decays = {sft: dict(schedule="cosine"), a2c: dict(anneal=True)}.get(script, dict(final_learning_rate=0.1))
     other = train(script, tmp_path / "other", **flags | decays | {length: 1})
     with pytest.raises(envs.BadInput, match=f"--{length} 2 .it was 1."):
         train(script, other, **flags | decays | {length: 2})

@@ -93,7 +93,7 @@ def test_what_a_sound_log_may_also_hold(tmp_path):
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_every_required_key_is_missed(algo, tmp_path):
+def test_every_required_key_is_missed_and_has_a_type(algo, tmp_path):
     """Without a key the log fails and the key is named: each key of the meta line, a record and a resume."""
     lines = sample_log(algo)
     resume = next(index for index, line in enumerate(lines, start=1) if "resume" in line)
@@ -111,11 +111,7 @@ def test_every_required_key_is_missed(algo, tmp_path):
         path = write_jsonl(tmp_path / "log.jsonl", rewritten(lines, RECORD, **gone))
         assert (RECORD, family) in complaints(path)
 
-
-@pytest.mark.parametrize("algo", ALGOS)
-def test_every_required_key_has_a_type(algo, tmp_path):
-    """true, text, a list, an object and null are no numbers; NaN and infinity are not finite."""
-    lines = sample_log(algo)
+    # true, text, a list, an object and null are no numbers; NaN and infinity are not finite.
     keys = [key for key, kind in (contract.COMMON | contract.REQUIRED[algo]).items() if kind != "text"]
     for value in (True, "1", [1.5], {}, None, math.nan, math.inf, -math.inf):
         path = write_jsonl(tmp_path / "log.jsonl", rewritten(lines, RECORD, **dict.fromkeys(keys, value)))
