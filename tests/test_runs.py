@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 import a2c_vecenv as a2c
 import envs
@@ -482,8 +482,11 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("torn", "mute", "endless", "odd", "short"):
+    for name in ("torn", "mute", "endless", "odd", "short", "capped"):
         shutil.copytree(TINY, folder / name)
+    Gemma2ForCausalLM(Gemma2Config(
+        vocab_size=112, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.1)).save_pretrained(folder / "capped")
     os.truncate(folder / "torn" / "model.safetensors", 5000)
     (folder / "mute" / "chat_template.jinja").unlink()
     config = json.loads((folder / "short" / "config.json").read_text())
@@ -519,6 +522,7 @@ BAD = [
     ([grpo_llm], "--env tests/two_turn.py:Chances", r"--env tests/two_turn\.py:Chances: .*derived from envs"),
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
     ([grpo_llm], "--model {d}/mute", r"--model \S*mute --chat-template model: expected"),
+    ([grpo_llm], "--model {d}/capped", r"--model \S*capped: it changes its logits after the head"),
     ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),
     ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
      r"does not know .*% of the prompts.*sft\.py --env logic"),
@@ -606,7 +610,6 @@ def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path):
 
 
 def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none_does(tmp_path):
-    """A model with few positions is as short a context."""
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
     with pytest.raises(envs.BadInput, match="--max-context-tokens 11: the shortest prompt has 7 tokens"):
         train(grpo_llm, tmp_path / "none", max_context_tokens=11, env_kwargs=numbers)
@@ -616,7 +619,7 @@ def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none
     shares = [record[f"rollout/termination/{end}"] for end in ("length", "context")]
     assert record["response_length/clip_ratio"] == pytest.approx(sum(shares))
     assert validate(folder)["ok"]
-    short = shutil.copytree(TINY, tmp_path / "short")
+    short = shutil.copytree(TINY, tmp_path / "short")  # a model of few positions
     config = json.loads((short / "config.json").read_text()) | dict(max_position_embeddings=17)
     (short / "config.json").write_text(json.dumps(config))
     other = train(grpo_llm, tmp_path / "other", model=str(short), iterations=1, env_kwargs=numbers)
