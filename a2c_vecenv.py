@@ -211,7 +211,7 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
 
 
-def start_processes(args):
+def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
@@ -546,7 +546,7 @@ def main(args):
     """Train.  -> the last record's numbers"""
     # Set-up: errors in the input are found here, before anything is trained.
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
-    device = start_processes(args)
+    device = start_processes()
     env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
     torch.manual_seed(args.seed)
     agent = Agent(env, args.network, args.hidden_size).to(device)

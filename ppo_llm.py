@@ -304,7 +304,7 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 PART = dcp.StateDictOptions(full_state_dict=True, strict=False)
 
 
-def start_processes(args):
+def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
@@ -1533,7 +1533,7 @@ def rollout_metrics(rollouts, throughput):
 def main(args):
     # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
-    device = start_processes(args)
+    device = start_processes()
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward

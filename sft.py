@@ -206,7 +206,7 @@ RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
-def start_processes(args):
+def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
     if UNDER_TORCHRUN:
@@ -901,7 +901,7 @@ def main(args):
     # Set-up: errors in the input are found here, before anything is trained.
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    device = start_processes(args)
+    device = start_processes()
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
