@@ -810,6 +810,7 @@ class Rollout:
 
     task: envs.Task
     order: tuple  # among all of its kind, its number in the group last; with the turn it seeds a reply
+    prompt: list  # the rendered text of the task's messages, and its ids
     messages: list[dict] = dataclasses.field(default_factory=list)
     segments: list[Segment] = dataclasses.field(default_factory=list)
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
@@ -923,10 +924,13 @@ class Player:
     def __init__(self, engine, tokenizer, env, args, temperature, kind):
         self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
         self.temperature, self.kind, self.call = temperature, kind, envs.Calls(env)
-        # Once for the episodes of a group, or for equal replies.
-        self.render = functools.cache(lambda task: render(task.messages, tokenizer, args))
-        self.encode = functools.cache(functools.partial(tokenizer.encode, add_special_tokens=False))
         self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
+
+    def prompts(self, tasks):
+        """Yield (task, rendered text, ids)."""
+        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
+        ids = self.tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+        return zip(tasks, texts, ids, strict=True)
 
     async def play_all(self, rollouts):
         """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
@@ -972,8 +976,7 @@ class Player:
 
     async def play_turns(self, r, episode):
         """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
-        r.text = self.render(r.task)
-        prompt_ids = self.encode(r.text)
+        r.text, prompt_ids = r.prompt
         r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
         if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
             return "context"
@@ -1001,8 +1004,9 @@ class Player:
 
     async def play_children(self, r, pairs):
         """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
-        children = [Rollout(task, (*r.order, r.retries, number))
-                    for number, (task, _) in enumerate(pairs, len(r.children))]
+        tasks, episodes = zip(*pairs, strict=True)
+        children = [Rollout(task, (*r.order, r.retries, number), prompt)
+                    for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
         r.children += children
         self.engine.active += len(children) - 1  # the parent is not active while they are
         ended = itertools.count(1)
@@ -1012,7 +1016,7 @@ class Player:
                 self.engine.leave()
 
         async with asyncio.TaskGroup() as group:
-            for child, (_, episode) in zip(children, pairs, strict=True):
+            for child, episode in zip(children, episodes, strict=True):
                 group.create_task(self.play(child, episode)).add_done_callback(leave)
         return [child.reply if child.termination != "error" else "" for child in children]
 
@@ -1023,7 +1027,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     kind ("train" or "val") and first, the number of the first task among all of that kind, seed the replies.
     """
     player = Player(engine, tokenizer, env, args, temperature, kind)
-    rollouts = [Rollout(task, (position, number)) for position, task in enumerate(tasks, first)
+    rollouts = [Rollout(task, (position, number), prompt)
+                for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
     problem = ""
     try:

@@ -73,9 +73,6 @@ class Task:
     messages: list[Message]
     data: dict
 
-    def __hash__(self):
-        return hash(self.id)
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
