@@ -1570,8 +1570,8 @@ def main(args):
     trained = torch.nn.ModuleList([model, critic] if critic else [model])
     weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
-    together = sum(weights, []) if args.critic == "shared" else weights[0]  # what has one backbone
-    optimizers = {"optimizer": adamw(together, betas=(0.9, args.beta2))}
+    with_policy = sum(weights, []) if args.critic == "shared" else weights[0]  # its backbone serves both
+    optimizers = {"optimizer": adamw(with_policy, betas=(0.9, args.beta2))}
     if args.critic == "own":
         optimizers["critic_optimizer"] = adamw(weights[1], betas=(0.9, args.critic_beta2))
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
