@@ -704,7 +704,7 @@ class VllmEngine(Engine):
         self.llm.wake_up(tags=["weights"])  # no effect where it is awake
         if self.args.lora:
             number = self.lora.lora_int_id + 1 if self.lora else 1  # a known id would keep the old adapter
-            with tempfile.TemporaryDirectory() as path:
+            with tempfile.TemporaryDirectory() as path, as_bad_input("--engine vllm: it refuses the adapter"):
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
                 self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
                 self.llm.llm_engine.add_lora(self.lora)

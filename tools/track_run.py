@@ -33,7 +33,8 @@ def begin(folder: Path, meta: dict):
     """-> wandb's run of this id"""
     try:
         import wandb  # which not everybody has
-        return wandb.init(id=meta["run_id"], name=meta["run_id"], dir=folder, resume="allow",
+        known = meta["run_id"].translate(str.maketrans(":;,#?/'", "-------"))  # those wandb refuses
+        return wandb.init(id=known, name=meta["run_id"], dir=folder, resume="allow",
                           config=meta.pop("args") | meta)
     except Exception as error:  # not installed, no key, no network
         raise BadInput(f"wandb: {error!r:.300} (pip install wandb; wandb login)") from error
@@ -57,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     log = args.run / "train_log.jsonl"
     while not (lines := log_lines(log)) and not args.once:
         time.sleep(args.every)  # the run is still loading
-    if not (lines and "args" in (lines[0].get("meta") or {})):
+    if not (lines and isinstance(meta := lines[0].get("meta"), dict) and "args" in meta):
         raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl")
-    run, after = begin(args.run, lines[0]["meta"]), -1
+    run, after = begin(args.run, meta), -1
     try:
         while True:
             after = send(run, log_lines(log), max(after, run.starting_step - 1))
