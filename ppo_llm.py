@@ -253,13 +253,12 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
         entropy = -(logits.exp() * logits).sum(-1)
         return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    size = max(1, chunk_elements // head.out_features)
+    size = max(1, chunk_elements // len(head.weight))
     if len(targets) <= size:
         return of_chunk(hidden, targets)
     parts = [torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
              for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def hidden_states(decoder, batch):
@@ -424,10 +423,9 @@ def load_tokenizer(args):
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model in `dtype`, on the CPU, in evaluation mode."""
+    """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    if not model.generation_config.do_sample:  # save_pretrained refuses sampling options beside greedy
-        model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
     if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
         raise BadInput(f"--model {name}: it changes its logits after the head (such as a soft cap), which "
@@ -452,7 +450,7 @@ def add_lora(model, args, checkpoint=""):
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=targets if targets == "all-linear" else targets.split(","))
+            target_modules=targets if targets == "all-linear" else targets.replace(" ", "").split(","))
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
@@ -513,7 +511,7 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     since that copies the cache.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    device, size, unique = model.device, head.out_features, {}
+    device, size, unique = model.device, len(head.weight), {}
     draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # (B,), of a response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
@@ -800,7 +798,7 @@ class Critic(torch.nn.Module):
             self.decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
         else:  # a function and no module: its weights are not the critic's
             self.decoder = lambda **inputs: policy.as_forward(lambda: policy.get_decoder()(**inputs))
-        self.head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1)
+        self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
         for weight in self.head.parameters():
             torch.nn.init.zeros_(weight)
 
@@ -918,7 +916,8 @@ def render(messages, tokenizer, args):
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
-    tasks = [env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
+    tasks = ([env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
+             if args.iterations else [env.task("test", 0)])
     texts = [render(task.messages, tokenizer, args) for task in tasks]
     prompts = tokenizer(texts, add_special_tokens=False).input_ids
     if not all(prompts):
@@ -1544,7 +1543,6 @@ def main(args):
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     pad_id = tokenizer.pad_token_id
-    check_prompts(env, tokenizer, args)
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
@@ -1552,6 +1550,7 @@ def main(args):
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
     positions = getattr(base.config, "max_position_embeddings", None) or args.max_context_tokens
     args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
+    check_prompts(env, tokenizer, args)
     torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
     memo = {id(parameter): parameter for parameter in base.parameters()} if args.lora else None
@@ -1599,7 +1598,7 @@ def main(args):
         with run.timed("checkpoint"):
             tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            tensors = {name: tensor for name, tensor in tensors.items() if name in once}
+            tensors = {name: tensor for name, tensor in tensors.items() if args.lora or name in once}
             state = dict(metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
             for name, optimizer in optimizers.items():

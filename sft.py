@@ -163,7 +163,7 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
     def of_chunk(hidden, targets):
         return functional.cross_entropy(head(hidden).float(), targets, reduction="none")     # logits (n, V)
 
-    size = max(1, chunk_elements // head.out_features)
+    size = max(1, chunk_elements // len(head.weight))
     if len(targets) <= size:
         return of_chunk(hidden, targets)
     return torch.cat([torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
@@ -302,10 +302,9 @@ def from_pretrained(kind, name, **options):
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model in `dtype`, on the CPU, in evaluation mode."""
+    """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    if not model.generation_config.do_sample:  # save_pretrained refuses sampling options beside greedy
-        model.generation_config.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
     if not torch.allclose(head(hidden.to(dtype)).float(), model(ids).logits.float(), atol=1e-2):
         raise BadInput(f"--model {name}: it changes its logits after the head (such as a soft cap), which "
@@ -389,7 +388,7 @@ def add_lora(model, args, checkpoint=""):
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=targets if targets == "all-linear" else targets.split(","))
+            target_modules=targets if targets == "all-linear" else targets.replace(" ", "").split(","))
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         model = peft.get_peft_model(model, config)
@@ -405,7 +404,7 @@ def add_lora(model, args, checkpoint=""):
 @torch.no_grad()
 def check_packing(model, args):
     """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
-    row = torch.arange(32, device=model.device) % model.get_output_embeddings().out_features
+    row = torch.arange(32, device=model.device) % len(model.get_output_embeddings().weight)
     positions, hidden = torch.arange(32, device=model.device).repeat(2)[None], []
     for first in (row, row.flip(0)):
         packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
@@ -478,7 +477,7 @@ def encode_conversation(messages, tokenizer, eos):
         spans.append((len(before), len(after.rstrip())))
 
     parts, done = [], 0
-    eos_pattern = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens(eos)))
+    eos_pattern = "|".join(map(re.escape, filter(None, tokenizer.convert_ids_to_tokens(eos))))
     for start, end in spans:
         content, num_eos = re.subn(eos_pattern, "", text[start:end])
         if not num_eos:
@@ -691,11 +690,10 @@ def accuracy(model, tokenizer, env, args):
                 [task.messages for task in chunk], add_generation_prompt=True, padding=True,
                 return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
             for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
-                # The model's generation config must not change sampling, nor do processes wait for others.
                 responses = model.generate(
-                    **inputs, max_new_tokens=args.max_response_tokens, num_return_sequences=samples,
-                    eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, repetition_penalty=1.0,
-                    synced_gpus=False, **sampling)[:, inputs.input_ids.shape[1]:]
+                    **inputs, **sampling, max_new_tokens=args.max_response_tokens, eos_token_id=eos,
+                    num_return_sequences=samples, pad_token_id=tokenizer.pad_token_id,
+                    synced_gpus=False)[:, inputs.input_ids.shape[1]:]  # waits for no other process
                 asked = [task for task in chunk for _ in range(samples)]
                 correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
             scores += [*np.hstack(correct)]
@@ -909,7 +907,8 @@ def main(args):
     options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
     env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template + "".join(map(sha256, map(Path, args.train_files + args.val_files)))
+    with as_bad_input("--train-files, --val-files: expected files"):
+        source = tokenizer.chat_template + "".join(map(sha256, map(Path, args.train_files + args.val_files)))
     lora = args.lora_rank or args.lora_adapter_path
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
     base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
@@ -961,7 +960,7 @@ def main(args):
         with run.timed("checkpoint"):
             tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            tensors = {name: tensor for name, tensor in tensors.items() if name in once}
+            tensors = {name: tensor for name, tensor in tensors.items() if lora or name in once}
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
             run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]),
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)

@@ -136,7 +136,9 @@ class Env:
 
     def training_task(self, cursor: int, seed: int) -> Task:
         """The cursor-th task of training: a new permutation of all tasks in each epoch."""
-        return self.task("train", shuffled(cursor, seed, self.num_tasks("train")))
+        if not (size := self.num_tasks("train")):
+            raise BadInput(f"environment {type(self).__name__.lower()}: no training tasks")
+        return self.task("train", shuffled(cursor, seed, size))
 
     def start(self, task: Task, seed: int) -> Episode:
         """A new attempt. Its randomness comes from (seed, task.id): a reply scored twice scores the same."""

@@ -293,6 +293,7 @@ def test_a_short_click_is_in_the_middle_of_its_block_and_what_the_game_lacks_is_
     ('{"action": "ACTION2", "x": 99, "data": {"action": "ACTION3"}}', Action("ACTION2")),
     ('{"move": {"action": "ACTION1"}}\nACTION4', Action("ACTION4")),
     ('{"action": "ACTION1", "reasoning": ["a", 1]}', Action("ACTION1", reasoning="['a', 1]")),
+    ('{"action": "ACTION1", "reasoning": "\nACTION2\n"}', Action("ACTION1", reasoning="\nACTION2\n")),
     ("<think>a</think>\nACTION1\n<think>\nACTION2", "no action"),
     ('{"action": "ACTION1"}</think>', "no action"), ("I choose ACTION1", "no action"),
     ("REſET", "no action"), ('{"action": "REſET"}', "not the name"), ("ACTION６ x=1 y=1", "no action"),

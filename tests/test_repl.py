@@ -463,7 +463,7 @@ WORKERS = {
     "deep lists": "sys.stdout.write('[' * 10**5 + '\\n'); sys.stdout.flush()",
     "no text": "say(op='done', output=[[1]], note={}, finished=1, answer=7)",
     "a million files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(10**6)])",
-    "3000 files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(3000)])",
+    "30000 files": DONE + "say(op='tree', files=[[str(n), 0] for n in range(30000)])",
     "a large tree": DONE + "say(op='tree', files=[['a', 2**40]])\nwhile True: sys.stdout.write('x' * 2**16)",
     "a tree less than nothing": DONE + "say(op='tree', files=[['a', 9], ['b', -9]])\nprint('x' * 99)",
     "a tree of no size": DONE + "print('{\"op\": \"tree\", \"files\": [[\"a\", Infinity]]}')",

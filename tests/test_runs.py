@@ -402,8 +402,8 @@ def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(envs.BadInput, match=r"model_sha256 \w+ \(it was"):
         train(grpo_llm, folder, **flags)
-    (model / "generation_config.json").write_text(json.dumps(dict(temperature=0.6, top_p=0.9)))
-    grpo_llm.load_weights(str(model)).save_pretrained(tmp_path / "saved")  # greedy decoding ignores these
+    (model / "generation_config.json").write_text(json.dumps(dict(temperature=0.6, pad_token_id=-1)))
+    grpo_llm.load_weights(str(model)).save_pretrained(tmp_path / "saved")  # which writes no such thing
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))

@@ -35,7 +35,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from a2c_vecenv import Agent, Args, choose_actions, make_env, precision, sha256
+from a2c_vecenv import Agent, Args, choose_actions, make_env, sha256
 from envs import BadInput
 from envs.pixels import VEC_ENVS
 from tools.command_line import Parser, at_least, one_line
@@ -166,8 +166,7 @@ def play(agent, env, draw, args: Args, seed: int, most: int, greedy: bool) -> Ep
     getattr(env, "forget", lambda: None)()
     episode = Episode(env.goal_picture(), [draw(obs[0])], [])
     for number in range(1, most + 1):
-        with precision(args, CPU):
-            logits, value = agent(obs)
+        logits, value = agent(obs)
         if not (logits.isfinite().all() and value.isfinite().all()):
             raise BadInput(f"the network's output at step {number} is not finite")
         action = choose_actions(logits, greedy)
@@ -263,7 +262,7 @@ def dump(args: argparse.Namespace) -> dict:
         if not args.env_kwargs and env.log_meta["goal_sha256"] != meta.get("goal_sha256"):
             raise BadInput(f"the goal of {flags.env_id} is not the one that the checkpoint was trained on; "
                            "to see it all the same, name the goal by --env-kwargs")
-        agent = Agent(env, flags.network, flags.hidden_size)
+        agent = Agent(env, flags.network, flags.hidden_size, flags.dtype)
         try:
             agent.load_state_dict(state["agent"])
         except (KeyError, RuntimeError) as error:

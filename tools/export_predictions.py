@@ -46,7 +46,7 @@ def replies_of_run(run: Path, kind: str, step: int | None, sample: int) -> Itera
         if episode.get("number") == sample:
             try:
                 last = [turn["content"] for turn in episode["messages"] if turn["role"] == "assistant"][-1:]
-                yield text(episode["task_id"]), text("".join(last))
+                yield text(episode["task_id"]).rpartition(":")[2], text("".join(last))
             except (KeyError, TypeError) as error:
                 raise BadInput(f"{where}: expected task_id and messages") from error
     if not found:

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput
 from envs.code import repl, sandbox, trees
-from envs.code.testing import run_tests
+from envs.code.testing import decides, run_tests
 from tools.command_line import Parser, at_least, one_line
 
 COMPARISONS = {"<": ("<=", ">"), "<=": ("<", ">="), ">": (">=", "<"), ">=": (">", "<="), "==": ("!=",),
@@ -104,7 +104,7 @@ class Source:
     tests: tuple[str, ...]
 
     def is_test(self, path: str) -> bool:
-        return any(path == place or path.startswith(f"{place}/") for place in self.tests)
+        return decides(path) or any(path == place or path.startswith(f"{place}/") for place in self.tests)
 
     def split(self, files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """-> modules and data; tests and what configures them"""

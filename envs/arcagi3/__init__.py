@@ -582,7 +582,7 @@ def parse_reply(reply: str, limit: int = SIZE - 1) -> Action | str:
 
 def last_object(text: str) -> dict | None:
     """The last JSON object with a key "action" that lies within no other one."""
-    decode, found = json.JSONDecoder().raw_decode, None
+    decode, found = json.JSONDecoder(strict=False).raw_decode, None
     starts = [match.start() for match in re.finditer(r"\{", text)][-MAX_BRACES:]
     end = 0
     for start in starts:

@@ -38,7 +38,7 @@ WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
 TEST_SHARE = 5  # one scenario in so many belongs to the test split
 # What the worker in the sandbox may say, which is not to be trusted; more ends the episode.
-MOST_FILES = 2_000  # of a tree
+MOST_FILES = 20_000  # of a tree
 MOST_BYTES = 32 * sandbox.MIB  # in them
 MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer
 MOST_NOTE = 200  # characters of what is said about a block
@@ -241,7 +241,8 @@ class Repl(Env):
         scenario = self.scenario(task)
         if not scenario.patch:
             return None
-        quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), scenario.patch.replace("\\", "\\\\"))
+        quoted = scenario.patch.replace("\\", "\\\\").replace("\r", "\\r")
+        quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), quoted)
         quoted = quoted.replace("```", r"\x60\x60\x60")  # three would end the block
         return f'```python\napply_patch("""\n{quoted}""")\nfinish()\n```'
 
@@ -511,7 +512,7 @@ class ReplEpisode(Episode):
             ends = list(itertools.accumulate(sizes))
             parts = [bytes(self.heard[end - size:end]) for size, end in zip(sizes, ends, strict=True)]
             del self.heard[:sum(sizes)]
-            return {str(trees.inside(path, "file")): part for path, part in zip(files, parts, strict=True)}
+            return {str(trees.inside(path)): part for path, part in zip(files, parts, strict=True)}
         except (WorkerGone, KeyError, TypeError, ValueError):
             return None
 

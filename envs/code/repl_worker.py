@@ -16,7 +16,7 @@ import time
 # re, subprocess and traceback are loaded where they are used: they take as long to load as all of these.
 SYSTEM_PATH = tuple(sys.path)
 
-MOST_FILES = 2_000  # of a tree that is handed back
+MOST_FILES = 20_000  # of a tree that is handed back
 MOST_BYTES = 32 * 2**20
 MOST_LINE = 4 * 2**20  # bytes that the code's process may say at once
 MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer

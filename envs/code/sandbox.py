@@ -62,16 +62,16 @@ class Result:
     timed_out: bool = False
 
 
-def run(argv, files=None, cwd=".", stdin=b"", **limits) -> Result:
+def run(argv, files=None, stdin=b"", **limits) -> Result:
     """Run a command over `files` and return what it printed. Never raises for what the command does.
 
-    files: relative path -> str or bytes, laid into the work folder; cwd: a folder within it; limits: those of
-    `Limits`. Raises SandboxError where the command could not be started.
+    files: relative path -> str or bytes, laid into the work folder; limits: those of `Limits`. Raises
+    SandboxError where the command could not be started.
     """
     limits = Limits(**limits)
     start = time.monotonic()
     deadline = start + limits.timeout
-    with Sandbox(argv, files, limits, cwd) as box:
+    with Sandbox(argv, files, limits) as box:
         output, finished = box.talk(stdin, deadline)
         exit_code = box.wait(deadline - time.monotonic() if finished else 0.0)
     return Result(output.text(), exit_code, time.monotonic() - start, box.killed and not output.flooded)
@@ -80,11 +80,10 @@ def run(argv, files=None, cwd=".", stdin=b"", **limits) -> Result:
 class Sandbox(contextlib.AbstractContextManager):
     """A confined process with pipes: .process.stdin, .process.stdout (standard error goes there too)."""
 
-    def __init__(self, argv, files=None, limits: Limits | None = None, cwd="."):
+    def __init__(self, argv, files=None, limits: Limits | None = None):
         self.limits = limits or Limits()
         self.killed = False  # by `wait`, which ran out of patience
         self.process, self.groups = None, []
-        folder = shlex.quote(f"./{trees.inside(cwd, 'cwd')}")
         packed = trees.tar(files or {})
         if len(packed) > self.limits.disk * MIB:
             raise SandboxError(f"the sandbox did not start: {len(packed) / MIB:.1f} MiB of files, the limit "
@@ -92,7 +91,7 @@ class Sandbox(contextlib.AbstractContextManager):
         # Standard error is a file of what is laid out, and then of what goes wrong until the command takes
         # over, which a first byte tells. If memory runs out, this is to end before the trainer.
         start = ("(echo 1000 > /proc/$$/oom_score_adj) 2> /dev/null; "
-                 f"cd {WORK} && tar -xf - --no-same-owner <&2 && cd {folder} && "
+                 f"cd {WORK} && tar -xf - --no-same-owner <&2 && "
                  f"ulimit -f {self.limits.disk * 2048} && printf '\\006' && exec 2>&1 && exec \"$@\"")
         with _memory_file(packed) as script, _memory_file(syscalls.program()) as seccomp:
             try:

@@ -145,6 +145,9 @@ class Swe(Env):
     def __init__(self, config: Config):
         super().__init__(config)
         self.rows = {row["instance_id"]: row for row in load_rows(config)}
+        for name in self.rows if config.snapshots else ():
+            if not (folder := Path(config.snapshots) / name).is_dir():
+                raise BadInput(f"environment swe: option snapshots: {folder}: no such folder")
         bound = round(config.test_share * 2**32)
         self._split = {"train": list(self.rows), "test": []}
         if bound:
@@ -189,7 +192,7 @@ class Swe(Env):
         return Attempt(self, task)
 
     def solution(self, task: Task) -> str:
-        return f"```diff\n{self.rows[task.data['instance_id']]['patch'].rstrip()}\n```"
+        return "```diff\n" + self.rows[task.data["instance_id"]]["patch"].rstrip("\n") + "\n```"
 
     @functools.lru_cache(256)  # noqa: B019 (an environment lives as long as its process)
     def snapshot(self, name: str) -> dict[str, bytes] | None:
@@ -197,8 +200,6 @@ class Swe(Env):
         if not self.config.bundled and not self.config.snapshots:
             return None
         folder = (BUNDLED if self.config.bundled else Path(self.config.snapshots)) / name
-        if not folder.is_dir():
-            raise BadInput(f"environment swe: option snapshots: {folder}: no such folder")
         return trees.read(folder)
 
     def judge(self, name: str, patch: str) -> testing.Outcomes | None:
@@ -298,7 +299,7 @@ def find_patch(text: str) -> str | None:
     if not fenced and (first := begins(lines)) is not None:
         bare = lines[first:]
     block = fenced[-1] if fenced else bare
-    body = "\n".join(block).strip("\n")
+    body = "\n".join(block).lstrip("\n")  # those at its end may be lines of context without their space
     return f"{body}\n" if body.strip() else None
 
 

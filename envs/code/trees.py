@@ -24,7 +24,7 @@ def tar(files: dict) -> bytes:
         for path, content in files.items():
             # Half of a surrogate pair has no UTF-8, but a file may hold anything.
             content = content.encode(errors="surrogatepass") if isinstance(content, str) else content
-            entry = tarfile.TarInfo(str(inside(path, "file")))
+            entry = tarfile.TarInfo(str(inside(path)))
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
@@ -35,13 +35,13 @@ def read(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(Path(folder).rglob("*"))
             if path.is_file() and not path.is_symlink() and ".git" not in path.relative_to(folder).parts
-            and "__pycache__" not in path.parts}
+            and not {"__pycache__", ".pytest_cache"} & {*path.parts}}
 
 
-def inside(path, what: str) -> PurePosixPath:
+def inside(path) -> PurePosixPath:
     """The path, if it is a relative one that leads nowhere else."""
     pure = PurePosixPath(path)
-    plain = not re.search("[\0\ud800-\udfff]", str(path)) and (pure.parts or what == "cwd")
+    plain = not re.search("[\0\ud800-\udfff]", str(path)) and pure.parts
     if pure.is_absolute() or ".." in pure.parts or not plain:
-        raise BadInput(f"sandbox: {what} {str(path)[:200]!r}: expected a relative path without '..'")
+        raise BadInput(f"sandbox: file {str(path)[:200]!r}: expected a relative path without '..'")
     return pure

@@ -77,7 +77,8 @@ class Boolean(Family):
         return boxed(data["answer"]) if style == "chat" else data["answer"].replace(",", "")
 
     def judge(self, text, data, style):
-        letters = set(answer_of(text, style).translate(dict.fromkeys(map(ord, " ,;.(){}\t\r\n"))))
+        answer = answer_of(text, style).replace(" and ", " ")
+        letters = set(answer.translate(dict.fromkeys(map(ord, " ,;.(){}\t\r\n"))))
         return letters == set(data["answer"]) - set(", ")
 
 

@@ -66,9 +66,9 @@ class Errors(Family):
 
     def judge(self, text, data, style):
         answer = answer_of(text, style)
-        if answer.lower() == "none":
+        if answer.lower().removesuffix(".") == "none":
             return data["answer"] == "none"
-        numbers = answer.replace(",", " ").split()
+        numbers = answer.removesuffix(".").replace(" and ", " ").replace(",", " ").split()
         if not numbers or not all(re.fullmatch("[1-9][0-9]{0,3}", n) for n in numbers):
             return False
         return data["answer"] != "none" and set(numbers) == set(data["answer"].split(", "))

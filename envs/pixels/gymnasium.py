@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import types
+import warnings
 import weakref
 
 import numpy as np
@@ -41,7 +42,11 @@ class GymnasiumVec(VecEnv):
             module, _, name = env_id.rpartition(":")
             if module:  # as gymnasium.make has it: the module registers the environment
                 importlib.import_module(module)
-            vectorised = str(gymnasium.spec(name).vector_entry_point)
+            spec = gymnasium.spec(name)
+            if spec.max_episode_steps is None and "max_episode_steps" not in options:
+                warnings.warn(f"environment {env_id} has no time limit, so an episode may never end, nor an "
+                              "evaluation: --env-kwargs max_episode_steps=200 sets one", stacklevel=2)
+            vectorised = str(spec.vector_entry_point)
             if vectorised.endswith("cartpole:CartPoleVectorEnv") and "render_mode" not in options:
                 self._vector = gymnasium.make_vec(env_id, num_envs, "vector_entry_point", **options)
                 self._cartpole = self._vector.unwrapped
@@ -77,7 +82,10 @@ class GymnasiumVec(VecEnv):
             self._restart_cartpole(range(self.num_envs))
         else:
             for row, env in enumerate(self._rows):
-                self._array[row] = self._convert(env.reset(seed=seed + row)[0])
+                try:
+                    self._array[row] = self._convert(env.reset(seed=seed + row)[0])
+                except gymnasium.error.DependencyNotInstalled as error:
+                    raise BadInput(f"render_mode={env.render_mode}: {error}") from error
         return self._obs.to(self.device)
 
     def step(self, actions: torch.Tensor):

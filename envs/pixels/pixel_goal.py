@@ -325,7 +325,8 @@ class _World:
         del self.views  # 17 MB
         self.paths = shortest_paths(self.next, self._nearest_walks(1) < config.tau)
         starts = self.legal & (self.menu_open == 0) & (self.door_open == int(not config.door))
-        starts = starts[:, None] & (self.paths > 0) & (self.paths <= (config.difficulty or UNREACHABLE - 1))
+        longest = min(config.difficulty or UNREACHABLE, UNREACHABLE - 1)
+        starts = starts[:, None] & (self.paths > 0) & (self.paths <= longest)
         self.start_states, self.start_goals = np.nonzero(starts)
         if not len(self.start_states):
             raise BadInput(f"pixel-goal: difficulty {config.difficulty}: no start from which the goal can be "
