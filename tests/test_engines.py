@@ -339,6 +339,16 @@ def test_an_adapter_is_gone_on_from_without_its_dropout(script, adapter, countdo
     with pytest.raises(envs.BadInput, match=r"model_sha256 \w+ \(it was"):
         train(script, folder, **flags)
 
+    for more in (dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+                 dict(trainable_token_indices=[3, 4])):  # of a vocabulary that embedding and head share
+        base, path = AutoModelForCausalLM.from_pretrained(TINY), tmp_path / next(iter(more))
+        config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **more)
+        peft.get_peft_model(base, config).save_pretrained(path)
+        folder = train(script, path / "run", **flags | dict(lora_adapter_path=str(path)))
+        tensors = load_file(folder / "checkpoints" / "step_000002" / "adapter_model.safetensors")
+        for name, tensor in load_file(path / "adapter_model.safetensors").items():
+            assert not torch.equal(tensors[name], tensor)
+
 
 def change(config, **options):
     config.write_text(json.dumps(json.loads(config.read_text()) | options))

@@ -33,8 +33,6 @@ def tasks(count, number, split="train", **options):
     return env, [env.task(split, k) for k in range(count)]
 
 
-# ---- Solvers and judges written apart
-
 def left_open(text):
     """What stays of brackets without those that close each other."""
     pairs = "|".join(re.escape(opener + closer) for opener, closer in PARTNER.items())

@@ -557,9 +557,6 @@ def test_close_from_another_thread_ends_a_block_or_the_start_of_its_sandbox(shop
             play.episode.resume(["b"])
 
 
-# ---- Sub-agents
-
-
 @pytest.mark.slow
 def test_sub_agents_answer_and_work_on_a_copy_and_those_below_them_answer_without_code(shop):
     with Play(*shop()) as play:
@@ -740,9 +737,6 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
         assert step.reward == 0 and step.info["partial"] == 0.75
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
-
-
-# ---- The generator
 
 
 @pytest.mark.parametrize("text, expected", [

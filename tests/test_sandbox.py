@@ -614,9 +614,6 @@ def test_trees_are_laid_over_each_other():
     assert trees.laid_over(files, {"a": 5, "b": 6, "d/x": 7}) == {"e/f": 4, "a": 5, "b": 6, "d/x": 7}
 
 
-# ---- The executor
-
-
 SERVER = [sys.executable, str(ROOT / "tools" / "executor_server.py")]
 
 

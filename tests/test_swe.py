@@ -578,9 +578,6 @@ def test_any_reply_gets_a_verdict_at_once(unjudged):
         assert time.process_time() - begin < 2
 
 
-# ---- Prompts
-
-
 @pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "oracle", "hints": True}])
 def test_neither_the_reference_nor_the_tests_reach_a_prompt(options):
     env = envs.make("swe", **options)
@@ -628,9 +625,6 @@ def test_splits_are_disjoint(unjudged):
     with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
         few = envs.make("swe", task_ids=",".join(sorted(names["train"])[:2]))
     assert few.num_tasks("train") == few.num_tasks("test") == 1
-
-
-# ---- Rows
 
 
 def write(path, rows):
@@ -734,9 +728,6 @@ def test_snapshots_of_ones_own(tmp_path):
     assert score(env, "a__b-0", env.solution(env.task_of("a__b-0"))).info == GOOD
     with pytest.raises(envs.BadInput, match="a__b-1: no such folder"):
         env.task_of("a__b-1")
-
-
-# ---- Container images
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import grpo_llm
 import ppo_llm
 from tests.run_folders import TINY, episodes, records, slow_but, train
+from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
@@ -448,3 +449,10 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
         ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["0.model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)
+
+
+def test_where_a_layer_is_recurrent_each_response_computes_its_own_prompt(tmp_path):
+    (tmp_path / "own.py").write_text("def score(r):\n    return len(r.reply)\n")
+    folder = train(grpo_llm, tmp_path / "run", model=write_model(tmp_path / "model", "lfm2"), iterations=2,
+                   prompts_per_iteration=16, eval_every=0, eval_tasks=1, reward_fn=f"{tmp_path}/own.py:score")
+    assert all(abs(r["mismatch/kl"]) < 1e-9 < r["train/grad_norm"] for r in records(folder)[1:])
