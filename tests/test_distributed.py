@@ -53,7 +53,7 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LENGTH = dict.fromkeys(CASES, 6) | dict.fromkeys(("grpo", "ppo", "sft"), 20)  # steps
+LENGTH = dict.fromkeys(CASES, 6) | dict.fromkeys(("grpo", "grpo-lora", "ppo", "sft"), 20)  # steps
 TWO = ("--standalone", "--nproc_per_node=2")
 
 

@@ -838,7 +838,7 @@ KILL = {
 @pytest.mark.parametrize("script", KILL)
 def test_kills_at_any_moment_change_nothing(script, tmp_path):
     kills, rng = int(os.environ.get("KILLS", "2")), random.Random(os.environ.get("KILLS_SEED", "1"))
-    length = (80 if script == "a2c_vecenv.py" else 30) * kills
+    length = (150 if script == "a2c_vecenv.py" else 30) * kills
     flags = KILL[script].split() + ([tmp_path / "rows.jsonl", "--steps", length] if script == "sft.py" else
                                     ["--iterations", length])
     moments = [("writing", "log")[n % 2] for n in range(kills)]

@@ -533,7 +533,7 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
     "```diff\nold\n```\nno:\n```diff\n{0}```", "```diff\n{0}```\n```python\nx = 1\n```"])
 def test_the_diff_of_a_reply(reply):
     for patch in (DIFF, f"{DIFF} ```\n ```\n"):  # a fence within is further to the right
-        assert swe.find_patch(reply.format(patch)).rstrip("\n") == patch.rstrip("\n")
+        assert swe.find_patch(reply.format(patch)) == patch
 
 
 @pytest.mark.parametrize("patch, expected", [

@@ -270,6 +270,7 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
 @pytest.mark.parametrize(("text", "says"), [
     ("{}\n", "expected a run folder, with a meta line"), ("[1]\n", "expected lines of JSON objects"),
     ('{"meta": 5}\n', "expected a run folder, with a meta line"),
+    ('{"meta": null}\n', "expected a run folder, with a meta line"),
     ('{"meta": {"run_id": "a", "args": {}}}\n', "pip install wandb")])
 def test_a_run_that_cannot_be_mirrored_is_one_line(text, says, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed

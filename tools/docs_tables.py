@@ -193,7 +193,7 @@ def metrics_table(script: str) -> str:
 
 def lines_table(root: Path) -> str:
     counts = {name: len((root / name).read_bytes().splitlines()) for name in SCRIPTS}
-    lengths = [(f"`{name}`", f"{round(count, -2):,}") for name, count in counts.items()]
+    lengths = [(f"`{name}`", f"{round(count, -1):,}") for name, count in counts.items()]
     return markdown(("script", "lines"), lengths)
 
 

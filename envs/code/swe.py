@@ -299,7 +299,7 @@ def find_patch(text: str) -> str | None:
     if not fenced and (first := begins(lines)) is not None:
         bare = lines[first:]
     block = fenced[-1] if fenced else bare
-    body = "\n".join(block).lstrip("\n")  # those at its end may be lines of context without their space
+    body = "\n".join(block).strip("\n")
     return f"{body}\n" if body.strip() else None
 
 
