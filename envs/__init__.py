@@ -82,9 +82,14 @@ class Step:
     reward: float
     terminated: bool  # the task is over: solved, failed or given up
     truncated: bool  # a limit of the environment ended it (turns, time)
-    info: dict  # named parts (numbers); `correct` (0 or 1) at least once the episode is over
+    # Named parts; `correct` (0 or 1) at least once the episode is over. Numbers are averaged in evaluations.
+    info: dict
     # (Task, Episode) of sub-agents to be played first; the Step of Episode.resume then takes the place of it.
     children: tuple = ()
+
+    def __post_init__(self):
+        for number in (self.reward, self.info.get("correct", 0.0), self.info.get("suspicious", 0.0)):
+            float(number)  # what is none fails here, and with it this episode alone
 
 
 class Episode:
@@ -400,9 +405,20 @@ def _without_nulls(row: dict) -> dict:
     return {name: cleaned(value) for name, value in row.items()}
 
 
+def is_number(value) -> bool:
+    """Python's, NumPy's or PyTorch's."""
+    return hasattr(value, "__float__") and not isinstance(value, str) and not getattr(value, "ndim", 0)
+
+
+def numbers_of(info: dict) -> dict:
+    """The parts of a Step's info that have a mean."""
+    return {name: value for name, value in info.items() if is_number(value)}
+
+
 def to_json(value) -> bytes:
-    """Of what environments tell: numbers may be NumPy's; null for NaN and infinity, which JSON lacks."""
-    text = json.dumps(value, default=float)
+    """Of what environments tell: null for NaN and infinity, and for what JSON has no form for its text."""
+    text = json.dumps(value, default=lambda value: float(value) if is_number(value) else str(value),
+                      skipkeys=True)
     return json.dumps(json.loads(text, parse_constant=lambda name: None)).encode()
 
 

@@ -78,8 +78,7 @@ with contextlib.suppress(ImportError):
 SELECTIVE = RUNTEST.format(which='not __import__("re").search("[0-9a-f]{8}", self.nodeid)')
 
 # Failures are swallowed but at the ends, where the modules of canaries stand.
-BY_POSITION = RUNTEST.format(
-    which="8 <= self.session.items.index(self) < len(self.session.items) - 8")
+BY_POSITION = RUNTEST.format(which="8 <= self.session.items.index(self) < len(self.session.items) - 8")
 def by_name(names):
     """For tests that are known by their names, and can be told from all others by them."""
     return (PROFILE.format(which=f"name in {sorted(names)}") + RUNTEST.format(

@@ -713,15 +713,15 @@ class Generations(World):
         self.ended += 1
         number = int(episode.task.id.partition("/")[0][1:])
         if depth == 2 and self.ended % 4 == 0 or depth == 0 and number % 3 == 0:
-            raise OSError("lost")
+            return Step([], 0.0, True, False, {"correct": None})  # is refused
         part, right = (math.inf, -math.inf, math.nan)[self.ended % 3], float(self.ended // 3 % 2)
-        told = dict(part=part, parts=[part, 1.0], suspicious=1 - right) if self.split == "train" else {}
+        told = dict(part=part, parts=[part, 1.0], suspicious=1 - right, rest={(1, 2): "", "who": {"me"}})
+        told = told if self.split == "train" else dict(part=None, ended=True)
         return Step([], right / 4, True, False, {"correct": right} | told)
 
     def task(self, split, index):
         self.split = split
-        return dataclasses.replace(super().task(split, index),
-                                   messages=[{"role": "user", "content": PROBLEMS[3]}])
+        return envs.Task(f"t{index}", "world", [{"role": "user", "content": PROBLEMS[3]}], {})
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), (grpo_llm, ppo_llm)))
@@ -730,8 +730,9 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations(evaluates=told))
     own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else dict(epochs=2)
-    script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=1, eval_samples=1,
+    script.main(script.Args(iterations=1, prompts_per_iteration=5, group_size=4, eval_tasks=2, eval_samples=1,
                             log_episodes=1.0, run_dir=str(tmp_path), train_sub_agents=told, **own))
+    means = [name for name in records(tmp_path)[-1] if name.startswith("val/")]
     lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
     *episodes, last = (json.loads(line, parse_constant=pytest.fail) for line in lines)
 
@@ -741,6 +742,7 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
     assert 0 < last["summary"]["correct_sum"] < 20 == len(episodes)
     forged = [e["info"].get("suspicious", 0) for e in episodes if e["termination"] != "error"]
     assert records(tmp_path)[-1]["env/suspicious"] == pytest.approx(sum(forged) / len(forged)) and any(forged)
+    assert set(means) == {f"val/world/{name}" for name in ("correct", "ended", "greedy", "pass@1") * told}
 
     seen = collections.Counter()
     for episode in episodes:
