@@ -299,8 +299,7 @@ def learning_rate(peak, iteration, start, args):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-PART = dcp.StateDictOptions(full_state_dict=True, strict=False)
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def start_processes():
@@ -693,6 +692,8 @@ class VllmEngine(Engine):
                             reply = output.outputs[0]
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
+        except Exception as error:
+            raise EngineError(f"--engine vllm: {first_line(error)} (docs/engines.md)") from error
         finally:
             engine.abort_request([*running])
 
@@ -755,8 +756,9 @@ class VllmServers(Engine):
         try:
             for request, choice in zip(group, answer.json()["choices"], strict=True):
                 ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-                if not len(ids) == len(logprobs) > 0:
-                    raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
+                cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]  # by the server's own limit
+                if cut or len(ids) != len(logprobs):
+                    raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {choice['finish_reason']}")
                 if not request.future.done():
                     request.future.set_result((ids, logprobs))
         except (LookupError, TypeError, ValueError) as error:
@@ -863,7 +865,6 @@ class Rollout:
 
     @property
     def info(self) -> dict:
-        """That of the last step."""
         return self.steps[-1].info if self.steps else {}
 
     @property
@@ -936,13 +937,12 @@ def extension(text, r, tokenizer):
     rest, reply = text[len(r.text):], r.reply
     if not rest.startswith(reply):  # templates strip messages
         rest, reply = rest.lstrip(), reply.strip()
-    if not (text.startswith(r.text) and rest.startswith(reply)):
-        return None
     closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    if closing.strip() or not eos:  # the template closes a turn with another token than eos
-        added = rest[len(reply):]
-    # Behind an eos, which is cut off again, since some tokenizers put a space before a text.
-    ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
+    # Text before the end of a reply may be the empty thought that a template adds to an empty one.
+    if not (text.startswith(r.text) and rest.startswith(reply)) or eos and closing.strip():
+        return None
+    # Behind an eos, cut off again: some tokenizers put a space before a text. A turn may close without eos.
+    ids = tokenizer(tokenizer.eos_token + (added if eos else closing), add_special_tokens=False).input_ids[1:]
     # That token is already there where it is one of several eos tokens and was sampled.
     return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
 
@@ -1084,9 +1084,9 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     problem = ""
     try:
         asyncio.run(player.play_all(rollouts))
-    except* EngineError as error:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+    except BaseExceptionGroup as group:
+        if not isinstance(error := envs.first_of(group), EngineError):
+            raise error from None
         problem = str(error)
     if problem := max(gather([problem])):  # raised on all ranks, since saving is collective
         raise EngineError(problem)
@@ -1548,16 +1548,15 @@ def main(args):
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
-    positions = getattr(base.config, "max_position_embeddings", None) or args.max_context_tokens
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
     check_prompts(env, tokenizer, args)
     torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
-    memo = {id(parameter): parameter for parameter in base.parameters()} if args.lora else None
+    memo = {id(p): p for name, p in base.named_parameters() if "bias" not in name} if args.lora else None
     backbone = copy.deepcopy(base, memo) if args.critic == "own" else None
-    model = (add_lora(base, args, run.checkpoint) if args.lora
-             else load_weights(run.checkpoint) if run.checkpoint else base)
-    model = distribute(model, device)
+    model = distribute(add_lora(base, args, run.checkpoint) if args.lora
+                       else load_weights(run.checkpoint) if run.checkpoint else base, device)
     sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
     engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None
@@ -1577,7 +1576,7 @@ def main(args):
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
     metrics, kl_coef = state["metrics"], state["kl_coef"]  # numbers not logged yet; the penalty's coefficient
     if run.checkpoint and critic:
-        dcp.set_model_state_dict(critic, state.pop("critic"), options=PART)
+        dcp.set_model_state_dict(critic, state.pop("critic"), options=FULL)
     for name, optimizer in optimizers.items():
         if name in state:
             dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)

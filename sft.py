@@ -203,7 +203,7 @@ def learning_rate(step, steps, args):
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def start_processes():
@@ -322,11 +322,11 @@ def weights_sha256(model, adapter=""):
     return digest.hexdigest()
 
 
-def new_model(args, tokenizer):
+def new_model(args, tokenizer, **shape):
     """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
     torch.manual_seed(args.seed)
     return LlamaForCausalLM(LlamaConfig(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2,
+        **dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape,
         vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=args.max_length,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)).eval()
@@ -555,9 +555,11 @@ def examples_of_rows(args, tokenizer, eos, run):
     data, counts = [], {"data/truncated": 0, "data/dropped": 0}
     for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
         path = run.dir / "data" / f"{side}.arrow"
-        if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
-            encode_rows(args, side, path, tokenizer, eos, counts)
-        gather([])  # the other processes wait for it
+        try:
+            if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
+                encode_rows(args, side, path, tokenizer, eos, counts)
+        finally:
+            gather([])  # the other processes wait for it; there is no file if a row was bad
         data.append(datasets.Dataset.from_file(str(path)))
     train, val = data[0], data[-1]
     if len(data) == 1:
@@ -915,7 +917,7 @@ def main(args):
     run = Run(args, "sft", env and args.env, model=args.model,
               model_sha256=weights_sha256(base, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
-    positions = getattr(base.config, "max_position_embeddings", None) or args.max_length
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))  # no row is longer
     example, num_rows, held_out, counts = (
         examples_of_env(env, args, tokenizer) if env

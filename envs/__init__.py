@@ -52,7 +52,17 @@ class BadInput(ValueError):
 
 def first_line(error: BaseException) -> str:
     """What an error says, for the one line of a BadInput."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    if "validation error" in first:  # pydantic's first line only counts them
+        first = " ".join([first, *map(str.strip, others)])
+    return first[:300]
+
+
+def first_of(error: BaseException) -> BaseException:
+    """What failed first in an asyncio.TaskGroup, or in those within it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @contextlib.contextmanager
@@ -89,7 +99,7 @@ class Step:
 
     def __post_init__(self):
         for number in (self.reward, self.info.get("correct", 0.0), self.info.get("suspicious", 0.0)):
-            float(number)  # what is none fails here, and with it this episode alone
+            float(0 + number)  # what is none fails here, and with it this episode alone
 
 
 class Episode:
@@ -176,7 +186,7 @@ def close(episode: Episode) -> None:
     """Close an episode, whatever comes of it."""
     try:
         episode.close()
-    except Exception:
+    except (Exception, SystemExit):
         pass
 
 
@@ -289,7 +299,9 @@ def make_config(config: type, name: str, options: dict):
         options[key] = _convert(options[key], hints[key], f"environment {name}: option {key}")
     try:
         return config(**options)
-    except TypeError as error:  # one without a default
+    except BadInput:
+        raise
+    except (TypeError, ValueError) as error:  # one without a default, or what its own checks say
         raise BadInput(f"environment {name}: {first_line(error)}") from error
 
 
@@ -361,7 +373,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
             data = datasets.load_dataset(repository, config or None, split=split, streaming=streaming)
             if columns and set(columns) <= set(data.column_names or ()):
                 data = data.select_columns(list(columns))
-            rows = map(_without_nulls, data if streaming else data.to_list())
+            rows = map(without_nulls, data if streaming else data.to_list())
         for number, row in enumerate(rows, 1):
             if not isinstance(row, bytes):
                 yield number, row
@@ -389,13 +401,13 @@ def _parquet_rows(path, columns):
     if missing := set(columns).difference(names):
         raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
     for table in file.iter_batches(batch_size=64, columns=list(columns) or None):
-        yield from map(_without_nulls, table.to_pylist())
+        yield from map(without_nulls, table.to_pylist())
         number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
         raise OSError(f"it should have {file.metadata.num_rows} rows")
 
 
-def _without_nulls(row: dict) -> dict:
+def without_nulls(row: dict) -> dict:
     """Arrow gives every struct the keys of all others in its column, as null. A row keeps its columns."""
     def cleaned(value):
         if isinstance(value, dict):
@@ -445,4 +457,4 @@ def _convert(value, hint, where: str):
             pass
     elif hint in (bool, str) and isinstance(value, hint):
         return value
-    raise BadInput(f"{where}: expected {hint.__name__}, got {value!r}")
+    raise BadInput(f"{where}: expected {getattr(hint, '__name__', hint)}, got {value!r}")

@@ -51,6 +51,8 @@ class Mixture(Env):
         sizes = {short: env.num_tasks(split) for short, env in self.envs.items()}
         if split == "test":
             return sum(sizes.values())
+        if not all(sizes.values()):
+            raise BadInput(f"environment mixture: {min(sizes, key=sizes.get)}: no training tasks")
         return len(self.pattern) * max(math.ceil(n / self.pattern.count(short)) for short, n in sizes.items())
 
     def task(self, split: str, index: int) -> Task:

@@ -1,7 +1,4 @@
-"""a2c_vecenv.py under torchrun: 1, 2 and 3 processes give the same run, and continue each other's.
-
-The runs are real ones, of a few seconds each, with gloo on the CPU.
-"""
+"""a2c_vecenv.py under torchrun: 1, 2 and 3 processes give the same run, and continue each other's."""
 
 import make_rom
 import pytest

@@ -1,7 +1,4 @@
-"""a2c_vecenv.py from the command line to the run folder, a few iterations at a time, on the CPU.
-
-What the run folder promises in all four scripts is in test_runs.py.
-"""
+"""a2c_vecenv.py from the command line to the run folder, a few iterations at a time, on the CPU."""
 
 import json
 import re

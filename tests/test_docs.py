@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import runpy
 import shlex
@@ -173,9 +174,12 @@ def all_flags() -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md"])
 def test_flags_that_a_page_names_exist(page):
-    """In the text too, where a flag that is gone stays longest."""
-    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", (ROOT / page).read_text())
+    """In the text too, where a flag that is gone stays longest; and names of scripts, in lines of Python."""
+    text = (ROOT / page).read_text()
+    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)
     assert {name.replace("_", "-") for name in named} - all_flags() - FOREIGN == set()
+    for module, name in re.findall(r"\b(sft|\w+_llm|a2c_vecenv|envs)\.(?!py|md|csv|png|gif|diff)(\w+)", text):
+        assert hasattr(importlib.import_module(module), name), f"there is no {module}.{name}"
 
 
 def test_no_file_names_a_path_of_one_machine():

@@ -112,7 +112,7 @@ class StandIn:
             base = AutoModelForCausalLM.from_pretrained(TINY)
             adapted = peft.PeftModel.from_pretrained(base, body["lora_path"]).eval()
             assert body["lora_name"] not in self.adapters
-            self.adapters[body["lora_name"]] = adapted
+            self.adapters = {body["lora_name"]: adapted}  # alone, as with --max-loras 1
             return 200, "Success: LoRA adapter added"
         if path == "/collective_rpc" and not self.lora:
             assert body["method"] == "reload_weights"
@@ -259,9 +259,10 @@ TWO = [choice([5, 2], [-1.0, -1.0], index) for index in (0, 1)]
     ("/v1/completions", (200, '{"choices": ['), "not an answer of vLLM's.*JSONDecodeError"),
     ("/v1/completions", (200, dict(choices=None)), "not an answer of vLLM's"),
     ("/v1/completions", (200, dict(choices=TWO[:1])), "not an answer of vLLM's.*shorter"),
-    ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[5]) for one in TWO])), "1 ids and 2 log"),
+    ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[2]) for one in TWO])), "1 ids, 2 log"),
+    ("/v1/completions", (200, dict(choices=[choice([5], [0.0], n) for n in (0, 1)])), "1 logprobs, stop"),
     ("/v1/completions", (400, "maximum context length is 199"), "/v1/completions: 400 .*length is 199"),
-    ("/collective_rpc", (404, "no such endpoint"), "/collective_rpc: 404 .*endpoint.*docs/engines.md")])
+    ("/pause", (404, "no such endpoint"), "/pause[?]mode=abort: 404 .*endpoint.*docs/engines.md")])
 def test_a_wrong_answer_is_one_line_that_names_the_server(path, answer, expected, stand_in, tmp_path, capsys):
     server = stand_in()
     server.trouble = lambda asked, body: answer if asked == path else ()
@@ -430,9 +431,15 @@ def largest_difference(model, played, temperature):
 
 
 @pytest.mark.slow
-def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path):
-    folder = train(grpo_llm, tmp_path / "run", **VLLM | dict(log_episodes=0.0, checkpoint_every=99),
-                   lora_rank=8, iterations=60, group_size=2, prompts_per_iteration=2)
+def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path, monkeypatch):
+    """And where vLLM fails at last, all is kept."""
+    folder, step = tmp_path / "run", "vllm.v1.engine.llm_engine.LLMEngine.step"
+    monkeypatch.setattr(FileWriter, "add_summary", lambda writer, summary, at: at == 60 and (
+        monkeypatch.setattr(step, None)))
+    with pytest.raises(SystemExit, match="error: EngineError: --engine vllm: 'NoneType' object is not"):
+        train(grpo_llm, folder, **VLLM | dict(log_episodes=0.0, checkpoint_every=99), lora_rank=8,
+              iterations=61, group_size=2, prompts_per_iteration=2)
+    assert (folder / "checkpoints" / "step_000060").is_dir()
     memory = [record["system/memory_usage"] for record in records(folder)]
     assert memory[59] - memory[20] < 0.03  # GiB
     assert not list(folder.glob("sync/*"))

@@ -50,6 +50,8 @@ def test_training_tasks_come_by_weight_each_once_before_any_repeats_but_of_the_s
         "c:train-0": 10, "c:train-1": 10}
     for start in range(0, 60, 6):  # in every round, so in any stretch of the log
         assert sorted(task.source for task in tasks[start:start + 6]) == list("aaabcc")
+    with pytest.raises(BadInput, match="mixture: b: no training tasks"):
+        mixed("a,b", a=(30, 1), b=(0, 1)).training_task(0, 1)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 5), (5, 1, 2), (2, 5, 5), (1, 1, 1)])

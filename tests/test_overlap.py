@@ -1,8 +1,4 @@
-"""docs/variants/overlap.diff and overlap_hf.diff: the next rollouts are sampled while the policy is updated.
-
-Servers are played by a stand-in whose replies, and their log-probabilities, are those of the weights that it
-has been handed; test_engines.py asks a vLLM server. With the second diff the sampler is a process of its own.
-"""
+"""docs/variants/overlap.diff and overlap_hf.diff: what samples while the policy is updated."""
 
 import itertools
 import re
@@ -28,14 +24,7 @@ from tests.run_folders import (
     train,
     variants,
 )
-from tests.test_engines import (  # noqa: F401
-    PATIENCE,
-    TURNS,
-    asking,
-    largest_difference,
-    stand_in,
-    words_of,
-)
+from tests.test_engines import PATIENCE, TURNS, asking, largest_difference, stand_in, words_of  # noqa: F401
 from tools.validate_train_log import validate
 
 KEEP = dict(checkpoint_every=1, keep_checkpoints=0, log_episodes=1.0, learning_rate=5e-4)
@@ -136,6 +125,12 @@ def test_a_server_lost_while_it_samples_ahead_is_one_line_and_the_same_command_c
     assert [record["iteration"] for record in records(folder)] == [*range(6)]
     assert max(most for _, most in staleness(folder)) <= 2
     assert (0, 0) in staleness(folder)[1:4]  # what it goes on with is fresh
+
+
+@pytest.mark.slow
+def test_a_request_names_the_adapter_that_is_there_when_it_is_sent(stand_in, tmp_path):  # noqa: F811
+    flags = asking(stand_in(lora=True), **TURNS | dict(lora_rank=2, iterations=12, learning_rate=1e-4))
+    assert max(most for _, most in staleness(overlap(tmp_path / "run", max_staleness=1, **flags))) == 1
 
 
 def test_a_sampler_far_from_the_policy_ends_the_run(stand_in, tmp_path):  # noqa: F811

@@ -1,7 +1,4 @@
-"""The pixel-goal environment against a slow world of its own: one row, plain Python, tile by tile.
-
-It takes goals and starts as they are: a test by itself says which ones are right.
-"""
+"""The pixel-goal environment against a slow world of its own: one row, plain Python, tile by tile."""
 
 import dataclasses
 import functools

@@ -1,7 +1,4 @@
-"""Sampling and rollouts of the language model scripts: tokens, masks and numbers, on very small models.
-
-Most of them are played by grpo_llm.py alone: ppo_llm.py plays with the same code, to the letter.
-"""
+"""Sampling and rollouts of the language model scripts: tokens, masks and numbers, on very small models."""
 
 import asyncio
 import collections
@@ -371,6 +368,15 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template
     assert tokenizer.decode(segment.ids) == whole
 
 
+@pytest.mark.parametrize("said, segments", [("", 2), ("no", 1)])
+def test_text_that_a_template_writes_before_the_end_of_a_reply_forks(said, segments):
+    tokenizer = byte_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.content or '<think></think>' }}"))
+    world = World(lambda episode, reply: over() if reply == "yes" else go_on())
+    r, _ = play(tokenizer, world, [reply_ids(tokenizer, text) for text in (said, "yes")])
+    whole = tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip()
+    assert len(r.segments) == segments and tokenizer.decode(r.segments[-1].ids) == whole
+
+
 LETTERS = "".join(dict.fromkeys("system user assistant tool\n<0123456789>! abc"))
 CONVERSATIONS = {"llama3": (LLAMA3, "<bos>"), "plain": (None, "<|im_end|>"), "qwen3": (QWEN3, "<|im_end|>"),
                  "unthinking": (UNTHINKING, "<|im_end|>")}
@@ -539,7 +545,7 @@ def test_an_episode_whose_environment_fails_is_played_again_from_its_start_and_t
     assert not rollouts[2].correct
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, grpo_llm.EngineError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, grpo_llm.EngineError, MemoryError])
 def test_an_interruption_closes_every_episode(visit, error):
     def behave(episode, reply):
         if error is KeyboardInterrupt and episode.task.id == "a" and len(episode.replies) == 2:
@@ -548,7 +554,7 @@ def test_an_interruption_closes_every_episode(visit, error):
         return episode.world.ask("a", "b") if first else go_on()
 
     def say(text):
-        lost = error is grpo_llm.EngineError and text.startswith("<a>") and text.count("!") == 1
+        lost = error is not KeyboardInterrupt and text.startswith("<a>") and text.count("!") == 1
         return error("gone") if lost else "r"
 
     world = World(behave)

@@ -1,7 +1,4 @@
-"""sft.py: the loss and its gradient in every cut of a batch, a step replayed in float64, LoRA, validation.
-
-How rows of data become tokens is in test_sft_data.py.
-"""
+"""sft.py: the loss and its gradient in every cut of a batch, a step replayed in float64, LoRA, validation."""
 
 import dataclasses
 import json
@@ -14,6 +11,7 @@ import datasets
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Lfm2Config, LlamaConfig, MambaConfig
@@ -44,6 +42,10 @@ KINDS = {
     # The rows of these would leak: a state that goes on from one to the next, a convolution.
     "mamba": (MambaConfig, dict(state_size=4)),
     "lfm2": (Lfm2Config, dict(layer_types=["conv", "full_attention"])),
+    # With a part for pictures, which sees no gradient.
+    "gemma3": (lambda **text: transformers.Gemma3Config(text_config=text, vision_config=dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+        patch_size=14), mm_tokens_per_image=4, eos_token_id=2), dict(head_dim=16)),
 }
 
 

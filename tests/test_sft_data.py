@@ -1,8 +1,4 @@
-"""sft.py from rows to tokens, as hostile data would have it: every form of a row, torn files, conversations
-under templates in the manner of the well-known ones, streaming, data sets of the hub.
-
-What a row's tokens should be is computed here a second time, without sft.py and its chat templates.
-"""
+"""sft.py from rows to tokens, as hostile data would have it; which tokens is computed a second time."""
 
 import functools
 import itertools

@@ -1,7 +1,4 @@
-"""What every text environment promises: tasks, splits, solutions, and a verdict on any text whatever.
-
-What is right in one environment and wrong in another is in the environments' own files.
-"""
+"""What every text environment promises: tasks, splits, solutions, and a verdict on any text whatever."""
 
 import dataclasses
 import functools

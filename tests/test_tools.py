@@ -1,7 +1,4 @@
-"""The tools that read train_log.jsonl: the validator on every kind of broken log, the plotter on every algo.
-
-Their samples are the logs in tests/data/, which are made up.
-"""
+"""The tools that read train_log.jsonl: the validator on every kind of broken log, the plotter on all."""
 
 import copy
 import csv

@@ -1,14 +1,14 @@
 """An iteration of grpo_llm.py and ppo_llm.py, replayed: what a run's flags do to weights and optimiser.
 
-A run keeps its checkpoints and all episodes. From the first checkpoint and the episodes of the second
-iteration all that this iteration learns and logs is computed here again, in float64, sequence by sequence, as
-the papers have it. It must come to the second checkpoint and to the second record.
+From the first checkpoint and the episodes of the second iteration all that this iteration learns and logs is
+computed here again, in float64, sequence by sequence, as the papers have it.
 """
 
 import itertools
 import math
 import statistics
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_llm
 import ppo_llm
-from tests.run_folders import TINY, episodes, records, slow_but, train
+from tests.run_folders import TINY, episodes, killed_after, records, slow_but, timeless, train
 from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
@@ -451,8 +451,23 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
     assert capped == [True, True] and torch.equal(*ends)
 
 
-def test_where_a_layer_is_recurrent_each_response_computes_its_own_prompt(tmp_path):
+def test_biases_that_an_adapter_trains_are_not_the_critics_too(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model := write_model(tmp_path / "model", "gpt2"))
+    config = peft.LoraConfig(r=2, target_modules="all-linear", bias="all", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    folder = train(ppo_llm, tmp_path / "run", **RUN | dict(iterations=1), model=model, critic_warmup=1,
+                   lora_adapter_path=str(tmp_path / "adapter"))
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (
+        tmp_path / "adapter", folder / "checkpoints" / "step_000001"))
+    assert all(torch.equal(before[name], after[name]) for name in after) and "bias" in "".join(after)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "gemma3"])
+def test_recurrent_layers_and_parts_that_see_no_gradient_train_and_resume(kind, tmp_path):
     (tmp_path / "own.py").write_text("def score(r):\n    return len(r.reply)\n")
-    folder = train(grpo_llm, tmp_path / "run", model=write_model(tmp_path / "model", "lfm2"), iterations=2,
-                   prompts_per_iteration=16, eval_every=0, eval_tasks=1, reward_fn=f"{tmp_path}/own.py:score")
-    assert all(abs(r["mismatch/kl"]) < 1e-9 < r["train/grad_norm"] for r in records(folder)[1:])
+    flags = dict(model=write_model(tmp_path / "model", kind), iterations=2, prompts_per_iteration=16,
+                 eval_every=0, eval_tasks=1, keep_checkpoints=0, checkpoint_every=1,
+                 reward_fn=f"{tmp_path}/own.py:score")
+    whole = train(grpo_llm, tmp_path / "whole", **flags)
+    assert all(abs(r["mismatch/kl"]) < 1e-9 < r["train/grad_norm"] for r in records(whole)[1:])
+    assert timeless(whole) == timeless(train(grpo_llm, killed_after(whole, tmp_path / "run", 1), **flags))

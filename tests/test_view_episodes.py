@@ -1,7 +1,4 @@
-"""tools/view_episodes.py: what it reads and refuses, and that no text of a model gets out of its place.
-
-The slow tests use the page in Chromium (apt-get install chromium chromium-driver; pip install selenium).
-"""
+"""tools/view_episodes.py: what it reads, and no text gets out of its place (in Chromium, with selenium)."""
 
 import base64
 import functools

@@ -20,9 +20,9 @@ UP = ("import subprocess, sys, time; [" + CHILD.format(9) + " for _ in range({ch
 @pytest.fixture
 def run(tmp_path):
     """A run folder."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "train_log.jsonl").write_text(json.dumps(dict(meta={})) + "\n")
-    return tmp_path / "run"
+    (tmp_path / "lr=1e-3").mkdir()
+    (tmp_path / "lr=1e-3" / "train_log.jsonl").write_text(json.dumps(dict(meta={})) + "\n")
+    return tmp_path / "lr=1e-3"
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_run_is_known_by_its_flag_or_by_its_log(run, start, capsys, tmp_path):
     start(run, more="log = open(sys.argv[1] + '/train_log.jsonl'); ")  # a reader, as tail -f is
     assert counts(capsys, run) == (0, 0, 0)
     first = start("--seed", 1, f"--run_dir={run}/", children=2)
-    start("--run-dir", "run", folder=tmp_path)
+    start("--run-dir", run.name, folder=tmp_path)
     start(run, more="log = open(sys.argv[1] + '/train_log.jsonl', 'ab'); ", children=1)
     assert counts(capsys, run) == (3, 3, 0)
     stop(first)

@@ -1,8 +1,6 @@
 """Countdown with a second chance: a wrong reply is answered by the problem once more, the next one counts.
 
     python grpo_llm.py --env tests/two_turn.py:TwoTurn
-
-Small enough for the word-level model: the answer is the problem itself, such as `6 18 14 -> 38`.
 """
 
 import zlib

@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput, first_line
+from envs import BadInput, first_line, without_nulls
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -129,8 +129,7 @@ def render_content(content, where: str, met: Counter) -> list[tuple[str, str]]:
 
 
 def render_call(name, value) -> str:
-    if isinstance(value, dict):  # Arrow gives every call the keys of all others, as null
-        value = {key: item for key, item in value.items() if item is not None}
+    value = without_nulls({name: value})[name]  # Arrow gives every call the keys of all others, as null
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return f"[tool_use {name}] {text}"
 

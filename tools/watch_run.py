@@ -39,7 +39,7 @@ def run_processes(run: Path) -> list[psutil.Process]:
 
 
 def names_run(process: psutil.Process, run: Path) -> bool:
-    words = [word for argument in process.cmdline() for word in argument.split("=", 1)]
+    words = [word for argument in process.cmdline() for word in argument.split("=", argument[:2] == "--")]
     return any(flag in ("--run-dir", "--run_dir") and Path(process.cwd(), place).resolve() == run
                for flag, place in itertools.pairwise(words))
 

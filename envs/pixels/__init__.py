@@ -191,6 +191,7 @@ def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
     if env_id in VEC_ENVS:
         cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
         if options.get("goal_dir"):
-            options = recorded_options(options["goal_dir"]) | options
+            recorded = recorded_options(options["goal_dir"])
+            options = {name: recorded[name] for name in recorded if hasattr(cls.Config, name)} | options
         return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
     return envs.load_object(GYMNASIUM, "--env-id")(env_id, num_envs, device, options)
