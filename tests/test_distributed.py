@@ -195,7 +195,7 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
 
 @pytest.mark.parametrize("script, flag, value, says", [
     ("grpo_llm.py", "--model", "nowhere/at/all", "error: --model nowhere/at/all: it cannot be loaded"),
-    ("sft.py", "--train-files", "README.md.jsonl", "error: --train-files README.md.jsonl"),
+    ("sft.py", "--train-files", "tests/data/a2c.jsonl", "error: --train-files tests/data/a2c.jsonl, row 1"),
     ("a2c_vecenv.py", "--num-envs", 1, "--num-envs 1, ")])
 def test_bad_input_is_one_line_whatever_the_number_of_processes(script, flag, value, says, tmp_path):
     said = torchrun_in_turn(2, [(script, "--run-dir", tmp_path / "run", flag, value)], tmp_path, code=1)
