@@ -516,7 +516,7 @@ class Run:
         for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 self.checkpoints.remove(old)
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""

@@ -639,7 +639,8 @@ class HfEngine(Engine):
                     with precision(self.args, self.model.device):
                         replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
                     for future, reply in zip(futures, replies, strict=True):
-                        future.set_result(reply)
+                        if not future.done():  # cancelled by Ctrl-C
+                            future.set_result(reply)
 
 
 class VllmEngine(Engine):
@@ -1047,7 +1048,7 @@ class Player:
             r.steps.append(step)
             r.messages += step.messages
             if step.terminated or step.truncated:
-                return "done" if step.terminated else "truncated"
+                return "error" if step.info.get("error") == 1 else "done" if step.terminated else "truncated"
             if len(r.turns) == self.args.max_turns:
                 return "turns"
             if not observe(r, self.tokenizer, self.args):
@@ -1450,7 +1451,7 @@ class Run:
         for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 self.checkpoints.remove(old)
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -1497,11 +1498,10 @@ def log_episodes(run, kind, rollouts, args):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(envs.to_json(line) + b"\n" for line in lines))
     for r in [r for r in rollouts if r.order[-1] == 0][:args.print_samples]:
-        texts = [str(message.get("content")) for message in r.messages or r.task.messages]
-        line = " | ".join([f"{kind} {r.task.id}", *texts,
-                           f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"])
+        texts = [f"{kind} {r.task.id}", *(str(m.get("content")) for m in r.messages or r.task.messages),
+                 f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"]
         # Control characters could change the terminal's state.
-        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in line))
+        print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
 def spread(name, values):

@@ -483,7 +483,7 @@ def encode_conversation(messages, tokenizer, eos):
         if not num_eos:
             raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
                            "without an eos token")
-        if content.strip():
+        if re.sub("</?think>", "", content).strip():  # a template may write an empty thought
             parts += [(text[done:start], 0), (text[start:end], 1)]
             done = end
     return encode([*parts, (text[done:], 0)], tokenizer)
@@ -876,7 +876,7 @@ class Run:
         for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
                 self.checkpoints.remove(old)
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""

@@ -92,7 +92,8 @@ class Step:
     reward: float
     terminated: bool  # the task is over: solved, failed or given up
     truncated: bool  # a limit of the environment ended it (turns, time)
-    # Named parts; `correct` (0 or 1) at least once the episode is over. Numbers are averaged in evaluations.
+    # Named parts; `correct` (0 or 1) at least once the episode is over; `error` is 1 where the environment
+    # failed, so that there is no verdict. Numbers are averaged in evaluations.
     info: dict
     # (Task, Episode) of sub-agents to be played first; the Step of Episode.resume then takes the place of it.
     children: tuple = ()
@@ -272,7 +273,7 @@ def hold_out(names: list[str], is_test: typing.Callable[[str], bool], what: str)
     return split
 
 
-def make(name: str, **options) -> Env:
+def make(name: str, /, **options) -> Env:
     """Build an environment. Option values may be strings, as flags give them; the field's type decides.
 
     Several names with commas, each with a weight if one likes ("countdown=3,logic"), make an envs.mixture.
@@ -336,7 +337,7 @@ def load_object(spec: str, flag: str):
         else:
             module = importlib.import_module(place)
         return getattr(module, name)
-    except Exception as error:  # of a file of one's own, whatever it does when it is imported
+    except (Exception, SystemExit) as error:  # a file of one's own may do anything when it is imported
         reason = f"{type(error).__name__}: {error}"
         raise BadInput(f"{flag} {spec}: expected path/to/file.py:name ({reason})") from error
 

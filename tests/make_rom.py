@@ -2,10 +2,8 @@
 
     python tests/make_rom.py OUT.gb
 
-Once a frame, while the screen is not being drawn, it reads the buttons and moves the sprite by two pixels
-for each direction that is held. A turns the sprite's shade light, B dark again, START swaps the background's
-shades while it is held: every button can be seen on the screen. It holds no logo, and PyBoy's own boot
-program asks for none.
+Once a frame it reads the buttons and moves the sprite by two pixels for each direction that is held. A turns
+the sprite's shade light, B dark again, START swaps the background's shades: every button can be seen.
 """
 
 import sys

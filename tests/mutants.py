@@ -1,10 +1,6 @@
 """Mutants: one line of a file is changed, and the fast tests of that file run until one fails. Or none does.
 
-    python tests/mutants.py                      # all, in under half an hour on one core
-    python tests/mutants.py sft.py 'envs/*'      # those of some files, or by name: '*clip*'
-    python tests/mutants.py --list
-
-docs/testing.md says more. It works on a copy of the working tree, in which nothing else is changed.
+    python tests/mutants.py sft.py 'envs/*'      # those of some files, or by name: '*clip*' (docs/testing.md)
 """
 
 import argparse

@@ -193,11 +193,7 @@ def full_disk(size):
 
 
 def kill_at(moment, run, folder, rng):
-    """SIGKILL while it writes encoded rows or a checkpoint, or at any time after it has logged something.
-
-    The last of these leaves a complete checkpoint, so that after it a run always has something to continue.
-    -> whether it came to that before the process ended
-    """
+    """SIGKILL while it writes rows or a checkpoint; "log": whenever after one.  -> whether it came to that"""
     def wait_until(condition):
         while not condition() and run.is_alive():
             time.sleep(0.0005)

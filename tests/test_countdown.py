@@ -208,9 +208,8 @@ def test_hostile_replies_score_nothing_at_once(style):
 
 
 def shortest(nums, operators, limit=None):
-    """value -> the least length of an expression, over all trees, orders and brackets; with a limit, of the
-    results on the way to it in a game of whole numbers.
-    """
+    """value -> the least length of an expression, over all trees, orders and brackets; limit: of results on
+    the way to it in a game of whole numbers"""
     least = {}
 
     def go(items, digits):

@@ -32,10 +32,7 @@ def run(capsys):
 
 
 def succeeds(env, script, recorder=None, seed=0):
-    """Whether the script, then rest, ends the episode as a success; with a seed, from where it was recorded.
-
-    With another goal the same seed begins elsewhere: the starts are those from which the goal can be reached.
-    """
+    """Whether the script, then rest, ends the episode as a success; with a recorder, from where it began."""
     env.reset(seed)
     if recorder:
         recorder.reset(seed)

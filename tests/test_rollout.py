@@ -455,6 +455,8 @@ def test_an_end_or_a_limit_of_the_environments_own_counts_in_the_last_turn_too(v
     assert [r.termination for r in visit(World(three_turns), 3, max_turns=2)] == ["done", "done", "turns"]
     (r,) = visit(World(lambda episode, reply: Step([], 0.25, False, True, {"correct": 1.0})), max_turns=1)
     assert (r.termination, r.reward, r.correct) == ("truncated", 0.25, 1.0)
+    (r,) = visit(World(lambda episode, reply: Step([], 0.25, True, False, {"error": 1.0})))  # no verdict
+    assert (r.termination, r.reward) == ("error", 0.0)
 
 
 def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):

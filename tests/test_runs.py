@@ -257,6 +257,13 @@ def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
     assert verdict["ok"] and (verdict["resumes"], verdict["errors"]) == (1, name == "SIGINT"), verdict
 
 
+def test_ctrl_c_while_replies_are_sampled_is_one_line(tmp_path, monkeypatch):
+    generate = grpo_llm.generate
+    monkeypatch.setattr(grpo_llm, "generate", lambda *given: [generate(*given), signal.raise_signal(2)][0])
+    with pytest.raises(SystemExit, match="error: KeyboardInterrupt.*receipt"):
+        train(grpo_llm, tmp_path / "run")
+
+
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), RL))
 def test_neither_evaluations_nor_the_log_change_what_is_trained(script, finished, tmp_path):
     whole = finished(script)
@@ -493,6 +500,7 @@ def bad_folder(tmp_path_factory):
     config = folder / "endless" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
+    (folder / "exits.py").write_text("raise SystemExit")
     write_jsonl(folder / "blank.jsonl", [dict(prompt="6 18 14 -> 38", response=" ")])
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
     write_jsonl(folder / "good.jsonl", [dict(prompt="6 18 14 -> 38", response="18 + 14 = 32")] * 4)
@@ -523,6 +531,7 @@ BAD = [
      r"does not know .*% of the prompts.*sft\.py --env logic"),
     ([grpo_llm], "--reward-fn builtins:len", r"built-in function len.*expected a function or class"),
     ([grpo_llm], "--reward-fn no.py", r"--reward-fn no\.py: expected path/to/file\.py:name"),
+    ([grpo_llm], "--reward-fn {d}/exits.py:f", r"--reward-fn \S*exits\.py:f: expected .*SystemExit"),
     (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
     ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
     ([grpo_llm], "--engine vllm --vllm-url http://a:1 --vllm-kwargs a=1", r"--vllm-kwargs: for vLLM in"),
@@ -534,6 +543,7 @@ BAD = [
     ([sft], "--train-files {d}/good.jsonl --model {d}/short --steps 1", r"--max-length 9: .*1\d tokens"),
     ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "and rows to hold out .*, got"),
     ([a2c], "--env-id NoSuch-v0", "NoSuch"),
+    ([a2c], "--env-kwargs num_envs=3", "unknown option 'num_envs'"),
     ([a2c], "--num-envs 1 --num-steps 1", "--normalize-advantages"),
     ([a2c], "--num-envs 20000", "20000.*16384"),
 ]

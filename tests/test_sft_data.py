@@ -395,11 +395,13 @@ TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
     (TAGS.format("{{ m.content }}<eos>"), [assistant("é"), user("no"), assistant("b")], "é<eos>b<eos>"),
     (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
+    (TAGS.format("<think></think>{{ m.content }}<eos>"), [assistant("b"), user("no"), assistant(" ")],
+     "<think></think>b<eos>"),
     # "Assistant: " is what the reply follows, and a space follows its eos.
     ("{% for m in messages %}{{ m.role + ': ' + m.content + '<eos> ' }}{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}",
      [user(" a "), assistant(" b "), user("c"), assistant("d e")], " b <eos>d e<eos>"),
-], ids=["ends", "first", "leading-space", "space-before"])
+], ids=["ends", "first", "leading-space", "blank", "space-before"])
 def test_answers_are_learned_to_the_letter(template, messages, learned):
     tokenizer = byte_tokenizer(template)
     assert written(*chat_row(messages, tokenizer, ["<eos>"]), tokenizer) == learned

@@ -542,6 +542,7 @@ def test_the_diff_of_a_reply(reply):
     ("--- a/x\n+++ b/x\n@@ -1 +1,2 @@ f():\n a\n+--- a/tests/y\n@@ -9,2 +10 @@\n-++++ b/tests/y\n\n", ["x"]),
     ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+b\n\\ No newline\n", ["x"]),
     ("diff --git a/x b/x\ndeleted file mode 100644\nindex 1..0\n", ["x"]),
+    ("--- a/x\n+++ b/x\n@@ -1,3 +1,4 @@\n+b\n a\n", ["x"]),  # two blank lines have gone from its end
     ("diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n", ["x", "y"]),
 ])
 def test_the_files_of_a_diff(patch, expected):

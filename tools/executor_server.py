@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Run test commands over snapshots of repositories, on this machine.")
     parser.add_argument("--images", type=Path, required=True, help="folder with a folder for each image")
     parser.add_argument("--port", type=at_least(0, most=65535), default=8002, help="0: a free one (8002)")
-    parser.add_argument("--concurrency", type=at_least(1), default=4, help="commands at once (4)")
+    parser.add_argument("--concurrency", type=at_least(1), default=8, help="commands at once (8)")
     parser.add_argument("--max-timeout", type=at_least(1, float), default=3600.0,
                         help="longest time for a command [s] (3600)")
     try:

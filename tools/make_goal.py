@@ -145,9 +145,9 @@ def record(args: argparse.Namespace) -> dict:
                           "actions": " ".join(re.sub("#.*", "", script).split())}}
     goal = frames if args.keep_stack else frames[-1]
     report |= check(args.env_id, options, goal, meta, args.out)
-    meta = save_goal(args.out, goal, force=args.force, **meta)
     if args.png:
         write_png(args.png, frames if args.keep_stack else frames[-1:])
+    meta = save_goal(args.out, goal, force=args.force, **meta)
     return {"out": str(args.out), "shape": list(goal.shape), **report,
             "template_sha256": meta["template_sha256"]}
 

@@ -421,7 +421,7 @@ class Play(Episode):
         client, self.client = self.client, None
         if client is None:
             return
-        if self.card_id and self.errors < self.config.max_errors:
+        if self.card_id:
             client.hurry()
             for ask in (client.scorecard, client.close_scorecard):
                 try:

@@ -435,7 +435,8 @@ def read_hunks(lines: list[str], number: int) -> tuple[list[str], int]:
         number += 1
         old, new = (1 if count is None else int(count) for count in hunk.groups())
         while old > 0 or new > 0 or number < len(lines) and lines[number].startswith("\\"):
-            line = lines[number] if number < len(lines) else "end"
+            # Blank lines at the end of the last hunk may have gone with those behind it.
+            line = lines[number] if number < len(lines) else "" if old == new <= 3 else "end"
             kind = line[:1]
             if kind not in ("", " ", "\r", "+", "-", "\\"):
                 raise BadPatch("the counts of a hunk are wrong")

@@ -1,6 +1,6 @@
 """Vectorised environments: what a2c_vecenv.py asks of them.
 
-    env = make_vec("pixel-goal", num_envs=64, device="cpu", difficulty=8)
+    env = make_vec("pixel-goal", 64, "cpu", difficulty=8)
     obs = env.reset(seed=1)
     obs, reward, terminated, truncated, info = env.step(actions)
 
@@ -182,7 +182,7 @@ VEC_ENVS = {"pixel-goal": "envs.pixels.pixel_goal:PixelGoal", "pyboy": "envs.pix
 GYMNASIUM = "envs.pixels.gymnasium:GymnasiumVec"  # of any other id
 
 
-def make_vec(env_id: str, num_envs: int, device="cpu", **options) -> VecEnv:
+def make_vec(env_id: str, num_envs: int, device="cpu", /, **options) -> VecEnv:
     """Build a vectorised environment: one of VEC_ENVS, or any Gymnasium id. Option values may be strings.
 
     Raises BadInput for an unknown id or option, a wrong value, or a package that is not installed.

@@ -1,6 +1,6 @@
 """Game Boys that look for a picture: cartridges in PyBoy, stepped by worker processes.
 
-    env = make_vec("pyboy", num_envs=8, rom="game.gb", state="start.state", goal_dir="goals/door")
+    env = make_vec("pyboy", 8, rom="game.gb", state="start.state", goal_dir="goals/door")
 
 The same observations, distance, reward and autoreset as pixel-goal, from a game of the user's own. An
 emulator has no randomness: all rows begin alike, and a seed changes nothing.

@@ -1,6 +1,6 @@
 """Thousands of small Game-Boy-like worlds in search of a picture, simulated and drawn as tensors.
 
-    env = make_vec("pixel-goal", num_envs=1024, difficulty=8)
+    env = make_vec("pixel-goal", 1024, difficulty=8)
     obs = env.reset(seed=1)                                # (1024, 1, 72, 80) uint8, shades 0 (lightest) to 3
     obs, reward, terminated, truncated, info = env.step(actions)
 
