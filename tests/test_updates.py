@@ -456,7 +456,7 @@ def test_biases_that_an_adapter_trains_are_not_the_critics_too(tmp_path):
     config = peft.LoraConfig(r=2, target_modules="all-linear", bias="all", task_type="CAUSAL_LM")
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     folder = train(ppo_llm, tmp_path / "run", **RUN | dict(iterations=1), model=model, critic_warmup=1,
-                   lora_adapter_path=str(tmp_path / "adapter"))
+                   reward_fn=CHECKSUM, lora_adapter_path=str(tmp_path / "adapter"))
     before, after = (load_file(path / "adapter_model.safetensors") for path in (
         tmp_path / "adapter", folder / "checkpoints" / "step_000001"))
     assert all(torch.equal(before[name], after[name]) for name in after) and "bias" in "".join(after)
