@@ -1567,7 +1567,7 @@ def main(args):
                     groups = trainable_groups(rollouts, args)
                     num_trainable = sum(gather([len(groups)]))
                     if num_trainable >= args.prompts_per_iteration:
-                        break
+                        break  # and each process keeps its share of them
             groups = groups[:round(len(groups) * min(1, args.prompts_per_iteration / max(num_trainable, 1)))]
 
             # 4. Update: sums over tokens divided by the minibatch's token count, so that the gradient does

@@ -525,13 +525,12 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
-    columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    names = " and ".join(columns)
+    keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     split = args.splits[side == "val"] if args.dataset else ""
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
         for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
-            rows = envs.read_rows(name, where, split, columns, streaming=True)
+            rows = envs.read_rows(name, where, split, keys, streaming=True)
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
                     encoded = encode_row(row, tokenizer, args, eos)
@@ -539,8 +538,8 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
                 except BadInput as error:
                     raise BadInput(f"{where}, row {number}, {error}") from error
                 except Exception as error:  # a chat template may raise anything
-                    raise BadInput(f"{where}, row {number}: expected text or messages in {names}, got "
-                                   f"{reprlib.repr(row)} ({error!r:.200})") from error
+                    raise BadInput(f"{where}, row {number}: expected text or messages in {' and '.join(keys)}"
+                                   f", got {reprlib.repr(row)} ({error!r:.200})") from error
                 counts["data/truncated"] += len(ids) < len(encoded[0])
                 counts["data/dropped"] += not any(mask)
                 if any(mask):
@@ -604,8 +603,7 @@ def examples_of_env(env, args, tokenizer):
         messages = env.demonstration(task)
         if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        rows = encode_demonstration(messages, len(task.messages), tokenizer, args)
-        rows = [cut(*row, args) for row in rows]
+        rows = [cut(*r, args) for r in encode_demonstration(messages, len(task.messages), tokenizer, args)]
         if not all(any(mask) for _, mask in rows):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
         return rows

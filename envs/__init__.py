@@ -374,7 +374,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
             data = datasets.load_dataset(repository, config or None, split=split, streaming=streaming)
             if columns and set(columns) <= set(data.column_names or ()):
                 data = data.select_columns(list(columns))
-            rows = map(without_nulls, data if streaming else data.to_list())
+            rows = map(_without_nulls, data if streaming else data.to_list())
         for number, row in enumerate(rows, 1):
             if not isinstance(row, bytes):
                 yield number, row
@@ -402,20 +402,22 @@ def _parquet_rows(path, columns):
     if missing := set(columns).difference(names):
         raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
     for table in file.iter_batches(batch_size=64, columns=list(columns) or None):
-        yield from map(without_nulls, table.to_pylist())
+        yield from map(_without_nulls, table.to_pylist())
         number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
         raise OSError(f"it should have {file.metadata.num_rows} rows")
 
 
-def without_nulls(row: dict) -> dict:
-    """Arrow gives every struct the keys of all others in its column, as null. A row keeps its columns."""
-    def cleaned(value):
-        if isinstance(value, dict):
-            return {key: cleaned(item) for key, item in value.items() if item is not None}
-        return [*map(cleaned, value)] if isinstance(value, list) else value
+def _without_nulls(row: dict) -> dict:
+    """A row keeps its columns."""
+    return {name: without_nulls(value) for name, value in row.items()}
 
-    return {name: cleaned(value) for name, value in row.items()}
+
+def without_nulls(value):
+    """Arrow gives every struct the keys of all others in its column, as null: without them, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def is_number(value) -> bool:

@@ -307,8 +307,7 @@ def same_tree(one, other, tolerance=0.0):
 
 def killed_after(whole, target, step):
     """A copy of a run that kept all checkpoints, as a kill leaves it some time after the one of `step`:
-    with records that will be made again, an error line of long ago and a line half written.
-    """
+    with records that will be made again, an error line of long ago and a line half written."""
     folder, error = shutil.copytree(whole, target), dict(type="OSError", message="", receipt=None)
     for later in (folder / "checkpoints").glob("step_*"):
         if int(later.name[5:]) > step:

@@ -63,7 +63,7 @@ def refused(tmp_path, capsys, says, flags=(), **options):
 
 
 USER, ANSWER = say("user", " Fix it.\n"), say("assistant", "Done.")
-SHELL = {"type": "tool_use", "id": "1", "name": "bash", "input": {"at": {"no": None}, "more": None}}
+SHELL = {"type": "tool_use", "name": "bash", "input": {"command": "ls", "at": {"x": None}, "more": None}}
 SHAPES = {  # the row, its prompt, its response
     "blocks": (chat(say("system", None), say("user", [{"type": "text", "text": "a"}, "b", {
         "type": "text", "text": None}, {"type": "image_url", "image_url": {}}]),
@@ -74,7 +74,7 @@ SHAPES = {  # the row, its prompt, its response
     "tools": (chat(USER, say("assistant", [{"type": "text", "text": "I look."}, SHELL]),
                    say("user", [{"type": "tool_result", "content": [{"type": "text", "text": "a.py"}]}]),
                    ANSWER),
-              '[user]\n Fix it.\n\n\n[assistant]\nI look.\n[tool_use bash] {"at": {}}\n\n'
+              '[user]\n Fix it.\n\n\n[assistant]\nI look.\n[tool_use bash] {"command": "ls", "at": {}}\n\n'
               "[user]\n[tool_result]\na.py", "Done."),
     "tool-calls": (chat(USER, say("assistant", None, tool_calls=[
         {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]),

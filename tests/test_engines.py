@@ -1,7 +1,4 @@
-"""Servers of grpo_llm.py and ppo_llm.py, played by a stand-in; adapters that a run goes on from; vLLM itself.
-
-The slow tests need vLLM: pip install -r requirements-vllm.txt && pytest -n 0 -m slow tests/test_engines.py
-"""
+"""Servers of grpo_llm.py and ppo_llm.py, by a stand-in; adapters that a run goes on from; vLLM itself."""
 
 import contextlib
 import json
@@ -210,8 +207,7 @@ def ends_with_one_line(capsys, expected, script, folder, **flags):
 def test_a_server_lost_in_mid_run_is_one_line_and_the_same_command_continues(
         script, path, trouble, stand_in, tmp_path, capsys):
     """As it is asked in the second iteration, or is handed what the first one has learned: that is kept, with
-    its numbers. Meanwhile it was started anew, with the weights of its disk.
-    """
+    its numbers. Meanwhile it was started anew, with the weights of its disk."""
     server = stand_in()
     flags = asking(server, iterations=2, prompts_per_iteration=2, group_size=4 if script is grpo_llm else 1)
     assert command(script, tmp_path / "whole", **flags) == 0
@@ -262,6 +258,7 @@ TWO = [choice([5, 2], [-1.0, -1.0], index) for index in (0, 1)]
     ("/v1/completions", (200, dict(choices=[one | dict(token_ids=[2]) for one in TWO])), "1 ids, 2 log"),
     ("/v1/completions", (200, dict(choices=[choice([5], [0.0], n) for n in (0, 1)])), "1 logprobs, stop"),
     ("/v1/completions", (400, "maximum context length is 199"), "/v1/completions: 400 .*length is 199"),
+    ("/collective_rpc", (404, "no such endpoint"), "/collective_rpc: 404 .*endpoint.*docs/engines.md"),
     ("/pause", (404, "no such endpoint"), "/pause[?]mode=abort: 404 .*endpoint.*docs/engines.md")])
 def test_a_wrong_answer_is_one_line_that_names_the_server(path, answer, expected, stand_in, tmp_path, capsys):
     server = stand_in()

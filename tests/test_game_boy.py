@@ -210,6 +210,8 @@ def test_workers_leave_with_their_parent(folder):
     (lambda f: {"goal_dir": ""}, "make_goal.py"),
     (lambda f: {"goal_dir": f"{f}/goal2"}, "stack_k is 2, expected 1"),
     (lambda f: {"frames_per_step": "12"}, "frames_per_step is 24, expected 12"),
+    (lambda f: {"tau": "0.01"}, "tau is 0.001, expected 0.01"),
+    (lambda f: {"k_consecutive": 3}, "k_consecutive is 2, expected 3"),
     (lambda f: {"goal_dir": "envs/pixels/goals/map1"}, "map1: tau is 0.05, expected 0.001"),
     (lambda f: {"release_after_frames": 24}, "release_after_frames"),
 ])

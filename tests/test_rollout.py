@@ -720,8 +720,10 @@ class Generations(World):
             return self.ask(f"{episode.task.id}/0")
         self.ended += 1
         number = int(episode.task.id.partition("/")[0][1:])
-        if depth == 2 and self.ended % 4 == 0 or depth == 0 and number % 3 == 0:
+        if depth == 2 and self.ended % 4 == 0:
             return Step([], 0.0, True, False, {"correct": None})  # is refused
+        if depth == 0 and number % 3 == 0:
+            raise OSError("lost")
         part, right = (math.inf, -math.inf, math.nan)[self.ended % 3], float(self.ended // 3 % 2)
         told = dict(part=part, parts=[part, 1.0], suspicious=1 - right, rest={(1, 2): "", "who": {"me"}})
         told = told if self.split == "train" else dict(part=None, ended=True)

@@ -129,7 +129,7 @@ def render_content(content, where: str, met: Counter) -> list[tuple[str, str]]:
 
 
 def render_call(name, value) -> str:
-    value = without_nulls({name: value})[name]  # Arrow gives every call the keys of all others, as null
+    value = without_nulls(value)  # Arrow gives every call the keys of all others, as null
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return f"[tool_use {name}] {text}"
 
