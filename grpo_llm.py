@@ -1034,10 +1034,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
                 for number in range(num_samples)]
     problem = ""
     try:
-        asyncio.run(player.play_all(rollouts))
-    except BaseExceptionGroup as group:
-        if not isinstance(error := envs.first_of(group), EngineError):
-            raise error from None
+        envs.run(player.play_all(rollouts))
+    except EngineError as error:
         problem = str(error)
     if problem := max(gather([problem])):  # raised on all ranks, since saving is collective
         raise EngineError(problem)

@@ -58,13 +58,6 @@ def first_line(error: BaseException) -> str:
     return first[:300]
 
 
-def first_of(error: BaseException) -> BaseException:
-    """What failed first in an asyncio.TaskGroup, or in those within it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 @contextlib.contextmanager
 def as_bad_input(what: str):
     """Whatever a library raises within is a BadInput: `what`, and the first line of the error."""
@@ -189,6 +182,17 @@ def close(episode: Episode) -> None:
         episode.close()
     except (Exception, SystemExit):
         pass
+
+
+def run(coroutine):
+    """asyncio.run, which raises what failed first in a TaskGroup, or in those within it, by itself."""
+    try:
+        return asyncio.run(coroutine)
+    except BaseExceptionGroup as group:
+        error = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 async def in_thread(function: typing.Callable, *given):
