@@ -1215,11 +1215,10 @@ def evaluate(engine, tokenizer, env, args, score):
     for source in sorted({r.task.source for r in greedy}):
         rollouts = [r for r in sampled if r.task.source == source]
         correct = np.array([r.correct for r in rollouts]).reshape(-1, n)                 # (tasks, n)
-        infos = [envs.numbers_of(r.info) for r in rollouts]
-        scores = {part: [info.get(part, 0.0) for info in infos] for part in sorted(set().union(*infos))}
-        scores |= {"pass@1": correct, f"pass@{n}": correct.max(1),
-                   "greedy": [r.correct for r in greedy if r.task.source == source]}
-        metrics |= {f"val/{source}/{name}": float(np.mean(values)) for name, values in scores.items()}
+        means = envs.means([r.info for r in rollouts]) | {
+            "pass@1": correct.mean(), f"pass@{n}": correct.max(1).mean(),
+            "greedy": np.mean([r.correct for r in greedy if r.task.source == source])}
+        metrics |= {f"val/{source}/{name}": float(mean) for name, mean in means.items()}
     return metrics, sampled
 
 

@@ -429,9 +429,12 @@ def is_number(value) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, str) and not getattr(value, "ndim", 0)
 
 
-def numbers_of(info: dict) -> dict:
-    """The parts of a Step's info that have a mean."""
-    return {name: value for name, value in info.items() if is_number(value)}
+def means(infos: list[dict]) -> dict:
+    """The mean of each part of Steps' info that is a number; one that lacks it counts as 0."""
+    import numpy as np
+
+    infos = [{name: value for name, value in info.items() if is_number(value)} for info in infos]
+    return {part: np.mean([info.get(part, 0.0) for info in infos]) for part in sorted(set().union(*infos))}
 
 
 def to_json(value) -> bytes:
