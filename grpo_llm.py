@@ -1412,12 +1412,11 @@ class Run:
 
 def describe_episode(r):
     """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
-    rewards = [step.reward for step in r.steps] + [0.0] * (len(r.turns) - len(r.steps))
     return dict(task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward,
                 correct=r.correct, info=r.info, termination=r.termination, retries=r.retries,
                 messages=r.messages,
-                turns=[dict(segment=segment, start=start, end=end, reward=reward)
-                       for (segment, start, end), reward in zip(r.turns, rewards, strict=False)],
+                turns=[dict(segment=segment, start=start, end=end, reward=step.reward if step else 0.0)
+                       for (segment, start, end), step in itertools.zip_longest(r.turns, r.steps)],
                 segments=[dataclasses.asdict(segment) for segment in r.segments],
                 sub_agents=[describe_episode(child) for child in r.children])
 
