@@ -45,8 +45,9 @@ class GymnasiumVec(VecEnv):
                 importlib.import_module(module)
             spec = gymnasium.spec(name)
             if spec.max_episode_steps is None and "max_episode_steps" not in options:
-                warnings.warn(f"environment {env_id} has no time limit, so an episode may never end, nor an "
-                              "evaluation: --env-kwargs max_episode_steps=200 sets one", stacklevel=2)
+                warnings.warn(f"environment {env_id} has no time limit known to Gymnasium. If it has none of "
+                              "its own, an episode may never end, nor an evaluation: --env-kwargs "
+                              "max_episode_steps=200 sets one", stacklevel=2)
             vectorised = str(spec.vector_entry_point)
             if vectorised.endswith("cartpole:CartPoleVectorEnv") and "render_mode" not in options:
                 self._vector = gymnasium.make_vec(env_id, num_envs, "vector_entry_point", **options)
@@ -58,6 +59,9 @@ class GymnasiumVec(VecEnv):
                 self._rows = self._vector.envs
         except Exception as error:  # an environment's constructor may raise anything at all
             line = " ".join(f"{type(error).__name__}: {error}".split())
+            unknown = (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)
+            if isinstance(error, unknown) or ".py:" in env_id:
+                line += " (an id that a module registers: module:Id, such as ale_py:ALE/Pong-v5)"
             raise BadInput(f"environment {env_id}: {line}") from error
         self._finalizer = weakref.finalize(self, self._vector.close)  # at the latest when Python ends
         self._plan_observations(env_id, self._vector.single_observation_space)
@@ -118,7 +122,7 @@ class GymnasiumVec(VecEnv):
                 final.append(np.array(self._convert(obs), self._array.dtype))  # reset may reuse its memory
                 obs, _ = env.reset()
             self._array[row] = self._convert(obs)
-            rewards.append(reward)
+            rewards.append(float(reward))
             terminated.append(ended)
             truncated.append(cut)
         final = np.stack(final) if final else None
