@@ -547,7 +547,7 @@ def main(args):
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
-    obs = env.reset(args.seed + run.counters["iteration"])  # no episodes anew where they cannot be saved
+    obs = env.reset(args.seed + run.counters["env_steps"])  # other episodes where they cannot be saved
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])

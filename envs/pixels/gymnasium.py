@@ -122,7 +122,7 @@ class GymnasiumVec(VecEnv):
                 final.append(np.array(self._convert(obs), self._array.dtype))  # reset may reuse its memory
                 obs, _ = env.reset()
             self._array[row] = self._convert(obs)
-            rewards.append(float(reward))
+            rewards.append(np.asarray(reward).item())  # some give an array of one
             terminated.append(ended)
             truncated.append(cut)
         final = np.stack(final) if final else None
