@@ -114,6 +114,9 @@ def one_iteration(env, tasks, replies, spread, seconds):
             await asyncio.Event().wait()  # there is no second turn
 
     class Tokenizer:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return ""
+
         def __call__(self, texts, add_special_tokens):
             return SimpleNamespace(input_ids=[[0]] * len(texts))
 

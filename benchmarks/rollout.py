@@ -267,8 +267,7 @@ def overhead(repeats):
         return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, 1.0, args,
                                 grpo_llm.episode_reward)
 
-    gc.freeze()  # as main does
-    gc.set_threshold(100_000)
+    gc.set_threshold(100_000)  # as main does
     times = []
     for _ in range(repeats + 3):
         began = time.process_time()
@@ -292,7 +291,7 @@ def main():
     parser.add_argument("--overhead", action="store_true", help="what a rollout costs beside its sampling")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     options = parser.parse_args()
-    grpo_llm.start_processes(grpo_llm.Args())  # one thread, and the allocator as in a run
+    grpo_llm.start_processes()  # one thread
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if options.profile or options.overhead:

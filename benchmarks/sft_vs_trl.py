@@ -340,7 +340,7 @@ def measure_memory(way, num_tokens):
     from update_memory import VOCABULARY, one_pass, small_model
 
     import sft
-    model, length, prompt = small_model(), 512, 16
+    model, length, prompt = sft.distribute(small_model(), torch.device("cpu")), 512, 16
     rows = [(ids, [0] * prompt + [1] * (length - prompt))
             for ids in torch.randint(0, VOCABULARY, (num_tokens // length, length)).tolist()]
     batch, = sft.batches(rows, sft.Args(microbatch_tokens=num_tokens), 0, model)
