@@ -9,7 +9,7 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
                                             default, and the one that REAL_MODEL has for it
     <!-- metrics: SCRIPT.py -->             one row for each of its METRICS in tools/validate_train_log.py
     <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
-    <!-- lines -->                          the four scripts and how long they are, to the nearest hundred
+    <!-- lines -->                          the four scripts and how long they are, to the nearest ten
     <!-- end -->
 
 A link such as [`gae`](../ppo_llm.py) names what the script must define; it holds no line, which would move.
