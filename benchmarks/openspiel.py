@@ -251,12 +251,15 @@ def main():
     parser.add_argument("--style", default="words", help="of its prompts")
     parser.add_argument("--out", type=Path, default=Path("openspiel.csv"), help="the CSV to write")
     parser.add_argument("--cases", default="", help="game strings with ; between them")
-    parser.add_argument("--seconds", type=float, default=0.5, help="processor time of each measurement [s]")
+    parser.add_argument("--seconds", type=float, default=0.5,
+                        help="processor time of each measurement [s]; of `iteration --cases` of sampling")
     args = parser.parse_args()
     default = (*SMALL, *CASES) if args.what == "speed" else SMALL
     cases = re.split(" *; *", args.cases) if args.cases else default
     rows = games_of_models(cases[0], args.model, args.style) if args.model else []
-    for case in () if args.model else ITERATIONS if args.what == "iteration" else cases:
+    if args.what == "iteration":
+        cases = [(args.cases, {"cases": args.cases}, True, args.seconds)] if args.cases else ITERATIONS
+    for case in () if args.model else cases:
         rows.append(iteration(*case) if args.what == "iteration" else
                     (speed if args.what == "speed" else games)(case, args.seconds))
         print("| " + " | ".join(map(str, rows[-1].values())) + " |", flush=True)
