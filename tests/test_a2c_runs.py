@@ -47,10 +47,10 @@ class Held(gymnasium.Env):
 
     observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
-    breaks_at = None
+    breaks_at, seeds = None, []
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+        self.seeds += [seed] if seed and seed < 1_000_000 else []  # no autoreset, no evaluation
         self.engine, self.time = object(), 0
         return self.observation_space.sample() * 0, {}
 
@@ -68,7 +68,7 @@ def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):
     whole = train(a2c, tmp_path / "whole", env_id="HeldFast-v0", keep_checkpoints=0)
     folder = train(a2c, killed_after(whole, tmp_path / "run", 2), env_id="HeldFast-v0")
     assert state_of(folder / "checkpoints" / "step_000004")["env"] is None and validate(folder)["ok"]
-    assert records(folder)[-1]["episode_length"] <= 7
+    assert records(folder)[-1]["episode_length"] <= 7 and len({*Held.seeds}) == len(Held.seeds) == 12
 
 
 # Failing
