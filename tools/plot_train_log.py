@@ -298,6 +298,8 @@ def layout(group: Group) -> list[Panel]:
         curves = [Curve(f"val/{source}/{name}", name, required=name == "pass@1") for name in names]
         panels.append(Panel(f"{source}, held out", "accuracy", tuple(curves), "rate"))
     first, *others = PANELS[group.algo]
+    if "dist_p90" in group.series and not group.series["dist_p90"].mean.any():  # there is no goal
+        return [panel for panel in others if panel.title != "distance to the goal"]
     if group.algo == "sft":
         return [first, *panels, *others]
     if group.algo != "a2c" and not panels:
