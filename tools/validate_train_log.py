@@ -87,7 +87,7 @@ _GRPO_AND_PPO = {
     "train/learning_rate": ("number", "learning rate of the iteration"),
     "train/global_step": ("count", "optimiser steps so far"),
     "train/pass@1": ("rate?", "share of the iteration's episodes that are correct"),
-    "kl/k1": ("number?", "mean of logprobs - ref_logprobs, with a reference only [nats/token]"),
+    "kl/k1": ("number?", "mean of logprobs - ref_logprobs, 0 without a reference [nats/token]"),
     "critic/score": (_SPREAD, "episode rewards: mean, max, min"),
     "critic/rewards": (_SPREAD, "episode rewards after penalties (GRPO has none in the reward): mean, max, "
                        "min"),
