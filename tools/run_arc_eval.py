@@ -95,6 +95,8 @@ def load_player(args):
         raise BadInput(f"--model {args.model}: cannot be loaded ({one_line(error)})") from error
     if tokenizer.chat_template is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no chat template")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    longest = min(args.max_context_tokens, positions - args.max_response_tokens)  # of what the model reads
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     sampling = {"do_sample": args.temperature > 0}
     if args.temperature > 0:
@@ -107,11 +109,15 @@ def load_player(args):
     def reply(messages, frame, prompt):
         start = prompt
         batch = tokens(messages)
-        while batch.input_ids.shape[1] > args.max_context_tokens and start + 1 < len(messages):
+        while batch.input_ids.shape[1] > longest and start + 1 < len(messages):
             start += 2  # the oldest reply and its answer; the prompt stays
             batch = tokens(messages[:prompt] + messages[start:])
+        if (room := positions - batch.input_ids.shape[1]) < 1:
+            raise BadInput(f"--model {args.model}: it has {positions} positions, and the prompt "
+                           f"{positions - room} tokens; expected room for a reply")
         ids = model.generate(batch.input_ids, attention_mask=batch.attention_mask, **sampling,
-                             max_new_tokens=args.max_response_tokens, pad_token_id=tokenizer.pad_token_id)
+                             max_new_tokens=min(args.max_response_tokens, room),
+                             pad_token_id=tokenizer.pad_token_id)
         return tokenizer.decode(ids[0, batch.input_ids.shape[1]:], skip_special_tokens=True)
 
     return lambda env, task: lambda messages, frame: reply(messages, frame, len(task.messages))
