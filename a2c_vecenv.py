@@ -52,7 +52,7 @@ from envs import BadInput, as_bad_input, parse_options, pixels
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Environment
     env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions

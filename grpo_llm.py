@@ -67,7 +67,7 @@ from envs import BadInput, as_bad_input, first_line
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas

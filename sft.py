@@ -67,7 +67,7 @@ from envs import BadInput, as_bad_input
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Data
     env: str = "countdown"  # its reference solutions are learned; its test tasks measure accuracy
