@@ -297,13 +297,13 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
         # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
-        store, *_ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], next(dist.rendezvous("env://"))[0])
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
                                 timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
@@ -1570,7 +1570,7 @@ def main(args):
             #    not depend on how the minibatch is cut into passes.
             numbers, steps = dict.fromkeys([*UPDATE_METRICS, "train/grad_norm", "mismatch/ratio_max"], 0.0), 0
             optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, args)
-            torch.manual_seed(seed)  # of the order of the groups
+            torch.default_generator.manual_seed(seed)  # of the order of the groups
             with run.timed("update"):
                 if any(gather([len(groups)])):
                     engine.sleep()

@@ -305,13 +305,13 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # a small model gains nothing from more
+    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
         gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
         # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
-        store, *_ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], next(dist.rendezvous("env://"))[0])
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
                                 timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
@@ -1638,7 +1638,7 @@ def main(args):
 
             learned = any(gather([len(episodes)]))  # False if every environment failed
             numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
-            torch.manual_seed(seed)  # of the order of the episodes
+            torch.default_generator.manual_seed(seed)  # of the order of the episodes
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.

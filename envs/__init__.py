@@ -77,7 +77,7 @@ class Task:
     data: dict
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Step:
     """The environment's answer to one reply."""
 
