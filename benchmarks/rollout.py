@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import csv
 import gc
@@ -36,6 +37,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import transformers
@@ -267,14 +269,36 @@ def overhead(repeats):
         return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, 1.0, args,
                                 grpo_llm.episode_reward)
 
+    class Reply:
+        def __await__(self):
+            yield  # once, as a future does
+            return reply, [-1.0] * len(reply)
+
+    def play_by_hand(player, rollouts):
+        """In place of Player.play_all: the same coroutines without tasks, futures, engine or event loop."""
+        player.engine.sample = lambda *_: Reply()
+        episodes = [player.play(r) for r in rollouts]
+        for episode in episodes:
+            episode.send(None)
+        for episode in episodes:
+            with contextlib.suppress(StopIteration):
+                episode.send(None)
+
+    def measure(what):
+        times = []
+        for _ in range(repeats + 3):
+            began = time.process_time()
+            rollouts = play()
+            times.append(1e3 * (time.process_time() - began))
+        assert all(r.reward == 1.0 for r in rollouts)
+        print(f"{len(rollouts)} episodes of {len(tasks)} tasks{what}: median "
+              f"{statistics.median(times[3:]):.1f} ms, least {min(times):.1f} ms of CPU time beside sampling "
+              "and scoring")
+
     gc.set_threshold(100_000)  # as main does
-    times = []
-    for _ in range(repeats + 3):
-        began = time.process_time()
-        rollouts = play()
-        times.append(1e3 * (time.process_time() - began))
-    print(f"{len(rollouts)} episodes of {len(tasks)} tasks: median {statistics.median(times[3:]):.1f} ms, "
-          f"least {min(times):.1f} ms of CPU time beside sampling and scoring")
+    measure("")
+    with mock.patch.object(grpo_llm.Player, "play_all", play_by_hand), mock.patch("envs.run"):
+        measure(", without an event loop")
     with cProfile.Profile() as profiler:
         for _ in range(10):
             play()
