@@ -159,7 +159,7 @@ def test_commands_in_the_docs_exist():
 FOREIGN = set("""
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts --shutdown-timeout
     --host --max-model-len --logprobs-mode --generation-config --enable-lora --max-lora-rank --max-loras
-    --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
+    --max-cpu-loras --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
     --gpus-per-node --cpus-per-task --requeue --signal --label
     """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff
 

@@ -397,7 +397,6 @@ def test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_e
     check_run(folder, 4)
     assert not lora_rank or all(record["rollout/turns"] > 1 for record in records(folder)[1:])
     assert log_lines(folder)[0]["meta"]["versions"]["vllm"]
-
     before = None
     for iteration in range(1, 5):
         checkpoint = folder / "checkpoints" / f"step_{iteration - 1:06d}"
@@ -408,7 +407,6 @@ def test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_e
         assert before is None or largest_difference(before, played, 0.8) > 1e-2  # other weights give others
         before = model
     assert not list(folder.glob("sync/*"))  # nothing is left of hand-overs
-
     if not lora_rank:
         again = killed_after(folder, tmp_path / "again", 2)
         torch.manual_seed(1234)  # what this process did before must not matter
@@ -487,7 +485,8 @@ def servers(vllm, tmp_path_factory):
     """Two servers, which start together: for full weights, and for adapters."""
     folder = tmp_path_factory.mktemp("servers")
     both = [Server(folder / "full.log"),
-            Server(folder / "lora.log", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1")]
+            Server(folder / "lora.log", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1",
+                   "--max-cpu-loras", "4")]
     yield both
     for one in both:
         one.kill()
@@ -517,13 +516,14 @@ def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
         assert server.posts("/v1/load_lora_adapter") == 2 + 3 + 3  # the starts, and each iteration
         cards = requests.get(server.url + "/v1/models", timeout=PATIENCE).json()["data"]
         assert cards[-1]["root"].startswith(str(tmp_path / "run" / "sync"))
+        late = dict(model=cards[-2]["id"], prompt=[1], max_tokens=1)  # of an adapter that the disk has lost
+        assert requests.post(server.url + "/v1/completions", json=late, timeout=PATIENCE).ok
 
 
 @pytest.mark.slow
 def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wait(servers, tmp_path):
     """docs/variants/overlap.diff, whose other tests are in test_overlap.py."""
     from tests.test_overlap import KEEP, check_versions, overlap, staleness
-
     server = servers[0].ready()
     before = server.posts("/collective_rpc")
     flags = asking(server, **TURNS | KEEP | dict(learning_rate=1e-4))  # stale by less than is refused
