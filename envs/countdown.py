@@ -342,18 +342,13 @@ def either_order(steps) -> list[tuple]:
     return steps + [(b, op, a, result) for a, op, b, result in steps if op in "+*" and a != b]
 
 
-@functools.lru_cache(4096)  # the same numbers come again and again
-def legal_steps(a, b, rules) -> list[tuple]:
-    return either_order(results(a, b, rules))
-
-
 def random_game(nums, rules, rng) -> list[tuple] | None:
     """Random pairs, random legal steps on them, until one number is left (None: no legal step)."""
     pool, steps = list(nums), []
     while len(pool) > 1:
         a = pool.pop(int(rng() * len(pool)))
         b = pool.pop(int(rng() * len(pool)))
-        legal = legal_steps(a, b, rules)
+        legal = either_order(results(a, b, rules))
         if not legal:
             return None
         step = legal[int(rng() * len(legal))]
