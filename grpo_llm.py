@@ -1570,7 +1570,7 @@ def main(args):
             #    not depend on how the minibatch is cut into passes.
             numbers, steps = dict.fromkeys([*UPDATE_METRICS, "train/grad_norm", "mismatch/ratio_max"], 0.0), 0
             optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, args)
-            torch.default_generator.manual_seed(seed)  # of the order of the groups
+            torch.default_generator.manual_seed(seed)  # orders the groups; faster than torch.manual_seed
             with run.timed("update"):
                 if any(gather([len(groups)])):
                     engine.sleep()

@@ -1638,7 +1638,7 @@ def main(args):
 
             learned = any(gather([len(episodes)]))  # False if every environment failed
             numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
-            torch.default_generator.manual_seed(seed)  # of the order of the episodes
+            torch.default_generator.manual_seed(seed)  # orders the episodes; faster than torch.manual_seed
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
