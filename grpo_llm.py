@@ -1238,7 +1238,7 @@ def flush_to_disk(*paths):
 
 
 class Run:
-    """A run folder and the counters. A folder that holds a checkpoint is continued. Rank 0 writes."""
+    """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
@@ -1249,13 +1249,13 @@ class Run:
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         # Of two runs that begin in the same second without a --run-dir, one ends here.
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-        self.log = (self.dir / "train_log.jsonl").open("ab+")  # each process may append its error
+        self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
         # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
         first_line = self.log.readline()
-        if self.checkpoints or first_line.endswith(b"\n"):  # else a kill or a full disk cut it short
+        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
         self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
@@ -1309,13 +1309,12 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = (b'{"trace_id"', b'{"resume"') if self.checkpoint else b'{"trace_id"'
-        lines = [line for line in self.log if line.startswith(kept) and line.endswith(b"\n")]
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'
+        lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
             self.write({"meta": self.meta})
         self.log.writelines(lines)
-        self.log.flush()
         start = self.counters["iteration"]
         if self.checkpoint:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
@@ -1358,8 +1357,7 @@ class Run:
             tqdm.write(f"{iteration}/{self.progress.total}, {wall_time:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
-        self.log.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self.log.flush()
+        self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
