@@ -249,20 +249,22 @@ def hidden_states(decoder, batch):
     That shift by one happens here and nowhere else. A prompt that several responses share is computed once,
     and its keys and values are copied to them, with gradient.
     """
-    prompts, rows = batch["prompts"], batch["prompt_of_row"]
-    valid = torch.cat([batch["prompt_valid"][rows], batch["valid"][:, :-1]], 1)          # (R, P + T - 1)
-    positions = (valid.cumsum(1) - 1).clamp(min=0)
-    start, cache = 0, DynamicCache(config=decoder.config)
-    # All but their last token; not where a layer is recurrent, whose state several tokens cannot go on from.
-    if batch["share_prompts"] and not any(hasattr(layer, "conv_states") for layer in cache.layers):
-        start = prompts.shape[1] - 1
-        decoder(input_ids=prompts[:, :-1], attention_mask=batch["prompt_valid"][:, :-1],
-                position_ids=(batch["prompt_valid"].cumsum(1) - 1).clamp(min=0)[:, :-1],
+    prompts, rows = batch["prompts"], batch["prompt_of_row"]                             # (U, P), (R,)
+    tokens = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)                   # (R, P + T - 1)
+    shared, start, cache = prompts[:, :-1], 0, DynamicCache(config=decoder.config)
+    valid, shared_valid = (tokens >= 0).long(), (shared >= 0).long()
+    positions, shared_positions = ((x.cumsum(1) - 1).clamp(min=0) for x in (valid, shared_valid))
+    # Where it saves many tokens. Not under FSDP2, which would gather each layer twice; not where a layer is
+    # recurrent, whose state several tokens cannot go on from.
+    if ((len(rows) - len(prompts)) * shared.shape[1] > 256 and not UNDER_TORCHRUN
+            and not any(hasattr(layer, "conv_states") for layer in cache.layers)):
+        start = shared.shape[1]
+        decoder(input_ids=shared.clamp(min=0), attention_mask=shared_valid, position_ids=shared_positions,
                 past_key_values=cache, use_cache=True)
         cache.batch_select_indices(rows)
-    inputs = torch.cat([prompts[rows], batch["responses"][:, :-1]], 1)[:, start:]        # (R, ... + T - 1)
-    hidden = decoder(input_ids=inputs, attention_mask=valid, position_ids=positions[:, start:],
-                     past_key_values=cache if start else None, use_cache=bool(start)).last_hidden_state
+    hidden = decoder(input_ids=tokens[:, start:].clamp(min=0), attention_mask=valid,
+                     position_ids=positions[:, start:], past_key_values=cache if start else None,
+                     use_cache=bool(start)).last_hidden_state
     return hidden[:, prompts.shape[1] - 1 - start:]
 
 
@@ -796,10 +798,6 @@ class Segment:
     def ids(self) -> list[int]:
         return self.prompt_ids + self.response_ids
 
-    @property
-    def key(self) -> tuple:
-        return tuple(self.prompt_ids), tuple(self.response_ids), tuple(self.response_mask)
-
     def append(self, ids, mask, logprobs):
         self.response_ids += ids
         self.response_mask += [mask] * len(ids)
@@ -1075,53 +1073,43 @@ def trainable_groups(rollouts, args):
     return [group for group in groups if group]
 
 
-def passes(segments, args, pad_id, device):
+def passes(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
-    tokens, padding included.  Yields (segments, their tensors by collate).
+    tokens, padding included.  Yields (segments, their tensors).
 
+    Equal segments have equal log-probabilities and are one row. Tensors: unique prompts (U, P), padded with
+    -1 on the left, responses (R, T), on the right; all else that is known, by segment, (B, T).
     A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
     """
-    parts, rows = [], set()
-    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        rows.add(segment.key)  # of equal segments one is computed
-        if not parts or len(segment.response_ids) * len(rows) > args.microbatch_tokens:
+    rows, parts = {}, []
+    for s in sorted(segments, key=lambda s: len(s.response_ids)):
+        key = tuple(map(tuple, (s.prompt_ids, s.response_ids, s.response_mask)))
+        rows.setdefault(key, []).append(s)
+    for row in rows.values():
+        if not parts or len(row[0].response_ids) * (len(parts[-1]) + 1) > args.microbatch_tokens:
             parts.append([])
-            rows = {segment.key}
-        parts[-1].append(segment)
+        parts[-1].append(row)
     missing = max(gather([len(parts)])) - len(parts)
-    for part in parts + missing * [[Segment([pad_id], [pad_id], [0], [0.0])]]:
-        yield part, collate(part, pad_id, device)
-
-
-def collate(segments, pad_id, device):
-    """Tensors of a pass: unique prompts (U, P), padded left, and unique responses (R, T), padded right, since
-    equal ones have equal log-probabilities; all else by segment, (B, T).
-    """
-    rows, prompts = {}, {}
-    row_of_segment = [rows.setdefault(segment.key, len(rows)) for segment in segments]
-    prompt_of_row = [prompts.setdefault(prompt, len(prompts)) for prompt, _, _ in rows]
-    # Prompt tokens saved by a pass of their own. Not under FSDP2, which would gather each layer twice.
-    saved = (len(rows) - len(prompts)) * (max(map(len, prompts)) - 1)
-    batch = dict(
-        prompts=pad(prompts, pad_id, device, left=True),
-        prompt_valid=pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True),
-        prompt_of_row=torch.tensor(prompt_of_row, device=device),
-        responses=pad([response for _, response, _ in rows], pad_id, device),
-        valid=pad([[1] * len(response) for _, response, _ in rows], 0, device),
-        chosen=pad([mask for _, _, mask in rows], 0, device, dtype=torch.bool),
-        share_prompts=saved > 256 and not UNDER_TORCHRUN,
-        row_of_segment=torch.tensor(row_of_segment, device=device),
-        advantages=torch.tensor([[segment.advantage] for segment in segments], device=device))
-    for name in ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
-        if getattr(segments[0], name) is not None:
-            batch[name] = pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32)
-    return batch
+    for part in parts + missing * [[[Segment([0], [0], [0], [0.0])]]]:
+        segments, firsts, prompts = [s for row in part for s in row], [row[0] for row in part], {}
+        prompt_of_row = [prompts.setdefault(tuple(s.prompt_ids), len(prompts)) for s in firsts]
+        batch = dict(
+            prompts=pad(prompts, -1, device, left=True),
+            prompt_of_row=torch.tensor(prompt_of_row, device=device),
+            responses=pad([s.response_ids for s in firsts], -1, device),
+            chosen=pad([s.response_mask for s in firsts], 0, device, dtype=torch.bool),
+            row_of_segment=torch.tensor([n for n, row in enumerate(part) for _ in row], device=device),
+            advantages=torch.tensor([[s.advantage] for s in segments], device=device))
+        for name in ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+            if getattr(segments[0], name) is not None:
+                batch[name] = pad([getattr(s, name) for s in segments], 0, device, dtype=torch.float32)
+        yield segments, batch
 
 
 @torch.no_grad()
-def store_logprobs(model, groups, name, args, pad_id):
+def store_logprobs(model, groups, name, args):
     """Write the model's log-probabilities of all responses into segment.<name>."""
-    for part, batch in passes([s for group in groups for s in group], args, pad_id, model.device):
+    for part, batch in passes([s for group in groups for s in group], args, model.device):
         with precision(args, model.device):
             logprobs, _ = token_logprobs(model, batch, args.temperature)
         for segment, row in zip(part, logprobs.tolist(), strict=True):
@@ -1158,14 +1146,14 @@ UPDATE_METRICS = ("train/policy_loss", "train/kl_loss", "train/entropy", "train/
 MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
 
 
-def update(model, reference, optimizer, groups, args, pad_id):
+def update(model, reference, optimizer, groups, args):
     """All optimiser steps of an iteration on groups of segments.  -> metrics, number of steps."""
     if args.epochs * args.minibatches > 1:  # else the policy is the one that sampled, and the ratio is 1
-        store_logprobs(model, groups, "old_logprobs", args, pad_id)
+        store_logprobs(model, groups, "old_logprobs", args)
     if args.kl_coef:
         # The starting model: a copy, or the policy with its adapter switched off.
         with contextlib.nullcontext() if reference else model.disable_adapter():
-            store_logprobs(reference or model, groups, "ref_logprobs", args, pad_id)
+            store_logprobs(reference or model, groups, "ref_logprobs", args)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     totals, ratios, norms, num_seen = dict.fromkeys(UPDATE_METRICS, 0.0), [], [], 0
     minibatches = min(args.minibatches, max(gather([len(groups)])))
@@ -1174,7 +1162,7 @@ def update(model, reference, optimizer, groups, args, pad_id):
         segments = [segment for index in chosen.tolist() for segment in groups[index]]
         lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
         num_tokens, num_segments = sum(lengths), len(lengths)
-        for _, batch in passes(segments, args, pad_id, model.device):
+        for _, batch in passes(segments, args, model.device):
             with precision(args, model.device):
                 loss, sums, ratio = pass_loss(model, batch, num_tokens, num_segments, args)
             loss.backward()
@@ -1572,7 +1560,7 @@ def main(args):
             with run.timed("update"):
                 if any(gather([len(groups)])):
                     engine.sleep()
-                    numbers, steps = update(model, reference, optimizer, groups, args, tokenizer.pad_token_id)
+                    numbers, steps = update(model, reference, optimizer, groups, args)
                 numbers["train/weight_norm"] = float(full_tensor(torch.nn.utils.get_total_norm(parameters)))
 
             # 5. Metrics of the iteration, over all processes.

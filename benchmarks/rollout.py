@@ -219,7 +219,7 @@ def profile():
         groups[-1].append(grpo_llm.Segment(prompt, ids, [1] * len(ids), logprobs, advantage=number % 2 - 0.5))
 
     def updating():
-        grpo_llm.update(model, None, optimizer, groups, args, tokenizer.pad_token_id)
+        grpo_llm.update(model, None, optimizer, groups, args)
 
     for name, work in (("generate", sampling), ("update", updating)):
         for _ in range(3):

@@ -69,7 +69,8 @@ def measure(way, num_tokens):
     model, rows = grpo_llm.distribute(small_model(), torch.device("cpu")), num_tokens // RESPONSE
     ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
     segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
-    batch = grpo_llm.collate(segments, 0, "cpu")
+    args = grpo_llm.Args(microbatch_tokens=num_tokens)
+    ((_, batch),) = grpo_llm.passes(segments, args, "cpu")
 
     def loss():
         logprobs, entropy = (grpo_llm.token_logprobs(model, batch, 1.0) if way == "ours" else

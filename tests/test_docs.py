@@ -23,7 +23,7 @@ PAGES = [str(page.relative_to(ROOT)) for page in docs_tables.pages()]
 # Names that two scripts may define differently, because the algorithms differ there. All else that two
 # scripts hold under one name is the same to the letter.
 DIFFER = {"Args", "TIMES", "SHOWN", "UPDATE_METRICS", "main", "evaluate", "rollout", "update",
-          "learning_rate", "gae", "Segment", "collate", "episode_reward", "token_logprobs",
+          "learning_rate", "gae", "Segment", "episode_reward", "token_logprobs",
           "hidden_states", "passes"}
 
 
