@@ -267,9 +267,9 @@ def hidden_states(decoder, batch):
     That shift by one happens here and nowhere else.
     """
     tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)                # (B, P + T - 1)
-    valid = torch.cat([batch["prompt_valid"], batch["valid"][:, :-1]], 1)
-    hidden = decoder(input_ids=tokens, attention_mask=valid, position_ids=(valid.cumsum(1) - 1).clamp(min=0),
-                     use_cache=False).last_hidden_state
+    valid = (tokens >= 0).long()
+    hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, use_cache=False,
+                     position_ids=(valid.cumsum(1) - 1).clamp(min=0)).last_hidden_state
     return hidden[:, batch["prompts"].shape[1] - 1:]
 
 
@@ -1112,10 +1112,11 @@ def trainable_episodes(rollouts, args):
     return [segments for segments in episodes if segments]
 
 
-def passes(segments, args, pad_id, device):
+def passes(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
-    tokens, padding included.  Yields (segments, their tensors by collate).
+    tokens, padding included.  Yields (segments, their tensors).
 
+    Tensors: prompts (B, P), padded with -1 on the left; responses, on the right, and all known of them, (B, T).
     A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
     """
     parts = []
@@ -1124,27 +1125,20 @@ def passes(segments, args, pad_id, device):
             parts.append([])
         parts[-1].append(segment)
     missing = max(gather([len(parts)])) - len(parts)
-    for part in parts + missing * [[Segment([pad_id], [pad_id], [0], [0.0])]]:
-        yield part, collate(part, pad_id, device)
-
-
-def collate(segments, pad_id, device):
-    """Tensors of a pass: prompts (B, P), padded left; responses, and what is known of them, (B, T)."""
-    prompts, responses = [s.prompt_ids for s in segments], [s.response_ids for s in segments]
-    batch = dict(prompts=pad(prompts, pad_id, device, left=True), responses=pad(responses, pad_id, device),
-                 prompt_valid=pad([[1] * len(ids) for ids in prompts], 0, device, left=True),
-                 valid=pad([[1] * len(ids) for ids in responses], 0, device))
-    for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
-        rows = [getattr(s, name) or [0.0] * len(s.response_ids) for s in segments]  # 0: not known yet
-        batch[name] = pad(rows, 0, device, dtype=torch.float32)
-    return batch
+    for part in parts + missing * [[Segment([0], [0], [0], [0.0])]]:
+        batch = dict(prompts=pad([s.prompt_ids for s in part], -1, device, left=True),
+                     responses=pad([s.response_ids for s in part], -1, device))
+        for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
+            rows = [getattr(s, name) or [0.0] * len(s.response_ids) for s in part]  # 0: not known yet
+            batch[name] = pad(rows, 0, device, dtype=torch.float32)
+        yield part, batch
 
 
 @torch.no_grad()
-def store(model, episodes, name, args, pad_id):
+def store(model, episodes, name, args):
     """Write what a model computes for each response token into segment.<name>."""
     device = next(model.parameters()).device
-    for part, batch in passes([s for episode in episodes for s in episode], args, pad_id, device):
+    for part, batch in passes([s for episode in episodes for s in episode], args, device):
         with precision(args, device):
             rows = model(batch) if name == "values" else token_logprobs(model, batch, args.temperature)[0]
         for segment, row in zip(part, rows.tolist(), strict=True):
@@ -1221,7 +1215,7 @@ UPDATE_METRICS = ("train/policy_loss", "train/clipfrac", "train/approx_kl", "tra
 MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
 
 
-def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
+def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
     """All optimiser steps of an iteration, of the policy or of the critic. terms(batch) is its loss.
 
     -> metrics (means over tokens), gradient norm (mean over steps), number of steps
@@ -1236,7 +1230,7 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args, pad_id):
         # Over the minibatch, however it is cut into passes and processes.
         num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
-        for _, batch in passes(segments, args, pad_id, device):
+        for _, batch in passes(segments, args, device):
             mask = batch["response_mask"]
             with precision(args, device):
                 per_token, logged = terms(batch)
@@ -1536,7 +1530,6 @@ def main(args):
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
-    pad_id = tokenizer.pad_token_id
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     base = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
@@ -1640,13 +1633,13 @@ def main(args):
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
-                store(model, episodes, "old_logprobs", args, pad_id)
+                store(model, episodes, "old_logprobs", args)
                 if args.kl_coef:
                     # The starting model: a copy, or the policy with its adapter switched off.
                     with contextlib.nullcontext() if reference else model.disable_adapter():
-                        store(reference or model, episodes, "ref_logprobs", args, pad_id)
+                        store(reference or model, episodes, "ref_logprobs", args)
                 if critic:
-                    store(critic, episodes, "values", args, pad_id)
+                    store(critic, episodes, "values", args)
                 numbers |= estimate_advantages(episodes, kl_coef, args)
                 # A sampler that disagrees on its own tokens has stale weights, another head or a stale prefix
                 # cache.
@@ -1660,7 +1653,7 @@ def main(args):
                     rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
                     measured, norm, critic_steps = update(
                         lambda batch: value_terms(critic(batch), batch), optimizers["critic_optimizer"], rate,
-                        episodes, args.critic_epochs, args.critic_minibatches, args, pad_id)
+                        episodes, args.critic_epochs, args.critic_minibatches, args)
                     numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
                 # 5. Update the policy, after --critic-warmup.
@@ -1668,7 +1661,7 @@ def main(args):
                     rate = learning_rate(args.learning_rate, iteration + 1, alone + 1, args)
                     measured, norm, steps = update(
                         lambda batch: policy_terms(model, critic, batch, args), optimizers["optimizer"], rate,
-                        episodes, args.epochs, args.minibatches, args, pad_id)
+                        episodes, args.epochs, args.minibatches, args)
                     numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                     if args.kl_target:
                         kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
