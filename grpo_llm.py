@@ -1565,8 +1565,7 @@ def main(args):
 
             # 5. Metrics of the iteration, over all processes.
             rollouts, iteration, cursor = gather(rollouts), iteration + 1, drawn
-            turns = [turn for r in rollouts for member in r.family for turn in member.turns]
-            generated = sum(end - start for _, start, end in turns)
+            generated = sum(sum(s.response_mask) for r in rollouts for m in r.family for s in m.segments)
             run.counters = dict(iteration=iteration, opt_steps=run.counters["opt_steps"] + steps,
                                 env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])

@@ -1672,8 +1672,7 @@ def main(args):
             # 6. Metrics of the iteration, over all processes.
             rollouts, iteration = gather(rollouts), iteration + 1
             opt_steps = run.counters["opt_steps"] + steps + critic_steps
-            turns = [turn for r in rollouts for member in r.family for turn in member.turns]
-            generated = sum(end - start for _, start, end in turns)
+            generated = sum(sum(s.response_mask) for r in rollouts for m in r.family for s in m.segments)
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
             metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
