@@ -1116,7 +1116,7 @@ def passes(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
     tokens, padding included.  Yields (segments, their tensors).
 
-    Tensors: prompts (B, P), padded with -1 on the left; responses, on the right, and all known of them, (B, T).
+    Tensors: prompts (B, P), padded with -1 on the left; responses, on the right, and what is known, (B, T).
     A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
     """
     parts = []
