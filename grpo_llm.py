@@ -906,14 +906,12 @@ def observe(r, tokenizer, args):
         text = render(r.task.messages + r.messages[start:], tokenizer, args)
         if not text:  # not an error: a retry would be a second chance
             return False
-        segment, ids = r.segments[-1], extension(text, r, tokenizer) if start == r.start else None
+        segments, ids = r.segments, extension(text, r, tokenizer) if start == r.start else None
         if ids is None:
-            segment, ids = Segment(tokenizer.encode(text, add_special_tokens=False)), []
-        if len(segment.ids) + len(ids) + args.max_response_tokens <= args.max_context_tokens:
-            segment.append(ids, 0, [0.0] * len(ids))
-            if segment is not r.segments[-1]:
-                r.segments.append(segment)
-            r.text, r.start = text, start
+            segments, ids = [*segments, Segment(tokenizer.encode(text, add_special_tokens=False))], []
+        if len(segments[-1].ids + ids) + args.max_response_tokens <= args.max_context_tokens:
+            segments[-1].append(ids, 0, [0.0] * len(ids))
+            r.segments, r.text, r.start = segments, text, start
             return True
     return False
 
