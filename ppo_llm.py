@@ -1308,10 +1308,8 @@ class Run:
         first_line = self.log.readline()
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
-        self.checkpoint = None
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        while self.checkpoints and not self.checkpoint:
-            folder = self.checkpoints[-1]
+        for folder in self.checkpoints[::-1]:
             try:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
@@ -1319,12 +1317,13 @@ class Run:
                 self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
                 if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
                     raise ValueError("the log ends before it")
-                self.checkpoint = str(folder)
+                break
             except (OSError, ValueError, AttributeError) as error:
                 print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
                 self.checkpoints.pop()
                 if not self.checkpoints:
                     raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged") from error
+        self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
         if len(seen := set(gather([self.checkpoint]))) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
