@@ -66,7 +66,7 @@ MUTANTS = {
             'args.group_size] if r.termination != "error"]', 'args.group_size]]'),
         "failed sub-agents are trained": ('else ("error",)', "else ()"),
         "the environment's tokens are trained": (
-            "segment.append(ids, 0, [0.0]", "segment.append(ids, 1, [0.0]"),
+            "segments[-1].append(ids, 0, [0.0]", "segments[-1].append(ids, 1, [0.0]"),
         "cut replies reach the environment": ("if ids[-1] not in self.engine.eos:", "if False:"),
         "what was earned is lost": ("reward=earned + step.reward", "reward=step.reward"),
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
