@@ -247,6 +247,11 @@ def shard(size):
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
+def all_rows(rows, env):
+    """Columns of this process's environments -> of all environments.  (..., env.num_envs) -> (..., all)"""
+    return all_reduce(nn.functional.pad(rows, env.others))  # exact: each process adds zeros elsewhere
+
+
 # Rollout and evaluation
 
 
@@ -330,8 +335,7 @@ def window_metrics(window, grad_norms, batch, args, env):
     They are computed on the device and cross to the host in one tensor.
     """
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
-    mine = torch.stack([batch[name] for name in ("dist", "values", "returns")])              # (3, T, E)
-    distances, values, returns = torch.cat(gather([mine]), -1)
+    distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
     last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
     last |= dict(value_mean=values.mean(), value_std=values.std(correction=0),
@@ -570,7 +574,7 @@ def main(args):
                                  batch["done"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
-                    everyone = torch.cat(gather([advantages]), 1)
+                    everyone = all_rows(advantages, env)
                     advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
 
                 # 3. Gradient: its sum over processes is that of the mean loss over all rollouts and rows.
