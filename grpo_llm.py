@@ -254,8 +254,8 @@ def hidden_states(decoder, batch):
     shared, start, cache = prompts[:, :-1], 0, DynamicCache(config=decoder.config)
     valid, shared_valid = (tokens >= 0).long(), (shared >= 0).long()
     positions, shared_positions = ((x.cumsum(1) - 1).clamp(min=0) for x in (valid, shared_valid))
-    # Where it saves many tokens. Not under FSDP2, which would gather each layer twice; not where a layer is
-    # recurrent, whose state several tokens cannot go on from.
+    # All but the last token of each prompt, where that saves many. Not under FSDP2, which would gather each
+    # layer twice; not where a layer is recurrent, whose state several tokens cannot go on from.
     if ((len(rows) - len(prompts)) * shared.shape[1] > 256 and not UNDER_TORCHRUN
             and not any(hasattr(layer, "conv_states") for layer in cache.layers)):
         start = shared.shape[1]
