@@ -876,7 +876,7 @@ class Rollout:
     @property
     def family(self) -> list["Rollout"]:
         """Itself and its sub-agents, each followed by its own."""
-        return [self, *(member for child in self.children for member in child.family)]
+        return sum((child.family for child in self.children), [self])
 
 
 # done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
@@ -1080,6 +1080,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     rollouts = [Rollout(task, (position, number), prompt)
                 for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
+    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and of a user's code
     problem = ""
     try:
         envs.run(player.play_all(rollouts))
@@ -1258,7 +1259,6 @@ def evaluate(engine, tokenizer, env, args, score):
     """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
     n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
-    transformers.set_seed((args.seed + RANK) % 2**32)  # vLLM's draws, the same at every evaluation
     sampled, greedy = (
         gather(rollout(engine, tokenizer, env, tasks, number, temperature, args, score, "val", mine.start))
         for number, temperature in ((n, args.eval_temperature), (1, 0.0)))
@@ -1392,7 +1392,7 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
+        if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
@@ -1613,8 +1613,6 @@ def main(args):
                 print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
             if last or stopped:
                 break
-            seed = args.seed * 1_000_003 + iteration + 1  # a resume needs no generator's state
-            transformers.set_seed((seed + RANK * 0x9e3779b9) % 2**32)  # vLLM's draws, by torch or NumPy
 
             # 2. Rollout: group_size responses to each prompt, from the current policy.
             cursor, mine = iteration * args.prompts_per_iteration, shard(args.prompts_per_iteration)
@@ -1626,7 +1624,8 @@ def main(args):
 
             learned = any(gather([len(episodes)]))  # False if every environment failed
             numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
-            torch.default_generator.manual_seed(seed)  # orders the episodes; faster than torch.manual_seed
+            # The order of the episodes; a resume needs no generator's state. Faster than torch.manual_seed.
+            torch.default_generator.manual_seed(args.seed * 1_000_003 + iteration + 1)
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.

@@ -826,7 +826,7 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if bad := [name for name, value in values.items() if not np.all(np.isfinite(value))]:
+        if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
             raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
         self.times, self.since = dict.fromkeys(TIMES, 0.0), now
         if RANK == 0:
