@@ -1028,7 +1028,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     rollouts = [Rollout(task, (position, number), prompt)
                 for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
-    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and of a user's code
+    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and a user's code
     problem = ""
     try:
         envs.run(player.play_all(rollouts))

@@ -795,22 +795,19 @@ class Critic(torch.nn.Module):
     """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
 
     def __init__(self, policy, backbone, args):
-        """backbone: a copy of the starting model, not adapted yet, for --critic own."""
+        """backbone: a copy of the starting model, not adapted yet, for --critic own; else None."""
         super().__init__()
-        if args.critic == "own":
-            self.decoder = (add_lora(backbone, args) if args.lora else backbone).get_decoder()
-        else:  # a function and no module: its weights are not the critic's
-            self.decoder = lambda **inputs: policy.as_forward(lambda: policy.get_decoder()(**inputs))
+        self.decoder = backbone and (add_lora(backbone, args) if args.lora else backbone).get_decoder()
         self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
         for weight in self.head.parameters():
-            torch.nn.init.zeros_(weight)
+            torch.nn.init.zeros_(weight).requires_grad_(args.critic != "none")  # of none they stay zero
 
     def forward(self, batch, hidden=None):
         """-> (B, T); at the environment's tokens as well, where the values mean nothing.
 
-        hidden: the decoder's states (B, T, H), where they are computed already.
+        hidden: the policy's states (B, T, H), which a critic reads that has no decoder of its own.
         """
-        hidden = hidden_states(self.decoder, batch) if hidden is None else hidden
+        hidden = hidden_states(self.decoder, batch) if self.decoder else hidden
         with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
             return self.head(hidden.float()).squeeze(-1)
 
@@ -1080,7 +1077,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score
     rollouts = [Rollout(task, (position, number), prompt)
                 for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
                 for number in range(num_samples)]
-    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and of a user's code
+    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and a user's code
     problem = ""
     try:
         envs.run(player.play_all(rollouts))
@@ -1134,14 +1131,19 @@ def passes(segments, args, device):
 
 
 @torch.no_grad()
-def store(model, episodes, name, args):
-    """Write what a model computes for each response token into segment.<name>."""
-    device = next(model.parameters()).device
-    for part, batch in passes([s for episode in episodes for s in episode], args, device):
-        with precision(args, device):
-            rows = model(batch) if name == "values" else token_logprobs(model, batch, args.temperature)[0]
-        for segment, row in zip(part, rows.tolist(), strict=True):
-            setattr(segment, name, row[:len(segment.response_ids)])
+def store(model, critic, reference, episodes, args):
+    """Write into the segments what the models compute for each response token before they are updated."""
+    for part, batch in passes([s for episode in episodes for s in episode], args, model.device):
+        with precision(args, model.device):
+            old_logprobs, _, hidden = token_logprobs(model, batch, args.temperature)
+            known = dict(old_logprobs=old_logprobs, values=critic(batch, hidden))
+            if args.kl_coef:
+                # The starting model: a copy, or the policy with its adapter switched off.
+                with contextlib.nullcontext() if reference else model.disable_adapter():
+                    known["ref_logprobs"], *_ = token_logprobs(reference or model, batch, args.temperature)
+        for name, rows in known.items():
+            for segment, row in zip(part, rows.tolist(), strict=True):
+                setattr(segment, name, row[:len(segment.response_ids)])
 
 
 def estimate_advantages(episodes, kl_coef, args):
@@ -1159,7 +1161,7 @@ def estimate_advantages(episodes, kl_coef, args):
     ref_logprobs = rows("ref_logprobs") if args.kl_coef else old_logprobs
     kl = dict(k1=old_logprobs - ref_logprobs, k3=k3(ref_logprobs - old_logprobs))
     rewards = rows("rewards") - kl_coef * kl[args.kl_penalty]
-    values = torch.zeros_like(mask) if args.critic == "none" else rows("values")
+    values = rows("values")
     advantages = gae(rewards, values, DISCOUNT, args.gae_lambda)
     returns = advantages + values
     for name, x in dict(advantages=whiten(advantages, mask), returns=returns).items():
@@ -1547,9 +1549,9 @@ def main(args):
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)
         reference = distribute(add_lora(reference, args) if args.lora else reference, device)
-    critic = distribute(Critic(model, backbone, args), device) if args.critic != "none" else None
+    critic = distribute(Critic(model, backbone, args), device)
     del base, backbone
-    trained = torch.nn.ModuleList([model, critic] if critic else [model])
+    trained = torch.nn.ModuleList([model, critic])
     weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
     with_policy = sum(weights, []) if args.critic == "shared" else weights[0]  # its backbone serves both
@@ -1559,7 +1561,7 @@ def main(args):
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
     metrics, kl_coef = state["metrics"], state["kl_coef"]  # numbers not logged yet; the penalty's coefficient
-    if run.checkpoint and critic:
+    if run.checkpoint:
         dcp.set_model_state_dict(critic, state.pop("critic"), options=FULL)
     for name, optimizer in optimizers.items():
         if name in state:
@@ -1583,7 +1585,7 @@ def main(args):
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
             tensors = {name: tensor for name, tensor in tensors.items() if args.lora or name in once}
             state = dict(metrics=metrics, kl_coef=kl_coef)
-            state["critic"] = dcp.get_model_state_dict(critic, options=FULL) if critic else {}
+            state["critic"] = dcp.get_model_state_dict(critic, options=FULL)
             for name, optimizer in optimizers.items():
                 if optimizer.state:  # without a step there is none, and this would create one
                     state[name] = dcp.get_optimizer_state_dict(trained, optimizer, options=FULL)
@@ -1629,13 +1631,7 @@ def main(args):
             with run.timed("update"):
                 engine.sleep()
                 # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
-                store(model, episodes, "old_logprobs", args)
-                if args.kl_coef:
-                    # The starting model: a copy, or the policy with its adapter switched off.
-                    with contextlib.nullcontext() if reference else model.disable_adapter():
-                        store(reference or model, episodes, "ref_logprobs", args)
-                if critic:
-                    store(critic, episodes, "values", args)
+                store(model, critic, reference, episodes, args)
                 numbers |= estimate_advantages(episodes, kl_coef, args)
                 # A sampler that disagrees on its own tokens has stale weights, another head or a stale prefix
                 # cache.
@@ -1661,7 +1657,7 @@ def main(args):
                     numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
                     if args.kl_target:
                         kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
-                for name, parameters in zip(("train", "critic"), weights, strict=False):
+                for name, parameters in zip(("train", "critic"), weights, strict=True):
                     norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                     numbers[f"{name}/weight_norm"] = float(norm)
 
