@@ -32,6 +32,8 @@ def answer_of(text: str, style: str) -> str:
                 found, latest = text[start:match.start()], start
     if found is None or len(found) > MAX_ANSWER:
         raise Unreadable
+    while style == "chat" and (found := found.strip())[:1] + found[-1:] == "{}":
+        found = found[1:-1]  # a group, which LaTeX does not show
     for plain, forms in PLAIN:
         for form in forms:
             found = found.replace(form, plain)
