@@ -717,8 +717,6 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
             ([other], "no instance")]:
         with pytest.raises(envs.BadInput, match=says):
             env_of(*rows)
-    with pytest.raises(envs.BadInput, match="option dataset="):
-        make(dataset=str(tmp_path / "none.jsonl"), cache_dir=str(folder))
 
     (folder / "index.json").unlink()  # which of the rows' repositories are there is seen all the same
     again, same = env_of(row, other, kind="parquet")

@@ -34,6 +34,7 @@ NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_p
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
 BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
 DIFF = BODY.format("a/x", "b/x")
+WRONG = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,7 @@ def test_a_reply_without_a_diff(unjudged, reply):
 
 @pytest.mark.slow
 def test_a_diff_that_does_not_apply_or_does_nothing(env):
-    wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
-    assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
+    assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, format=1, allowed=1)
     for path in ("backoff/retry.py/x.py", "backoff"):  # a file is a folder, and a folder a file
         assert score(env, FIRST, fenced(addition(path))).info["applied"] == 0
     nothing = fenced(in_front(FIRST, "# nothing"))
@@ -534,6 +534,8 @@ def test_nothing_counts_without_the_canaries(said, expected, forged):
 def test_the_diff_of_a_reply(reply):
     for patch in (DIFF, f"{DIFF} ```\n ```\n"):  # a fence within is further to the right
         assert swe.find_patch(reply.format(patch)) == patch
+        in_a_list = re.sub("(?m)^", "   ", reply.format(patch))
+        assert "```" not in reply or swe.find_patch(in_a_list) == patch
 
 
 @pytest.mark.parametrize("patch, expected", [
@@ -742,8 +744,7 @@ def test_an_executor_gives_the_same_verdicts():
         for code in ("# nothing", "import os\nos._exit(0)", *forged):
             info = score(env, WITH_PYTEST, fenced(in_front(WITH_PYTEST, code))).info
             assert info["correct"] == info["partial"] == 0, code
-        wrong = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
-        assert score(env, FIRST, fenced(wrong)).info == dict(NONE, format=1, allowed=1)
+        assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, format=1, allowed=1)
 
 
 @pytest.fixture

@@ -279,7 +279,8 @@ class BadPatch(ValueError):
 def find_patch(text: str) -> str | None:
     """The diff of a reply: the last block fenced as diff or patch, or that begins like one; or the text.
 
-    A fence ends with one as far to the right: one within the diff has its line's blank before it.
+    A fence ends with one as far to the right: one within the diff has its line's blank before it. A block
+    that is all as far to the right as its fence, as in a list, is moved to the left.
     """
     lines, fenced, bare = text.split("\n"), [], []
     start, indent, language = None, "", ""
@@ -290,17 +291,23 @@ def find_patch(text: str) -> str | None:
         if start is None:
             start, indent, language = number + 1, fence[1], fence[2].lower()
         elif fence[1] == indent and not fence[2]:
-            block = lines[start:number]
+            block = moved_left(lines[start:number], indent)
             if language in ("diff", "patch") or begins(block) == 0:
                 fenced.append(block)
             start = None
     if start is not None and language in ("diff", "patch"):  # cut off, or without its end
-        fenced.append(lines[start:])
+        fenced.append(moved_left(lines[start:], indent))
     if not fenced and (first := begins(lines)) is not None:
         bare = lines[first:]
     block = fenced[-1] if fenced else bare
     body = "\n".join(block).strip("\n")
     return f"{body}\n" if body.strip() else None
+
+
+def moved_left(lines: list[str], indent: str) -> list[str]:
+    """Without the indent that all lines have but blank ones; if one has it not, as they are."""
+    shared = all(line.startswith(indent) or not line.strip() for line in lines)
+    return [line.removeprefix(indent) for line in lines] if shared else lines
 
 
 def begins(lines: list[str]) -> int | None:
