@@ -207,7 +207,7 @@ def test_tiny_tasks_are_solved_by_their_demonstration():
     ("```json\n{}\n```\n```python\ny```", "y"), ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
     ("<think>```python\nx\n```</think>```python\ny\n```", "y"),
     ("```python\nx\n```</think>no block", None),
-    ("<think>```python\nx\n```", None),
+    ("1. Do\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),  # in a list
     ("```pythonx\n```", None), ("``` python\nx\n```", None), ("```python\n```", ""),
     ("```python\nx = 'a ```sh'\n```", "x = 'a ```sh'"),
     ("```python\n" + "x" * 50_000, None),  # of a long reply only the end is read

@@ -22,6 +22,7 @@ import os
 import random
 import re
 import selectors
+import textwrap
 import threading
 import time
 import zlib
@@ -529,9 +530,10 @@ def cleaned(text, characters: int) -> str:
 
 
 def find_block(reply: str) -> str | None:
-    """The first block of Python code after the last </think>."""
+    """The first block of Python code after the last </think>, without the indent that it has in a list."""
     match = BLOCK.search(final_part(reply))
-    return match[1] if match else None
+    code = match and match[1]
+    return textwrap.dedent(code) if code and code[0] in " \t" else code
 
 
 def outcomes_in(text: str) -> dict[str, str]:
