@@ -360,15 +360,10 @@ def test_cheats_gain_nothing(shop, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUNDLED[::4])
-def test_emptied_tests_gain_nothing(name):
-    env, task = alone(name)
-    scenario = env.scenario(task)
-    names = [test.rpartition("::")[2].partition("[")[0] for test in scenario.expected]
-    code = forgeries.by_name(names).encode()
-    files = {path: text + code if path.endswith(".py") and not scenario.is_test(path) else text
-             for path, text in scenario.files.items()}
-    info = env.score(scenario, files)
+def test_emptied_tests_gain_nothing(shop):
+    env, task = shop()
+    code = forgeries.by_name([f"test_{name}" for name in CHECKS])
+    info = outcome(env, task, f"open('shop/price.py', 'a').write({code!r}); finish()").info
     assert info["correct"] == 0 and info["suspicious"] == 1
 
 

@@ -727,6 +727,8 @@ def test_instances_may_be_exported_unjudged(tmp_path):
 @pytest.mark.slow
 def test_snapshots_of_ones_own(tmp_path):
     shutil.copytree(swe.BUNDLED / FIRST, tmp_path / "a__b-0")
+    for path in (tmp_path / "a__b-0").rglob("*.py"):  # Windows' line ends, which no prompt shows
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     env = envs.make("swe", dataset=write(tmp_path / "rows.jsonl", many(1)), snapshots=str(tmp_path))
     assert score(env, "a__b-0", env.solution(env.task_of("a__b-0"))).info == GOOD
     with pytest.raises(envs.BadInput, match="a__b-1: no such folder"):

@@ -511,7 +511,14 @@ def apply(files: dict[str, bytes], patch: str) -> dict[str, bytes | None] | None
     It runs in the sandbox over these files alone and nothing else is read back, so that whatever a program
     takes a diff to say, no other file can change. Raises BadPatch, SandboxError.
     """
-    paths = changed_paths(patch)
+    changes = parse_patch(patch)
+    paths = paths_of(changes)
+    for change in changes:
+        content, hunks = files.get(change.old) or b"", "\n".join(change.hunks)
+        if content.count(b"\r\n") == content.count(b"\n") > 0 and "\r" not in hunks:
+            # Windows' line ends, which no prompt shows: the diff's lines get them too.
+            change.hunks = re.sub(r"(?m)^[ +-].*$(?!\n\\)", r"\g<0>\r", hunks).split("\n")
+            patch = write_patch(changes)
     found = _applied(tuple((path, files.get(path)) for path in paths), patch)
     return None if found is None else {path: found.get(path) for path in paths}
 
