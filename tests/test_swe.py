@@ -606,6 +606,8 @@ def test_what_a_prompt_shows():
     assert "Files" not in user(context="none") and "__init__" not in user(context="oracle")
     assert "lines left out]" in user(max_file_lines=5)
     assert user(max_context_chars=400).endswith("Other files:\nbackoff/retry.py\nbackoff/schedule.py")
+    odd = {"m.py": "a = '\f\u2028'\r\n\nb\n".encode()}
+    assert swe.context(ROWS[FIRST], odd, swe.Config()).endswith("m.py\n```\na = '\f\u2028'\n\nb\n```")
     first = envs.make("swe").task("train", 0)
     assert json.loads(json.dumps(first.data)) == first.data == {"instance_id": first.id}
 

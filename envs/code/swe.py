@@ -613,10 +613,10 @@ def context(row: dict, files: dict[str, bytes], config: Config) -> str:
     room, parts, left = config.max_context_chars, [], []
     for name in sorted(names, key=lambda name: (not name.endswith(".py"), name)):
         try:
-            text = files[name].decode()
+            text = files[name].decode().replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError:
             text = None
-        lines = text.splitlines() if text is not None else []
+        lines = text.split("\n") if text else []  # as git counts them: splitlines knows ten other ends
         if len(lines) > config.max_file_lines:
             lines = [*lines[:config.max_file_lines], f"[{len(lines) - config.max_file_lines} lines left out]"]
         part = f"{name}\n```\n" + "\n".join(lines) + "\n```"
