@@ -34,6 +34,8 @@ NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_p
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
 BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
 DIFF = BODY.format("a/x", "b/x")
+ANEW = (f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n"
+        "--- a/x\n+++ b/x\n@@ -1,1 +1,1 @@\n-a\n+b\n")
 WRONG = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
 
 
@@ -552,10 +554,8 @@ def test_the_files_of_a_diff(patch, expected):
 
 
 def test_a_diff_is_written_anew_as_git_writes_one():
-    expected = (f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n"
-                "--- a/x\n+++ b/x\n@@ -1,1 +1,1 @@\n-a\n+b\n")
     for patch in (DIFF, DIFF.replace("\n", "\r\n"), f"Index: y\n{DIFF}-- \n2.39\n"):
-        assert swe.check_patch(patch, DIFF.replace("x", "t")) == expected
+        assert swe.check_patch(patch, DIFF.replace("x", "t")) == ANEW
 
 
 PIECES = [*REFUSED.values(), *(row["patch"] for row in ROWS.values()), "```", "```diff\n", "\n", "--- a/x\n",
@@ -837,7 +837,7 @@ def export(capsys, out, *flags):
     ([], "val100"), (["--sample", 1], "val101"), (["--step", 5], "val50"), (["--kind", "train"], "train100")])
 def test_predictions_of_a_run(run_folder, capsys, flags, expected):
     """By the name a file of lines or a list, as SWE-bench's evaluator reads them."""
-    patch = DIFF.replace("+b", f"+{expected}")
+    patch = ANEW.replace("+b", f"+{expected}")
     row = dict(instance_id="a__b-1", model_name_or_path="m", model_patch=patch)
     for name, rows in (("p.jsonl", row), ("p.json", [row])):
         told = export(capsys, out := run_folder / name, "--run", run_folder, *flags)
@@ -847,11 +847,13 @@ def test_predictions_of_a_run(run_folder, capsys, flags, expected):
 
 def test_predictions_of_replies(tmp_path, capsys):
     replies = write(tmp_path / "r.jsonl", [
-        dict(instance_id="a", reply=fenced(DIFF)), dict(task_id="b", response="no"),
+        dict(instance_id="a", reply=fenced(DIFF.replace("1,1", "1,2") + "\n")),  # a blank line has no blank
+        dict(task_id="b", response="no"), dict(task_id="c", response=fenced(REFUSED["counts"])),
         dict(instance_id="a", reply="later")])
     told = export(capsys, out := tmp_path / "new" / "p.json", "--replies", replies)
-    assert told["replies"] == 3 and told["instances"] == 2 and told["without_diff"] == 1
-    assert [row["model_patch"] for row in json.loads(out.read_text())] == [DIFF, ""]
+    assert told["replies"] == 4 and told["instances"] == 3 and told["without_diff"] == 1
+    patches = [ANEW.replace("1,1", "1,2") + " \n", "", REFUSED["counts"]]
+    assert [row["model_patch"] for row in json.loads(out.read_text())] == patches
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -7,8 +7,9 @@ Writes {"instance_id", "model_name_or_path", "model_patch"} for each instance: l
 .jsonl, one list where it ends in .json, as the evaluators tell them apart. --run takes the episodes of
 environment swe that a training script wrote (with --log-episodes 1 all of them), of the last step of --kind
 unless --step says another, and of each instance the sample --sample. --replies takes lines with instance_id
-(or task_id) and reply (or response). Both may be given; of an instance the first one counts. A reply without
-a diff has an empty model_patch.
+(or task_id) and reply (or response). Both may be given; of an instance the first one counts. A model_patch is
+the diff as the environment reads it, and so with the blanks and line ends that git wants; one that the
+environment cannot read is there as it stands in the reply. A reply without a diff has an empty model_patch.
 
 Prints a line of JSON: what was read and written. What cannot be read is one line of JSON on standard error
 and exit status 1, and no file is written.
@@ -26,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, final_part
-from envs.code.swe import find_patch
+from envs.code.swe import BadPatch, find_patch, parse_patch, write_patch
 from tools.command_line import Parser, at_least, one_line
 
 
@@ -80,6 +81,14 @@ def text(value) -> str:
     return value
 
 
+def model_patch(reply: str) -> str:
+    patch = find_patch(final_part(reply)) or ""
+    try:
+        return write_patch(parse_patch(patch))
+    except BadPatch:
+        return patch
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Write diffs as the official evaluators of SWE-bench read them.")
     parser.add_argument("--run", type=Path, help="a run's folder")
@@ -99,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
                  *(replies_of_file(args.replies) if args.replies else ())]
         patches = {}
         for name, reply in pairs:
-            patches.setdefault(name, find_patch(final_part(reply)) or "")
+            patches.setdefault(name, model_patch(reply))
         rows = [dict(instance_id=name, model_name_or_path=args.model, model_patch=patch)
                 for name, patch in patches.items()]
         content = "".join(json.dumps(row) + "\n" for row in rows)
