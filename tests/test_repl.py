@@ -206,7 +206,6 @@ def test_tiny_tasks_are_solved_by_their_demonstration():
     ("First\n```python  \nx\ny\n  ```\nand\n```python\nz\n```", "x\ny"),
     ("```json\n{}\n```\n```python\ny```", "y"), ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
     ("<think>```python\nx\n```</think>```python\ny\n```", "y"),
-    ("```python\nx\n```</think>no block", None),
     ("1. Do\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),  # in a list
     ("```pythonx\n```", None), ("``` python\nx\n```", None), ("```python\n```", ""),
     ("```python\nx = 'a ```sh'\n```", "x = 'a ```sh'"),
@@ -635,6 +634,7 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
     (dict(max_sub_agent_depth=9), "max_sub_agent_depth: expected 0 to 8"),
     (dict(scenarios="tiny"), "short and tiny go together"),
     (dict(dataset="x.jsonl"), "dataset: needs cache_dir"),
+    (dict(executor_url="http://a:1"), "executor_url: needs cache_dir, with a docker_image"),
     (dict(instance_ids="ledger-cents,nope"), "instance_ids: unknown 'nope'; known:"),
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
 ])
@@ -649,8 +649,6 @@ def test_of_several_instances_one_is_held_out_and_of_one_none():
     assert [env.num_tasks(split) for split in env.splits] == [0, 2]
     with pytest.raises(envs.BadInput, match="task test 2: expected 0 to 1"):
         env.task("test", 2)
-    with pytest.raises(envs.BadInput, match="split: expected one of train, test, got 'val'"):
-        env.num_tasks("val")
     with pytest.warns(match="repl: instance .* is held out: of these 2, no other is in the test split"):
         few = make(instance_ids="slugs-unicode,textwrap-exact")
     assert few.num_tasks("train") == few.num_tasks("test") == 1
@@ -730,6 +728,8 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
         assert step.reward == 0 and step.info["partial"] == 0.75
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
+        with pytest.raises(envs.BadInput, match="index.json: shop-2: docker_image: expected the image"):
+            make(cache_dir=write_cache(tmp_path, {"shop-2": ROW}), executor_url=server.url)
 
 
 @pytest.mark.parametrize("text, expected", [

@@ -148,6 +148,9 @@ class Config:
                            "short and tiny go together, and without cache_dir")
         if self.dataset and not self.cache_dir:
             raise BadInput("environment repl: option dataset: needs cache_dir, where its repositories lie")
+        if self.executor_url and not self.cache_dir:
+            raise BadInput("environment repl: option executor_url: needs cache_dir, with a docker_image in "
+                           "each row; the instances that come with this have none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -578,6 +581,9 @@ def load_rows(folder: Path, config: Config) -> dict[str, dict]:
             raise BadInput(f"{index}: {name}: expected a JSON object, got {type(row).__name__}")
         where = f"{index}: {name}" if added is None else f"{config.dataset}: {name}"
         rows[name] = check_row(dict(row) | (added or {}).get(name, {}) | dict(instance_id=name), where)
+        if config.executor_url and not rows[name].get("docker_image"):
+            raise BadInput(f"{where}: docker_image: expected the image in which executor_url runs the tests, "
+                           "got none")
         rows[name]["folder"] = folder / name
         if not name or Path(name).name != name or not rows[name]["folder"].is_dir():
             raise BadInput(f"{index}: {name}: expected its repository in {folder / name}")
