@@ -242,6 +242,7 @@ SAYS = [  # code, what it prints
     ("ls('shop')", "__init__.py\nprice.py"), ("read('shop/price.py')", SHOP["shop/price.py"].strip("\n")),
     ("read('shop/price.py', 5)", "5: def cheapest(prices):\n6:     return max(prices)"),
     ("read('shop/price.py', 0, 1)", "1: def total(prices):"), ("read('shop/price.py', 9, 9)", "(no output)"),
+    ("open('page', 'w').write('a\\n\\f\\nb'); read('page', 2)", "2: \f\n3: b"),
     ("grep(r'def \\w*chea', 'shop')", "shop/price.py:5: def cheapest(prices):"),
     ("grep('max', 'shop/price.py')", "shop/price.py:6:     return max(prices)"),
     ("open('data', 'wb').write(b'\\xff\\n'); grep('x', 'data')", "no match"),
@@ -297,7 +298,9 @@ def test_apply_patch(play):
     assert play(FIX_TOTAL) == "True" and "sum(prices)" in play("read('shop/price.py')")
     assert "0 times" in play(FIX_TOTAL) and "4 times" in play("apply_patch('shop/price.py', 'prices', 'x')")
     play("open('windows.py', 'w', newline='').write('a = 1\\r\\nb = 2\\r\\n')")
-    assert play("apply_patch('windows.py', 'b = 2', 'b = 3'); open('windows.py', 'rb').read()"
+    diff = "--- a/windows.py\n+++ b/windows.py\n@@ -1,2 +1,2 @@\n a = 1\n-b = 2\n+b = 4\n"
+    assert play(f"apply_patch({diff!r})") == "True"
+    assert play("apply_patch('windows.py', '1\\nb = 4', '1\\nb = 3'); open('windows.py', 'rb').read()"
                 ) == "b'a = 1\\r\\nb = 3\\r\\n'"
 
     play(f"{UNDO}; apply_patch({ROW['patch']!r})")
@@ -346,6 +349,8 @@ CHEATS = {
     "runs on": "import os, subprocess\nsize = os.path.getsize('shop/price.py')\n"
                "subprocess.Popen(['sh', '-c', 'while true; do echo >> shop/price.py; sleep 0.01; done'])\n"
                "while os.path.getsize('shop/price.py') == size:\n    pass",
+    "emptied tests": f"open('shop/price.py', 'a').write("
+                     f"{forgeries.by_name([f'test_{name}' for name in CHECKS])!r})",
 }
 
 
@@ -355,15 +360,7 @@ def test_cheats_gain_nothing(shop, name):
     env, task = shop(reward_mode="partial")
     info = outcome(env, task, CHEATS[name], "finish()").info
     assert info["correct"] == 0 and info["modified"] == (name not in list(CHEATS)[:3])
-    assert info["partial"] <= 0.5 * info["modified"]
-
-
-@pytest.mark.slow
-def test_emptied_tests_gain_nothing(shop):
-    env, task = shop()
-    code = forgeries.by_name([f"test_{name}" for name in CHECKS])
-    info = outcome(env, task, f"open('shop/price.py', 'a').write({code!r}); finish()").info
-    assert info["correct"] == 0 and info["suspicious"] == 1
+    assert info["partial"] <= 0.5 * info["modified"] and info["suspicious"] == (name == "emptied tests")
 
 
 # ---- The code against the loop

@@ -25,8 +25,7 @@ from tests import forgeries
 from tools import executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = (swe.BUNDLED / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-ROWS = {row["instance_id"]: row for row in map(json.loads, LINES)}
+ROWS = {row["instance_id"]: row for _, row in envs.read_rows(str(swe.BUNDLED / "rows.jsonl"), "rows")}
 FIRST = "minibox__backoff-4"  # plain tests; two bugs in two files
 WITH_PYTEST = "minibox__routes-3"
 NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0,

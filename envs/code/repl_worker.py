@@ -61,7 +61,7 @@ def read(path, start=1, end=None):
         text = file.read()
     if start == 1 and end is None:
         return text
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n") if text else []  # as git and grep count them
     return "\n".join(f"{number}: {lines[number - 1]}"
                      for number in range(max(1, start), min(end or len(lines), len(lines)) + 1))
 
@@ -90,7 +90,10 @@ def apply_patch(patch, old=None, new=None):
     """apply_patch(diff): a unified diff. apply_patch(path, old, new): the one place with `old` gets `new`."""
     if old is None:
         patch = patch.strip("\n") + "\n"
-        if error := git_apply(patch):
+        error = git_apply(patch)
+        if error and not git_apply(patch.replace("\n", "\r\n")):
+            return True  # to a file with Windows' line ends, which read() does not show
+        if error:
             # The counts after @@ may be wrong. Git can count, but takes the head of a next file for a line.
             heads = r"(?m)^(?=--- .*\n\+\+\+ )"
             parts = [patch] if "diff --git " in patch else library("re").split(heads, patch)
@@ -104,6 +107,8 @@ def apply_patch(patch, old=None, new=None):
         return True
     with open(patch, encoding="utf-8", newline="") as file:  # the ends of its lines stay as they are
         text = file.read()
+    if text.count("\r\n") == text.count("\n") and "\r" not in old + new:
+        old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
     if text.count(old) != 1:
         raise ValueError(f"{patch} holds the text to replace {text.count(old)} times, expected once")
     with open(patch, "w", encoding="utf-8", newline="") as file:
