@@ -659,6 +659,7 @@ def test_of_several_instances_one_is_held_out_and_of_one_none():
     *[({"shop-1": ROW | change}, says) for change, says in [
         (dict(problem_statement=""), "shop-1: problem_statement: expected a text, got ''"),
         (dict(expected_output_json={"a": "passed"}), "expected_output_json: expected a JSON object of test"),
+        (dict(expected_output_json="[" * 10**5), "expected_output_json: expected a JSON object of test"),
         (dict(tests="tests"), "tests: expected list, got 'tests'")]],
 ])
 def test_a_bad_index_and_bad_rows_are_named(tmp_path, index, says):
@@ -703,6 +704,7 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
 
     for rows, says in [
             ([other, row | dict(commit_hash="")], "rows.json: row 2: expected instance_id, or repo_name"),
+            ([row | dict(commit_hash="", instance_id=["a"])], "row 1: expected instance_id, or repo_name"),
             ([row | dict(expected_output_json="x")], f"rows.json: {name}: expected_output_json"),
             ([other], "no instance")]:
         with pytest.raises(envs.BadInput, match=says):

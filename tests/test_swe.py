@@ -686,11 +686,12 @@ def test_a_data_set_of_the_hub_is_cached(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("field, values", [
-    ("patch", [None, "x"]), ("instance_id", ["a/../b", "..", 1]), ("FAIL_TO_PASS", ["[1]", "[]", "tests"]),
+    ("patch", [None, "x"]), ("instance_id", ["a/../b", "..", []]), ("FAIL_TO_PASS", ["[1]", "[]", "tests"]),
     ("version", [3]), ("plain", ["yes"])])
 def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
     for value in values:
         file = write(tmp_path / "rows.jsonl", [ROWS[FIRST], many(1)[0] | {field: value}])
+        assert ids(dataset=file, task_ids=FIRST) == [FIRST]  # which does not ask for it
         with pytest.raises(envs.BadInput, match=rf"rows.jsonl: row 2: field {field}: expected") as error:
             ids(dataset=file)
         assert "\n" not in str(error.value)

@@ -597,7 +597,7 @@ def data_rows(config: Config):
     name = config.dataset
     for number, row in read_rows(name, f"environment repl: option dataset={name}", config.dataset_split):
         row = row if isinstance(row, dict) else {}
-        if not row.get("instance_id"):
+        if not isinstance(row.get("instance_id") or None, str):
             parts = row.get("repo_name"), row.get("commit_hash")
             if not all(isinstance(part, str) and part for part in parts):
                 raise BadInput(f"{name}: row {number}: expected instance_id, or repo_name and commit_hash")
@@ -616,7 +616,7 @@ def check_row(row: dict, where: str) -> dict:
     expected = row.get("expected_output_json")
     try:
         expected = json.loads(expected) if isinstance(expected, str) else expected
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     if (not isinstance(expected, dict) or not expected
             or not all(outcome in OUTCOMES for outcome in expected.values())):

@@ -646,7 +646,7 @@ def load_rows(config: Config) -> list[dict]:
         where = f"environment swe: option dataset={name}"
         pairs = [(f"{name}: row {number}", row) for number, row in read_rows(name, where, config.split)]
     if ids:
-        known = {row.get("instance_id"): (place, row) for place, row in pairs if isinstance(row, dict)}
+        known = {str(row.get("instance_id")): (place, row) for place, row in pairs if isinstance(row, dict)}
         if config.use_cache_only:
             known |= {Path(place).stem.removeprefix("task_"): (place, row) for place, row in pairs}
         if missing := [name for name in ids if name not in known]:
