@@ -227,7 +227,6 @@ def test_replies_without_a_block(shop):
         nudges = [play.text(play.episode.step(reply)) for reply in ("Hello", "", "finish()")]
         step = play.episode.step("```\nfinish()\n```")
     assert nudges[0] == nudges[1] == repl.NUDGES[0] and nudges[2] == repl.NUDGES[1] != nudges[0]
-    assert "finish()" in nudges[2]
     assert step.truncated and not step.terminated and step.messages == [] and step.reward == 0
     assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, repl_turns=4, no_block=4,
                                  sub_queries=0)
@@ -729,6 +728,8 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
         with pytest.raises(envs.BadInput, match="index.json: shop-2: docker_image: expected the image"):
             make(cache_dir=write_cache(tmp_path, {"shop-2": ROW}), executor_url=server.url)
+    log = "PASSED t.py::a[x - y]\nFAILED t.py::B::c[1] - assert [1] == [2 - 3]\nERROR t.py - no [x] - y\n"
+    assert [*repl.outcomes_in(log)] == ["t.py::a[x - y]", "a[x - y]", "t.py::B::c[1]", "B.c[1]", "t.py", ""]
 
 
 @pytest.mark.parametrize("text, expected", [

@@ -542,7 +542,8 @@ def find_block(reply: str) -> str | None:
 def outcomes_in(text: str) -> dict[str, str]:
     """The outcomes in a log of `pytest -rA`, under the tests' names and their short forms (Class.test)."""
     results = {}
-    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE):
+    line = r"^(PASSED|FAILED|ERROR) (\S[^[\n]*?(?:\[.*?\])?)(?: - .*)?$"  # " - " may stand in parameters
+    for outcome, name in re.findall(line, text, re.MULTILINE):
         results[name] = results[short_name(name)] = outcome
     return results
 
