@@ -33,8 +33,7 @@ NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_p
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
 BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
 DIFF = BODY.format("a/x", "b/x")
-ANEW = (f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n"
-        "--- a/x\n+++ b/x\n@@ -1,1 +1,1 @@\n-a\n+b\n")
+ANEW = f"diff --git a/x b/x\nindex {'1' * 40}..{'2' * 40} 100644\n{DIFF}"
 WRONG = ROWS[FIRST]["patch"].replace("-            if failures", "-            when failures")
 
 
@@ -766,7 +765,8 @@ def elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("answer, error, applied", [
-    ("python: not found", 1, 0), ("\n{0}\n<xml\n{0}\n", 0, 1), ("\n{0}\n", 0, 1), ("{0} refused\n", 0, 0)])
+    ("python: not found", 1, 0), ("\n{0}\n<xml\n{0}\n", 0, 1), ("\n{0}\n", 0, 1), ("{0} refused\n", 0, 0),
+    ("\n{0}\n<xml>\udcff</xml>\n{0}\n", 0, 1)])
 def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error, applied):
     elsewhere.answer = answer
     step = score(elsewhere, FIRST, elsewhere.solution(elsewhere.task_of(FIRST)))

@@ -594,7 +594,7 @@ def junit_results(text: str, names, canaries) -> list[tuple[str, str]]:
             if name:
                 failed = "FAILED" if kinds & {"failure", "skipped"} else "PASSED"
                 results.append((name, "ERROR" if "error" in kinds else failed))
-    except xml.etree.ElementTree.ParseError:
+    except (xml.etree.ElementTree.ParseError, UnicodeEncodeError):  # half of a surrogate pair
         return []
     return results
 
