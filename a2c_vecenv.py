@@ -242,11 +242,6 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
-def shard(size):
-    """This rank's contiguous part of range(size), all as equal as can be."""
-    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
-
-
 def all_rows(rows, env):
     """Columns of this process's environments -> of all environments.  (..., env.num_envs) -> (..., all)"""
     return all_reduce(nn.functional.pad(rows, env.others))  # exact: each process adds zeros elsewhere
@@ -257,10 +252,10 @@ def all_rows(rows, env):
 
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
-    rows = shard(num_envs)
+    first, stop = (rank * num_envs // WORLD_SIZE for rank in (RANK, RANK + 1))
     goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
-    env = pixels.make_vec(args.env_id, len(rows), device, **goal | parse_options(args.env_kwargs))
-    return pixels.RecordEpisodeStatistics(env, others=(rows.start, num_envs - rows.stop))
+    env = pixels.make_vec(args.env_id, stop - first, device, **goal | parse_options(args.env_kwargs))
+    return pixels.RecordEpisodeStatistics(env, others=(first, num_envs - stop))
 
 
 def rollout(agent, env, obs, args):
@@ -299,7 +294,7 @@ def evaluate(agent, env, args, greedy=False):
     """Play eval_episodes episodes, as many in each environment, or short ones would be preferred."""
     torch.manual_seed(args.seed)  # every evaluation draws the same noise
     obs, found = env.reset(args.seed + 1_000_000), []  # not the initial states of training
-    number = torch.tensor(shard(args.eval_envs), device=env.device)  # index of each row's current episode
+    number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of each row's current episode
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
