@@ -271,12 +271,10 @@ def rollout(agent, env, obs, args):
         obs, rewards, terminated, truncated, info = env.step(actions)
         if args.bootstrap_truncated and bool(truncated.any()):
             cut_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
-        steps.append(dict(
-            logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
-            truncated=truncated, done=info["reset_mask"], dist=info["dist"],
-            ended_return=info["episode_return"], ended_length=info["episode_length"]))
+        steps.append(info | dict(logits=logits, values=values, actions=actions, rewards=rewards,
+                                 terminated=terminated, truncated=truncated))
 
-    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
+    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0] if name != "final_obs"}
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
@@ -297,8 +295,8 @@ def evaluate(agent, env, args, greedy=False):
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of each row's current episode
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
-        obs, _, terminated, _, info = env.step(choose_actions(logits, greedy, env.others))
-        ended = torch.stack([terminated & env.has_goal, info["episode_length"], info["episode_return"]], -1)
+        obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
+        ended = torch.stack([info["success"], info["episode_length"], info["episode_return"]], -1)
         found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
@@ -312,9 +310,9 @@ def evaluate(agent, env, args, greedy=False):
 # Metrics
 
 
-MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="done",
+MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="reset_mask",
              entropy_mean="entropies", policy_loss="policy_loss", value_loss="value_loss",
-             episode_return="ended_return", episode_length="ended_length")
+             success_rate="success", episode_return="episode_return", episode_length="episode_length")
 
 
 def rollout_means(batch, num_actions):
@@ -340,8 +338,7 @@ def window_metrics(window, grad_norms, batch, args, env):
     num_steps = len(window) * args.num_steps * args.num_envs
     metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(metrics):]]
     ended = max(metrics["reset_rate"], 1e-12)  # episodes per step
-    metrics["success_rate"] = metrics["done_rate"] / ended if env.has_goal else 0.0
-    return metrics | {name: metrics[name] / ended for name in ("episode_return", "episode_length")}
+    return metrics | {x: metrics[x] / ended for x in ("success_rate", "episode_return", "episode_length")}
 
 
 # Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
@@ -566,7 +563,7 @@ def main(args):
                 # 2. Advantages, and returns: the targets of the values.
                 values = batch["values"].detach()
                 advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
-                                 batch["done"], args.gamma, args.gae_lambda)
+                                 batch["reset_mask"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
                     everyone = all_rows(advantages, env)

@@ -345,7 +345,7 @@ def work_check(job, gate):
     obs, batch = script.rollout(agent, env, obs, args)
     values = batch["values"].detach()
     advantages = script.gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
-                            batch["done"], args.gamma, args.gae_lambda)
+                            batch["reset_mask"], args.gamma, args.gae_lambda)
     returns = advantages + values
     normal = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     loss = script.a2c_loss(batch["logprobs"], batch["entropies"], batch["values"], normal, returns,
@@ -359,7 +359,7 @@ def work_check(job, gate):
         rewards = batch["rewards"][t] + args.gamma * batch["next_values"][t] * cut  # as collect_rollouts does
         buffer.add(shown, actions[:, None], rewards.numpy(), starts, values[t],
                    batch["logprobs"][t].detach())
-        starts = batch["done"][t].numpy()
+        starts = batch["reset_mask"][t].numpy()
     with torch.no_grad():
         last = policy.predict_values(obs)
     buffer.compute_returns_and_advantage(last_values=last, dones=starts)

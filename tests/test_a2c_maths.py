@@ -84,8 +84,8 @@ LAST = [(1.0, False, False, 3.0, NAN), (2.0, False, False, 5.0, NAN), (3.0, Fals
 
 def returns_of(batch, gamma=0.5):
     values = batch["values"].detach()
-    return a2c.gae(batch["rewards"], values, batch["next_values"], batch["terminated"], batch["done"], gamma,
-                   1.0) + values
+    return a2c.gae(batch["rewards"], values, batch["next_values"], batch["terminated"], batch["reset_mask"],
+                   gamma, 1.0) + values
 
 
 def test_a_time_limit_bootstraps_from_the_last_observation_not_from_the_next_episodes_first():
@@ -235,7 +235,7 @@ def test_advantages_are_those_of_gae_and_normalised_while_returns_are_not(gamma,
     flags = ENDS | dict(iterations=1, num_steps=12, gamma=gamma, gae_lambda=lam)
     plain, normal = (Watch(tmp_path / str(on), normalize_advantages=on, **flags) for on in (False, True))
     (advantages, returns, *_), (normalised, same, *_) = plain.losses[0], normal.losses[0]
-    batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated", "done")
+    batch, names = plain.batches[0], ("rewards", "values", "next_values", "terminated", "reset_mask")
     assert batch["terminated"].any() and (batch["truncated"] & ~batch["terminated"]).any()
     expected = gae_by_sums(*(batch[name] for name in names), gamma, lam)
     torch.testing.assert_close(advantages, expected.float(), rtol=1e-5, atol=1e-6)
@@ -327,8 +327,8 @@ def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
             reward_mean=window["rewards"].mean(), done_rate=window["terminated"].mean(),
             trunc_rate=window["truncated"].mean(), reset_rate=done.mean(),
             success_rate=window["terminated"].sum() / done.sum(), entropy_mean=window["entropies"].mean(),
-            episode_return=window["ended_return"].sum() / done.sum(),
-            episode_length=window["ended_length"].sum() / done.sum(),
+            episode_return=window["episode_return"].sum() / done.sum(),
+            episode_length=window["episode_length"].sum() / done.sum(),
             grad_norm=np.mean([float(gradient.norm()) for gradient in watch.clipped[part]]))
         dist = last["dist"].numpy()
         for level in (10, 50, 90):
@@ -340,7 +340,7 @@ def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
             assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
         counts = np.bincount(window["actions"].astype(int).ravel(), minlength=8)
         assert record["action_hist"] == counts.tolist() and sum(record["action_hist"]) == 3 * 24 * 4
-        lengths = window["ended_length"][done]
+        lengths = window["episode_length"][done]
         assert lengths.min() >= 1 and lengths.max() == 6
     assert [record["env_steps"] for record in watch.records] == [3 * 24 * 4, 6 * 24 * 4]
     losses = [(float(-(batch["logprobs"] * advantages).mean()),

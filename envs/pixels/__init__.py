@@ -101,6 +101,7 @@ class VecEnv:
 class RecordEpisodeStatistics:
     """Wraps a VecEnv as Gymnasium's wrapper of this name does: return and length of each episode that ends.
 
+    info["success"]           terminated, where there is a goal                           (num_envs,) bool
     info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
     info["dist"]              0 where there is no goal                                    (num_envs,) float32
@@ -125,6 +126,7 @@ class RecordEpisodeStatistics:
         self.so_far += torch.stack([rewards, torch.ones_like(rewards)])
         info["episode_return"], info["episode_length"] = self.so_far * info["reset_mask"]
         self.so_far.masked_fill_(info["reset_mask"], 0)
+        info["success"] = terminated & self.has_goal
         info.setdefault("dist", torch.zeros_like(rewards))
         return obs, rewards, terminated, truncated, info
 
