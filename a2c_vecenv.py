@@ -536,12 +536,11 @@ def main(args):
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
-    obs = env.reset(args.seed + run.counters["env_steps"])  # other episodes where they cannot be saved
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
-        if run.state["env"]:  # None: its state cannot be saved, so new episodes begin
-            obs = env.load_state_dict(run.state["env"])
+    env_state = run.state.get("env")  # None also where it cannot be saved: other episodes than before begin
+    obs = env.load_state_dict(env_state) if env_state else env.reset(args.seed + run.counters["env_steps"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)

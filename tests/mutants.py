@@ -123,7 +123,7 @@ MUTANTS = {
         "population deviation": ("everyone.std()", "everyone.std(correction=0)"),
         "gradients are summed": (" / args.update_every).backward()", ").backward()"),
         "the rate is not annealed": ('["lr"] = args.learning_rate * frac', '["lr"] = args.learning_rate'),
-        "a resume forgets the worlds": ('if run.state["env"]:', "if False:"),
+        "a resume forgets the worlds": ("if env_state else", "if False else"),
         "short episodes are preferred": ('["reset_mask"] & (number < args.eval_episodes)', '["reset_mask"]'),
         "greedy is sampled": ("noise = 1.0 if greedy else", "noise ="),
         "a checkpoint is renamed first": (
