@@ -373,8 +373,7 @@ class Run:
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
-        first_line = self.log.readline()
-        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
+        if (first_line := self.log.readline()).endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         for folder in self.checkpoints[::-1]:
@@ -504,23 +503,21 @@ class Run:
         self.checkpoints.append(folder)
         for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
-                self.checkpoints.remove(old)
-                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
+                shutil.rmtree(old, ignore_errors=True)  # it may be gone, or read
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        what = dict(type=type(error).__name__, message=str(error), rank=RANK)
-        folder = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
+        path = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
+        what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
-            folder.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
-                (folder / name).write_bytes(data)
-            what["receipt"] = f"receipts/{folder.name}"
+                (path / name).write_bytes(data)
             self.write({"trace_id": self.place["trace_id"], "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {folder})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Main: set-up, then the loop
