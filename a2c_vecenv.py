@@ -110,7 +110,7 @@ class Args:
         return flags if self.anneal else flags | {"iterations"}
 
 
-TIMES = ("eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
 
 
@@ -448,14 +448,13 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] += time.perf_counter() - began
+        self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
-        values |= {f"time/{name}": spent for name, spent in self.times.items()}
+        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}

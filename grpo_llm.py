@@ -166,7 +166,7 @@ class Args:
         return bool(self.lora_rank or self.lora_adapter_path)
 
 
-TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "rollout/groups_trainable", "val/")  # printed
 
 
@@ -1315,14 +1315,13 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] += time.perf_counter() - began
+        self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
-        values |= {f"time/{name}": spent for name, spent in self.times.items()}
+        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
@@ -1563,7 +1562,7 @@ def main(args):
                                 env_steps=run.counters["env_steps"] + generated)
             trained = gather([segment.advantage for group in groups for segment in group])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
-            metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
+            metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | numbers
             metrics |= spread("critic/advantages", trained) | spread("critic/returns", trained)
             metrics |= {"train/learning_rate": learning_rate(iteration, args),
                         "train/global_step": run.counters["opt_steps"],

@@ -182,7 +182,7 @@ KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most 
 TIS_CAP = 2.0  # of the importance weight between sampler and trainer
 MAX_GRAD_NORM = 1.0  # of policy and critic each
 
-TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "critic/vf_", "val/")  # printed
 
 
@@ -1382,14 +1382,13 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] += time.perf_counter() - began
+        self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
-        values |= {f"time/{name}": spent for name, spent in self.times.items()}
+        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
@@ -1664,7 +1663,7 @@ def main(args):
             generated = sum(sum(s.response_mask) for r in rollouts for m in r.family for s in m.segments)
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
-            metrics = rollout_metrics(rollouts, generated / run.times["rollout"]) | numbers
+            metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | numbers
             metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
             log_episodes(run, "train", rollouts, args)
     except (Exception, KeyboardInterrupt) as error:

@@ -147,7 +147,7 @@ MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 
-TIMES = ("rollout", "update", "sync", "eval", "checkpoint")  # measured by Run.timed, logged as time/<name>
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
 
 
@@ -814,14 +814,13 @@ class Run:
     def timed(self, name):
         began = time.perf_counter()
         yield
-        self.times[name] += time.perf_counter() - began
+        self.times[f"time/{name}"] += time.perf_counter() - began
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
         now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
         seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values
-        values |= {f"time/{name}": spent for name, spent in self.times.items()}
+        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
@@ -1004,7 +1003,7 @@ def main(args):
                     "train/learning_rate": learning_rate(step, num_steps, args),
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
-                    "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["update"]}
+                    "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["time/update"]}
                 metrics |= evaluation() if due else {}
                 run.record(metrics)
                 window = []
