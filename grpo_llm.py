@@ -489,8 +489,8 @@ def sample(logits, row, temperature, uniform):
 
 
 @torch.inference_mode()
-def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
-    """Sample a response to each prompt (lists of ids).  -> [(response_ids, logprobs)], eos included.
+def generate(model, prompts, max_new_tokens, temperature, eos, seeds):
+    """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
 
     seeds: a text or a number for each response, on which alone its random numbers depend.
     Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
@@ -502,14 +502,14 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
     row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # (B,), of a response
     row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
-    tokens = pad(unique, tokenizer.pad_token_id, device, left=True)                      # (rows, P)
+    tokens = pad(unique, 0, device, left=True)                                           # (rows, P)
     mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=decoder.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     ids = torch.full((len(row), max_new_tokens), -1, device=device)
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
-    eos = torch.tensor(eos_ids(model, tokenizer), device=device)
+    eos = torch.tensor(eos, device=device)
     done = torch.zeros_like(row, dtype=torch.bool)
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
@@ -531,12 +531,6 @@ def generate(model, prompts, max_new_tokens, temperature, tokenizer, seeds):
     ids, logprobs = ids[:, :t + 1], logprobs[:, :t + 1]
     lengths = (ids >= 0).sum(1).tolist()
     return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
-
-
-def eos_ids(model, tokenizer):
-    """Every id that ends a response: the tokenizer's eos and those of the generation config."""
-    ids = model.generation_config.eos_token_id
-    return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
 class GrowingLayer(DynamicLayer):
@@ -572,8 +566,9 @@ class Engine:
 
     def __init__(self, model, tokenizer, args, folder=None):
         """folder: where weights are written for servers to read."""
-        self.model, self.tokenizer, self.args, self.folder = model, tokenizer, args, folder
-        self.eos = eos_ids(model, tokenizer)
+        self.model, self.args, self.folder = model, args, folder
+        ids = model.generation_config.eos_token_id  # more that end a reply: one, several or None
+        self.eos = [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
     def begin_rollout(self, active):
         """active: the number of episodes that will request, without those that wait for a sub-agent."""
@@ -625,7 +620,7 @@ class HfEngine(Engine):
                     seeds, futures, prompts, temperatures = zip(*part, strict=True)
                     seeds = [" ".join(map(str, seed)) for seed in seeds]
                     with precision(self.args, self.model.device):
-                        replies = generate(self.model, prompts, limit, temperatures[0], self.tokenizer, seeds)
+                        replies = generate(self.model, prompts, limit, temperatures[0], self.eos, seeds)
                     for future, reply in zip(futures, replies, strict=True):
                         if not future.done():  # cancelled by Ctrl-C
                             future.set_result(reply)

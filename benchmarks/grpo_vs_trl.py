@@ -109,7 +109,7 @@ def work_ours(job, gate):
     grpo_llm.Run.timed, grpo_llm.Run.record = timed_in_cpu_seconds, record_and_wait
     more = dict(eval_tasks=EVAL_TASKS)
     if job["mode"] == "step":
-        grpo_llm.eos_ids = lambda model, tokenizer: [-1]  # no token ends a response
+        grpo_llm.Engine.eos = property(lambda engine: [-1], lambda engine, ids: None)  # no token ends one
         more = dict(eval_tasks=1, reward_fn=f"{__file__}:alternating_reward")
     with tempfile.TemporaryDirectory() as folder:
         grpo_llm.main(our_args(job, run_dir=folder, **more))

@@ -208,7 +208,7 @@ def model_player(folder, temperature):
         texts = [grpo_llm.render(messages, tokenizer, args) for messages in conversations]
         prompts = tokenizer(texts, add_special_tokens=False).input_ids
         seeds = torch.randint(2**40, (len(prompts),)).tolist()
-        replies = grpo_llm.generate(model, prompts, 8, temperature, tokenizer, seeds)
+        replies = grpo_llm.generate(model, prompts, 8, temperature, [tokenizer.eos_token_id], seeds)
         return tokenizer.batch_decode([ids for ids, _ in replies], skip_special_tokens=True)
     return player
 

@@ -84,7 +84,7 @@ def countdown_prompts(count, tokenizer, args):
 def ours(model, prompts, max_new_tokens, tokenizer):
     """The number of tokens that grpo_llm.generate sampled."""
     seeds = torch.randint(2**40, (len(prompts),)).tolist()
-    replies = grpo_llm.generate(model, prompts, max_new_tokens, 1.0, tokenizer, seeds)
+    replies = grpo_llm.generate(model, prompts, max_new_tokens, 1.0, [tokenizer.eos_token_id], seeds)
     return sum(len(ids) for ids, _ in replies)
 
 
@@ -209,8 +209,8 @@ def profile():
     rows = [prompt for prompt in prompts for _ in range(args.group_size)]
 
     def sampling():
-        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature, tokenizer,
-                                 range(len(rows)))
+        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature,
+                                 [tokenizer.eos_token_id], range(len(rows)))
 
     groups = []
     for number, (prompt, (ids, logprobs)) in enumerate(zip(rows, sampling(), strict=True)):

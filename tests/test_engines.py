@@ -21,7 +21,7 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.tensorboard import FileWriter
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import envs
 import grpo_llm
@@ -57,7 +57,6 @@ class StandIn:
     def __init__(self, lora=False):
         self.lora, self.log, self.port = lora, [], 0
         self.trouble, self.lock = lambda path, body: (), threading.Lock()
-        self.tokenizer = AutoTokenizer.from_pretrained(TINY)
         self.start()
 
     def start(self):
@@ -127,7 +126,7 @@ class StandIn:
             raise ValueError("vLLM refuses several greedy replies")
         policy = self.adapters[model] if model else self.model
         seeds = [zlib.crc32(f"{prompt} {index}".encode()) for index in range(n)]
-        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, self.tokenizer, seeds)
+        replies = grpo_llm.generate(policy, [prompt] * n, max_tokens, temperature, [2], seeds)
         return dict(choices=[choice(ids, logprobs, index) for index, (ids, logprobs) in enumerate(replies)])
 
     def asked(self, path="/v1/completions"):

@@ -48,7 +48,7 @@ def test_greedy_decoding_equals_that_of_transformers(countdown_tiny, random_llam
 
     for model, prompts, limit in ((trained, problems, 16), (sliding, noise[:6], 24),
                                   (random_llama(vocab_size=6), noise, 30)):
-        replies = grpo_llm.generate(model, prompts, limit, 0.0, tokenizer, range(len(prompts)))
+        replies = grpo_llm.generate(model, prompts, limit, 0.0, [2], range(len(prompts)))
         for prompt, (ids, logprobs) in zip(prompts, replies, strict=True):  # transformers takes one at a time
             output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit,
                                     pad_token_id=tokenizer.pad_token_id)
@@ -63,11 +63,11 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
     model, tokenizer = countdown_tiny
     prompts = [tokenizer(f"<bos> {n} 14 8 -> 26 :").input_ids for n in range(1, 13)]
     seeds = [10**9 * n for n in range(12)]
-    together = grpo_llm.generate(model, prompts, 16, 1.0, tokenizer, seeds)
+    together = grpo_llm.generate(model, prompts, 16, 1.0, [2], seeds)
     for prompt, seed, (ids, logprobs) in zip(prompts, seeds, together, strict=True):
-        ((alone, same),) = grpo_llm.generate(model, [prompt], 16, 1.0, tokenizer, [seed])
+        ((alone, same),) = grpo_llm.generate(model, [prompt], 16, 1.0, [2], [seed])
         assert alone == ids and same == pytest.approx(logprobs, abs=1e-4)
-    others = grpo_llm.generate(model, prompts, 16, 1.0, tokenizer, [seed + 1 for seed in seeds])
+    others = grpo_llm.generate(model, prompts, 16, 1.0, [2], [seed + 1 for seed in seeds])
     assert [ids for ids, _ in others] != [ids for ids, _ in together]
 
 
@@ -75,8 +75,8 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
 def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown_tiny, more):
     model, tokenizer = copy.deepcopy(random_llama(vocab_size=8)), countdown_tiny[1]
     model.generation_config.eos_token_id = more
-    replies = [ids for ids, _ in grpo_llm.generate(model, [[3], [4, 6, 7]] * 100, 9, 1.0, tokenizer,
-                                                   range(200))]
+    eos = grpo_llm.Engine(model, tokenizer, None).eos
+    replies = [ids for ids, _ in grpo_llm.generate(model, [[3], [4, 6, 7]] * 100, 9, 1.0, eos, range(200))]
     assert {ids[-1] for ids in replies if len(ids) < 9} == {2, 5}
     for ids in replies:
         assert not {2, 5} & set(ids[:-1])
@@ -84,11 +84,11 @@ def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown
     assert any(len(ids) == 9 and ids[-1] not in (2, 5) for ids in replies)
 
 
-def test_sampling_follows_the_softmax(random_llama, countdown_tiny):
+def test_sampling_follows_the_softmax(random_llama):
     """Counts of the first two tokens against the model's own probabilities: chi-square, five deviations."""
-    model, tokenizer = random_llama(vocab_size=7, seed=3), countdown_tiny[1]
+    model = random_llama(vocab_size=7, seed=3)
     temperature, draws, prompts = 1.5, 6000, [[3], [5, 4, 6]]
-    replies = grpo_llm.generate(model, [p for p in prompts for _ in range(draws)], 2, temperature, tokenizer,
+    replies = grpo_llm.generate(model, [p for p in prompts for _ in range(draws)], 2, temperature, [2],
                                 range(2 * draws))
 
     @torch.no_grad()
