@@ -271,10 +271,11 @@ def rollout(agent, env, obs, args):
         obs, rewards, terminated, truncated, info = env.step(actions)
         if args.bootstrap_truncated and bool(truncated.any()):
             cut_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
-        steps.append(info | dict(logits=logits, values=values, actions=actions, rewards=rewards,
+        told = {x: info[x] for x in ("reset_mask", "success", "dist", "episode_return", "episode_length")}
+        steps.append(told | dict(logits=logits, values=values, actions=actions, rewards=rewards,
                                  terminated=terminated, truncated=truncated))
 
-    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0] if name != "final_obs"}
+    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
