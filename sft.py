@@ -739,7 +739,8 @@ class Run:
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
-        if (first_line := self.log.readline()).endswith("\n"):  # else a kill or a full disk cut it short
+        first_line = self.log.readline()
+        if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
         self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         for folder in self.checkpoints[::-1]:
@@ -868,7 +869,8 @@ class Run:
         self.checkpoints.append(folder)
         for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
             if old.name not in names.values():
-                shutil.rmtree(old, ignore_errors=True)  # it may be gone, or read
+                self.checkpoints.remove(old)
+                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -917,6 +919,7 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     model = distribute(add_lora(base, args, run.checkpoint) if lora else
                        load_weights(run.checkpoint) if run.checkpoint else base, device)
+    del base
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:

@@ -205,10 +205,10 @@ def test_tiny_tasks_are_solved_by_their_demonstration():
     ("```py\r\nx\n```", "x"),
     ("First\n```python  \nx\ny\n  ```\nand\n```python\nz\n```", "x\ny"),
     ("```json\n{}\n```\n```python\ny```", "y"), ("```python\nx = 1\nfinish()", "x = 1\nfinish()"),
-    ("<think>```python\nx\n```</think>```python\ny\n```", "y"),
+    ("<think>```python\nx\n```</think>```python\ny\n```", "y"), ("<think>```python\nx\n```", None),
     ("1. Do\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),  # in a list
     ("```pythonx\n```", None), ("``` python\nx\n```", None), ("```python\n```", ""),
-    ("```python\nx = 'a ```sh'\n```", "x = 'a ```sh'"),
+    ("```python\nx = 'a ```sh'\n```", "x = 'a ```sh'"), ("```python\nx\n```</think>no block", None),
     ("```python\n" + "x" * 50_000, None),  # of a long reply only the end is read
 ])
 def test_the_first_block_counts(reply, code):
@@ -630,6 +630,7 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
     (dict(max_sub_agent_depth=9), "max_sub_agent_depth: expected 0 to 8"),
     (dict(scenarios="tiny"), "short and tiny go together"),
     (dict(dataset="x.jsonl"), "dataset: needs cache_dir"),
+    (dict(dataset="/nowhere.jsonl", cache_dir="/nowhere"), "option dataset=/nowhere.jsonl: cannot be read"),
     (dict(executor_url="http://a:1"), "executor_url: needs cache_dir, with a docker_image"),
     (dict(instance_ids="ledger-cents,nope"), "instance_ids: unknown 'nope'; known:"),
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
