@@ -944,9 +944,8 @@ def observe(r, tokenizer, args):
     """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
     template has rewritten the history or its oldest turns must go.  -> whether another reply fits
     """
-    for start in range(r.start, len(r.messages)):
-        if r.messages[start]["role"] != "assistant":
-            continue  # the kept part of the history starts with a reply
+    # The kept part of the history starts with a reply.
+    for start in (n for n in range(r.start, len(r.messages)) if r.messages[n]["role"] == "assistant"):
         text = render(r.task.messages + r.messages[start:], tokenizer, args)
         if not text:  # not an error: a retry would be a second chance
             return False
