@@ -1147,7 +1147,6 @@ def update(model, reference, optimizer, groups, args):
         # The starting model: a copy, or the policy with its adapter switched off.
         with contextlib.nullcontext() if reference else model.disable_adapter():
             store_logprobs(reference or model, groups, "ref_logprobs", args)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     totals, ratios, norms, num_seen = dict.fromkeys(UPDATE_METRICS, 0.0), [], [], 0
     minibatches = min(args.minibatches, max(gather([len(groups)])))
     orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
@@ -1167,7 +1166,7 @@ def update(model, reference, optimizer, groups, args):
         if not mismatch <= MISMATCH_TOLERANCE[args.dtype]:
             raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
                               f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
-        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
         if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
         optimizer.step()
@@ -1455,17 +1454,16 @@ def main(args):
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
-    base = load_weights(args.model, dtype)
+    model = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
-              model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
+              model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
     check_prompts(env, tokenizer, args)
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    model = distribute(add_lora(base, args, run.checkpoint) if args.lora
-                       else load_weights(run.checkpoint) if run.checkpoint else base, device)
-    del base
+    model = distribute(add_lora(model, args, run.checkpoint) if args.lora
+                       else load_weights(run.checkpoint) if run.checkpoint else model, device)
     sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
     engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None

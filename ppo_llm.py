@@ -1522,19 +1522,19 @@ def main(args):
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
-    base = load_weights(args.model, dtype)
+    model = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
-              model=args.model, model_sha256=weights_sha256(base, args.lora_adapter_path))
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
+              model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
     check_prompts(env, tokenizer, args)
     torch.manual_seed(args.seed)  # of new adapters' weights
     # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
-    memo = {id(p): p for name, p in base.named_parameters() if "bias" not in name} if args.lora else None
-    backbone = copy.deepcopy(base, memo) if args.critic == "own" else None
-    model = distribute(add_lora(base, args, run.checkpoint) if args.lora
-                       else load_weights(run.checkpoint) if run.checkpoint else base, device)
+    memo = {id(p): p for name, p in model.named_parameters() if "bias" not in name} if args.lora else None
+    backbone = copy.deepcopy(model, memo) if args.critic == "own" else None
+    model = distribute(add_lora(model, args, run.checkpoint) if args.lora
+                       else load_weights(run.checkpoint) if run.checkpoint else model, device)
     sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
     engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None
@@ -1542,7 +1542,7 @@ def main(args):
         reference = load_weights(args.model, dtype)
         reference = distribute(add_lora(reference, args) if args.lora else reference, device)
     critic = distribute(Critic(model, backbone, args), device)
-    del base, backbone
+    del backbone
     trained = torch.nn.ModuleList([model, critic])
     weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
