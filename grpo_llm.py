@@ -949,7 +949,8 @@ class Player:
     async def play(self, r, given=None):
         """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
         for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
-            episode, r.messages, r.segments, r.turns, r.steps, r.children = None, [], [], [], [], []
+            r.messages, r.start, (r.text, prompt_ids) = [*r.task.messages], len(r.task.messages), r.prompt
+            episode, r.segments, r.turns, r.steps, r.children = None, [Segment(prompt_ids)], [], [], []
             try:
                 episode = given or await self.call(self.env.start, r.task, self.args.seed)
                 r.termination = await self.play_turns(r, episode)
@@ -968,9 +969,7 @@ class Player:
 
     async def play_turns(self, r, episode):
         """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
-        r.text, prompt_ids = r.prompt
-        r.messages, r.segments, r.start = [*r.task.messages], [Segment(prompt_ids)], len(r.task.messages)
-        if not prompt_ids or len(prompt_ids) + self.args.max_response_tokens > self.args.max_context_tokens:
+        if not 0 < len(r.prompt[1]) <= self.args.max_context_tokens - self.args.max_response_tokens:
             return "context"
         while True:
             segment, start = r.segments[-1], len(r.segments[-1].response_ids)
@@ -1409,7 +1408,7 @@ def log_episodes(run, kind, rollouts, args):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(envs.to_json(line) + b"\n" for line in lines))
     for r in [r for r in rollouts if r.order[-1] == 0][:args.print_samples]:
-        texts = [f"{kind} {r.task.id}", *(str(m.get("content")) for m in r.messages or r.task.messages),
+        texts = [f"{kind} {r.task.id}", *(str(m.get("content")) for m in r.messages),
                  f"reward {r.reward:g}, correct {r.correct:g} ({r.termination})"]
         # Control characters could change the terminal's state.
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
