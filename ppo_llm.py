@@ -998,9 +998,9 @@ class Player:
     async def play(self, r, given=None):
         """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
         for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
-            r.messages, r.start, (r.text, prompt_ids) = [*r.task.messages], len(r.task.messages), r.prompt
-            episode, r.segments, r.turns, r.steps, r.children = None, [Segment(prompt_ids)], [], [], []
+            episode, r.segments, r.turns, r.steps, r.children = None, [Segment(r.prompt[1])], [], [], []
             try:
+                r.messages, r.start, r.text = [*r.task.messages], len(r.task.messages), r.prompt[0]
                 episode = given or await self.call(self.env.start, r.task, self.args.seed)
                 r.termination = await self.play_turns(r, episode)
                 if r.steps and r.termination in ("length", "context", "turns"):

@@ -284,21 +284,46 @@ def overhead(repeats):
             with contextlib.suppress(StopIteration):
                 episode.send(None)
 
-    def measure(what):
+    async def bare_tasks():
+        """The least that asyncio costs: a task for each episode, which awaits a future once."""
+        async def wait(future):
+            await future
+
+        futures = [asyncio.get_running_loop().create_future() for _ in rollouts]
+        waiting = [asyncio.create_task(wait(future)) for future in futures]
+        await asyncio.sleep(0)
+        for future in futures:
+            future.set_result(None)
+        for task in waiting:
+            await task
+
+    def prompts():
+        texts = [grpo_llm.render(task.messages, tokenizer, args) for task in tasks]
+        return tokenizer(texts, add_special_tokens=False).input_ids
+
+    def objects():
+        return [(grpo_llm.Rollout(task, (0, 0), ["", []]), grpo_llm.Segment([]))
+                for task in tasks for _ in range(args.group_size)]
+
+    def measure(what, function=play):
         times = []
         for _ in range(repeats + 3):
             began = time.process_time()
-            rollouts = play()
+            function()
             times.append(1e3 * (time.process_time() - began))
-        assert all(r.reward == 1.0 for r in rollouts)
-        print(f"{len(rollouts)} episodes of {len(tasks)} tasks{what}: median "
-              f"{statistics.median(times[3:]):.1f} ms, least {min(times):.1f} ms of CPU time beside sampling "
-              "and scoring")
+        print(f"{len(rollouts)} episodes of {len(tasks)} tasks, {what}: median "
+              f"{statistics.median(times[3:]):.1f} ms, least {min(times):.1f} ms of CPU time")
 
     gc.set_threshold(100_000)  # as main does
-    measure("")
+    rollouts = play()
+    assert all(r.reward == 1.0 for r in rollouts)
+    measure("without sampling and scoring")
     with mock.patch.object(grpo_llm.Player, "play_all", play_by_hand), mock.patch("envs.run"):
-        measure(", without an event loop")
+        measure("without an event loop as well")
+    # What is in it however an episode is played.
+    measure("their asyncio tasks alone", lambda: asyncio.run(bare_tasks()))
+    measure("the prompts alone, rendered and encoded", prompts)
+    measure("the Rollouts and Segments alone", objects)
     with cProfile.Profile() as profiler:
         for _ in range(10):
             play()
