@@ -88,7 +88,9 @@ class GymnasiumVec(VecEnv):
         else:
             for row, env in enumerate(self._rows):
                 try:
-                    self._array[row] = self._convert(env.reset(seed=seed + row)[0])
+                    obs = env.reset(seed=seed + row)[0]
+                    self._check_observation(np.asarray(obs))
+                    self._array[row] = self._convert(obs)
                 except Exception as error:  # may raise anything, such as that a render_mode lacks pygame
                     raise BadInput(f"environment's reset, render_mode={env.render_mode}: {error}") from error
         return self._obs.to(self.device)
@@ -126,7 +128,8 @@ class GymnasiumVec(VecEnv):
             terminated.append(ended)
             truncated.append(cut)
         final = np.stack(final) if final else None
-        return np.array(rewards, np.float32), np.array(terminated, bool), np.array(truncated, bool), final
+        terminated, truncated = (np.array(flags, bool).reshape(-1) for flags in (terminated, truncated))
+        return np.array(rewards, np.float32), terminated, truncated, final
 
     def _step_cartpole(self, actions: np.ndarray):
         """As _step_rows. Left to itself, Gymnasium restarts a row a step later, from a shared generator."""
@@ -171,6 +174,14 @@ class GymnasiumVec(VecEnv):
         else:
             raise BadInput(f"environment {env_id}: expected observations that are a vector, a uint8 image or "
                            f"Discrete, found {' '.join(str(space).split())}")
+
+    def _check_observation(self, obs: np.ndarray) -> None:
+        """ValueError for what NumPy would make fit: it repeats what is too small, and cuts off fractions."""
+        space = self._vector.single_observation_space
+        fraction = self._image and obs.dtype.kind == "f"
+        if isinstance(space, gymnasium.spaces.Box) and (obs.shape != space.shape or fraction):
+            raise ValueError(f"expected an observation of its space, {space.dtype} of shape {space.shape}; "
+                             f"found {obs.dtype} of shape {obs.shape}")
 
     def state_dict(self) -> dict | None:
         state = {}
