@@ -192,8 +192,12 @@ def make_vec(env_id: str, num_envs: int, device="cpu", /, **options) -> VecEnv:
     device = torch.empty(0, device=device).device  # cuda is cuda:0 from here on
     if env_id in VEC_ENVS:
         cls = envs.load_object(VEC_ENVS[env_id], "--env-id")
+        recorded = {}
         if options.get("goal_dir"):
-            recorded = recorded_options(options["goal_dir"])
-            options = {name: recorded[name] for name in recorded if hasattr(cls.Config, name)} | options
-        return cls(num_envs, device, envs.make_config(cls.Config, env_id, options))
+            recorded = {name: value for name, value in recorded_options(options["goal_dir"]).items()
+                        if hasattr(cls.Config, name) and name not in options}
+        env = cls(num_envs, device, envs.make_config(cls.Config, env_id, recorded | options))
+        if recorded:  # no flag has them, and a folder may be recorded anew
+            env.log_meta["goal_options"] = recorded
+        return env
     return envs.load_object(GYMNASIUM, "--env-id")(env_id, num_envs, device, options)
