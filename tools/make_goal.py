@@ -140,6 +140,8 @@ def record(args: argparse.Namespace) -> dict:
             raise envs.BadInput(f"{args.actions_file}: cannot be read ({error})") from error
     if args.env_id not in RECORDERS:
         raise envs.BadInput(f"--env-id {args.env_id}: expected one of {', '.join(RECORDERS)}")
+    if options.get("goal_dir"):
+        raise envs.BadInput("--env-kwargs goal_dir: a goal is recorded without one; name the folder by --out")
     frames, meta, report = RECORDERS[args.env_id](options, script, args.seed)
     meta |= {"recorded": {"env_id": args.env_id, "env_kwargs": options, "seed": args.seed,
                           "actions": " ".join(re.sub("#.*", "", script).split())}}
