@@ -97,6 +97,9 @@ class GameBoy(VecEnv):
         self._first = torch.from_numpy(emulator.shades()).repeat(config.stack_k, 1, 1)  # (K, 72, 80)
         emulator.close()
         self._first_dist = l1_distance(self._first[None], self._goal)  # (1,)
+        if self._first_dist < config.tau:
+            raise BadInput(f"{config.goal_dir}: what an episode begins with looks like the goal already "
+                           f"(distance {self._first_dist.item():.3f}, tau {config.tau})")
         self._hashes = hashes
         self.log_meta = {
             "num_actions": self.num_actions, "action_codec_id": ACTION_CODEC,
