@@ -62,7 +62,7 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
     if script is a2c_vecenv:
         a2c_vecenv.main(a2c_vecenv.Args(
             **SHORT, num_envs=2, num_steps=2, hidden_size=4, log_every=1, eval_envs=1, eval_episodes=1,
-            env_kwargs=("max_steps=3",), run_dir=str(folder)))
+            env_kwargs=("max_steps=4",), run_dir=str(folder)))
     elif script is sft:
         train(sft, folder, model=TINY, train_files=(rows,), steps=2, batch_size=2, checkpoint_every=1)
     else:

@@ -53,6 +53,9 @@ class GoalConfig:
         for name in ("max_steps", "k_consecutive"):
             if getattr(self, name) < 1:
                 raise envs.BadInput(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_steps < self.k_consecutive:
+            raise envs.BadInput(f"max_steps: expected at least k_consecutive ({self.k_consecutive}), or no "
+                                f"episode could succeed, got {self.max_steps}")
         if not 0 < self.tau <= 1:
             raise envs.BadInput(f"tau: expected 0 < tau <= 1, got {self.tau}")
         for name in ("step_cost", "alpha", "goal_bonus"):
