@@ -409,7 +409,7 @@ class _World:
         return np.concatenate([l1_distance(torch.as_tensor(part)[:, None], goal) for part in parts])[which]
 
 
-_drawn_world = functools.lru_cache(maxsize=16)(_World)  # environments of training and evaluation share one
+_drawn_world = functools.lru_cache(maxsize=64)(_World)  # environments of training and evaluation share them
 
 
 # The world's rules and its looks
