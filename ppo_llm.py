@@ -911,9 +911,9 @@ def render(messages, tokenizer, args):
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
     tasks = ([env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-             if args.iterations else [env.task("test", 0)])
+             if args.iterations else [env.task("test", n) for n in range(env.num_tasks("test"))[:1]])
     texts = [render(task.messages, tokenizer, args) for task in tasks]
-    prompts = tokenizer(texts, add_special_tokens=False).input_ids
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
     if not all(prompts):
         raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
     ids = [token for prompt in prompts for token in prompt]
