@@ -425,8 +425,7 @@ def load_weights(name, dtype=torch.float32):
     """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
     model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    with as_bad_input(f"--model {name}: it changes its logits after the head (such as a soft cap), or has "
-                      "parts that are not called as this script calls them"):
+    with as_bad_input(f"--model {name}: it changes its logits after the head (a soft cap?) or has another"):
         hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
         torch.testing.assert_close(head(hidden.to(dtype)), model(ids).logits, atol=1e-2, rtol=1e-5)
     return model
@@ -452,6 +451,7 @@ def add_lora(model, args, checkpoint=""):
             target_modules=targets if targets == "all-linear" else targets.replace(" ", "").split(","))
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
+        assert not config.is_prompt_learning, "it prepends vectors to a prompt, which this script does not"
         model = peft.get_peft_model(model, config)
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
         model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
