@@ -652,12 +652,12 @@ class VllmEngine(Engine):
         if model.device.type == "cpu":
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves
             options = dict(max_num_seqs=256, kv_cache_memory_bytes=2**28, enforce_eager=True)
-        if args.lora:
-            config = model.peft_config["default"]
-            largest = max(8, config.r, *config.rank_pattern.values())
-            options |= dict(enable_lora=True, max_lora_rank=2 ** math.ceil(math.log2(largest)))  # powers of 2
         with as_bad_input("--engine vllm: it cannot be started; requirements-vllm.txt has its version"):
             import vllm  # not installed with the others
+            if args.lora:
+                config = model.peft_config["default"]
+                largest = max(8, config.r, *config.rank_pattern.values())  # rounded up: vLLM has powers of 2
+                options |= dict(enable_lora=True, max_lora_rank=2 ** math.ceil(math.log2(largest)))
             for name, text in envs.parse_options(args.vllm_kwargs).items():
                 with contextlib.suppress(ValueError):  # what is not JSON is a text
                     text = json.loads(text)
