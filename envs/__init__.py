@@ -406,10 +406,23 @@ def _parquet_rows(path, columns):
     if missing := set(columns).difference(names):
         raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
     for table in file.iter_batches(batch_size=64, columns=list(columns) or None):
-        yield from map(_without_nulls, table.to_pylist())
+        types = dict(zip(table.schema.names, table.schema.types, strict=True))
+        for row in table.to_pylist():
+            yield _without_nulls({name: from_arrow(value, types[name]) for name, value in row.items()})
         number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
         raise OSError(f"it should have {file.metadata.num_rows} rows")
+
+
+def from_arrow(value, kind):
+    """A value of an Arrow type as Python's: where types are mixed, datasets keeps each as JSON."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if isinstance(value, dict):
+        return {name: from_arrow(item, kind.field(name).type) for name, item in value.items()}
+    if isinstance(value, list):
+        return [from_arrow(item, kind.value_type) for item in value]
+    return json.loads(value)
 
 
 def _without_nulls(row: dict) -> dict:

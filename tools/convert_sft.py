@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput, first_line, without_nulls
+from envs import BadInput, first_line, from_arrow, without_nulls
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -211,21 +211,11 @@ def arrow_rows(tables: Iterable) -> Iterator:
         columns = {name: table.column(name) for name in COLUMNS if name in table.schema.names}
         for index in range(table.num_rows):
             try:
-                row = {name: plain(column[index].as_py(), column.type) for name, column in columns.items()}
+                row = {name: from_arrow(column[index].as_py(), column.type)
+                       for name, column in columns.items()}
             except ValueError as error:
                 row = BadRow(f"expected UTF-8 text ({first_line(error)})")
             yield row
-
-
-def plain(value, kind: pa.DataType):
-    """An Arrow value as Python's: where types are mixed, datasets keeps each as JSON."""
-    if value is None or "arrow.json" not in str(kind):
-        return value
-    if pa.types.is_struct(kind):
-        return {field.name: plain(value[field.name], field.type) for field in kind}
-    if isinstance(value, list):
-        return [plain(item, kind.value_type) for item in value]
-    return json.loads(value)
 
 
 def open_source(data: str, split: str) -> tuple:
