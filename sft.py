@@ -608,8 +608,8 @@ def examples_of_env(env, args, tokenizer):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
         return rows
 
-    num_held_out = min(args.eval_tasks, env.num_tasks("test"))
-    held_out = [row for index in range(num_held_out) for row in example(index, "test")]
+    env.training_task(0, args.seed)  # raises BadInput where there is none
+    held_out = [row for k in range(env.num_tasks("test"))[:args.eval_tasks] for row in example(k, "test")]
     return example, env.num_tasks("train"), held_out, {}
 
 
@@ -677,7 +677,7 @@ def accuracy(model, tokenizer, env, args):
     def is_correct(task, ids):
         ended = not set(eos).isdisjoint(ids)  # else it was cut off by --max-response-tokens
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        return float(ended and env.start(task, args.seed).step(text).info["correct"])
+        return float(ended and env.start(task, args.seed).step(text).info.get("correct", 0.0))
 
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
     size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
