@@ -305,7 +305,7 @@ def load_weights(name, dtype=torch.float32):
     """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
     model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
     model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    with as_bad_input(f"--model {name}: its logits are not its head's of its decoder's states (a soft cap?)"):
+    with as_bad_input(f"--model {name}: it changes its logits after the head (a soft cap?), or has none"):
         hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
         torch.testing.assert_close(head(hidden.to(dtype)), model(ids).logits, check_dtype=False)
     return model
