@@ -1505,7 +1505,7 @@ def rollout_metrics(rollouts, throughput):
         "rollout/turns": sum(len(r.turns) for r in played) / num_played,
         "rollout/segments": sum(len(r.segments) for r in played) / num_played,
         "rollout/sub_agents": sum(len(r.family) - 1 for r in played) / num_played,
-        "env/suspicious": sum(r.info.get("suspicious", 0.0) for r in played) / num_played,
+        "env/suspicious": sum(float(r.info.get("suspicious", 0.0)) for r in played) / num_played,
         **{f"rollout/termination/{end}": share for end, share in shares.items()}}
 
 
