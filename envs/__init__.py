@@ -447,7 +447,7 @@ def means(infos: list[dict]) -> dict:
     import numpy as np
 
     infos = [{name: value for name, value in info.items() if is_number(value)} for info in infos]
-    return {part: np.mean([info.get(part, 0.0) for info in infos]) for part in sorted(set().union(*infos))}
+    return {part: np.mean([i.get(part, 0.0) for i in infos]) for part in sorted(set().union(*infos), key=str)}
 
 
 def to_json(value) -> bytes:
