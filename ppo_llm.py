@@ -664,7 +664,7 @@ class VllmEngine(Engine):
                 options[name] = text
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
-                max_model_len=args.max_context_tokens, seed=args.seed,
+                max_model_len=args.max_context_tokens, seed=args.seed % 2**32,
                 # Weights that sync_weights will replace start as noise: one that it misses is noticed.
                 load_format="auto" if args.lora else "dummy",
                 # log_softmax(logits / temperature), as the trainer computes; the default ignores temperature.
