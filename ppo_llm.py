@@ -1498,7 +1498,7 @@ def rollout_metrics(rollouts, throughput):
         "train/pass@1": sum(r.correct for r in played) / num_played,
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
         **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
-        "response_length/clip_ratio": shares["length"] + shares["context"],
+        "response_length/clip_ratio": (shares["length"] + shares["context"]) * len(rollouts) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": throughput, "rollout/finished": shares["done"],
         "rollout/retries": sum(r.retries for r in rollouts),
