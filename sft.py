@@ -527,7 +527,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
     keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     split = args.splits[side == "val"] if args.dataset else ""
-    with ArrowWriter(path=str(temporary), features=features, writer_batch_size=16) as writer:
+    with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
         for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
             rows = envs.read_rows(name, where, split, keys, streaming=True)
