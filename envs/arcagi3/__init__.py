@@ -610,15 +610,18 @@ class ClientError(Exception):
     """A request that failed: an error in the reply, no JSON, or not of the schema."""
 
     status: int | None = None  # of HTTP
-    unknown = False  # whether the server may have carried the command out all the same
+
+    def __init__(self, message, unknown=False):
+        super().__init__(message)
+        self.unknown = unknown  # whether the server may have carried the command out all the same
 
 
 class TransportError(ClientError):
     """The network, or an HTTP status."""
 
     def __init__(self, message, status=None, unknown=False, retry_after=None):
-        super().__init__(message)
-        self.status, self.unknown, self.retry_after = status, unknown, retry_after
+        super().__init__(message, unknown)
+        self.status, self.retry_after = status, retry_after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -751,7 +754,11 @@ class Client:
         getattr(self.transport, "close", lambda: None)()
 
     def _frame(self, command, payload) -> Frame:
-        return read_frame(self.ask("POST", f"/api/cmd/{command}", payload))
+        reply = self.ask("POST", f"/api/cmd/{command}", payload)
+        try:
+            return read_frame(reply)
+        except ClientError as error:  # the server tells of no error
+            raise ClientError(str(error), unknown=True) from error
 
     def _object(self, reply) -> dict:
         if not isinstance(reply, dict):
@@ -850,7 +857,8 @@ class HttpTransport:
             reply = json.loads(body)
         except (ValueError, RecursionError) as error:
             if status < 300:
-                raise ClientError(f"{where}: the answer is not JSON") from error
+                carried = path.startswith("/api/cmd/")
+                raise ClientError(f"{where}: the answer is not JSON", unknown=carried) from error
             reply = None
         if not 200 <= status < 300:
             said = ""
