@@ -28,7 +28,7 @@ SMALL = f"{BREAKTHROUGH};hex(board_size=4);tic_tac_toe;connect_four(rows=4,colum
 KINDS = ("backgammon", "pig", "kuhn_poker", "leduc_poker", "goofspiel(num_cards=4)", "matrix_rps",
          "goofspiel(num_cards=4,returns_type=total_points)", "matching_pennies_3p", "liars_dice", "catch",
          "tiny_hanabi", "first_sealed_auction", "2048", "misere(game=tic_tac_toe())", "othello", "checkers",
-         "turn_based_simultaneous_game(game=matrix_rps())")
+         "turn_based_simultaneous_game(game=matrix_rps())", "dots_and_boxes(num_rows=1,num_cols=2)")
 
 
 def make(cases=SMALL, **options):
@@ -122,10 +122,10 @@ def test_games_of_every_kind(case):
     env = make(case, **options)
     for task in all_tasks(env):
         state, player = position(task)
-        assert not state.is_chance_node() and not state.is_terminal()
+        assert not (state.is_chance_node() or state.is_terminal()) and len(state.legal_actions(player)) > 1
         assert state.is_simultaneous_node() or state.current_player() == player
-        assert len(state.legal_actions(player)) > 1
         assert step(env, env.solution(task), task).info["correct"] == 1
+    assert len({task.messages[0]["content"] for task in all_tasks(env)}) == len({*map(shown, all_tasks(env))})
 
     game, rng = pyspiel.load_game(case), random.Random(1)
     low, high = game.min_utility(), game.max_utility()

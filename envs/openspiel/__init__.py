@@ -37,6 +37,7 @@ CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" f
          *(f"dots_and_boxes(num_rows={n},num_cols={n})" for n in (3, 4, 5)),
          *(f"clobber(rows={n},columns={n})" for n in (5, 6, 7)), "othello", "chess", "checkers")
 TEST_SHARE = 10  # one state in so many belongs to the test split
+DRAWN = ("dots_and_boxes", "quoridor", "rbc")  # their boards have blanks for what is not there
 SHOWN_MOVES = 50  # legal moves that a prompt lists
 MAX_ANSWER = 200  # characters of an answer that are read at all
 MAX_LENGTH = 20_000  # moves of a game: bounds a playout
@@ -255,9 +256,12 @@ class OpenSpiel(Env):
 
     def prompt(self, case, state, player) -> str:
         if self.config.style != "full":
-            parts = shown_state(case, state, player).split()
-            if self.config.style == "words":
-                parts = "".join(parts)  # a word for each cell of a board
+            board = shown_state(case, state, player)
+            if any(name in case.text for name in DRAWN):  # as it is, or in misere(game=rbc())
+                board = board.replace(" ", "_")
+            parts = board.split()
+            if self.config.style == "words":  # a word for each cell of a board
+                parts = "".join(re.sub(r"(?<=\d)\s+(?=\d)", "_", board).split())  # 2 17 is not 21 7
             text = " ".join([*parts, f"p{player}"])
             return f"{case.text} {text}" if len(self.cases) > 1 else text
         moves = [move_text(state, player, action) for action in state.legal_actions(player)]
