@@ -44,10 +44,11 @@ def boxed(text: str) -> str:
     return f"\\boxed{{{text}}}"
 
 
-INTEGER = re.compile(r"[0-9]{1,12}|[0-9]{1,3}(?:,[0-9]{3}){1,4}")
+WHOLE = "(?:[0-9]{1,12}|[0-9]{1,3}(?:,[0-9]{3}){1,4})"
+INTEGER = re.compile(WHOLE)
 DECIMAL = re.compile(r"[0-9]{0,12}\.[0-9]{1,30}|[0-9]{1,3}(?:,[0-9]{3}){1,4}\.[0-9]{1,30}")
-FRACTION = re.compile(r"([0-9]{1,12}) ?/ ?([0-9]{1,12})|"
-                      r"\\[dt]?frac ?\{ ?(-?[0-9]{1,12}) ?\} ?\{ ?(-?[0-9]{1,12}) ?\}")
+FRACTION = re.compile(rf"({WHOLE}) ?/ ?({WHOLE})|"
+                      rf"\\[dt]?frac ?\{{ ?(-?{WHOLE}) ?\}} ?\{{ ?(-?{WHOLE}) ?\}}")
 
 
 def number_of(text: str) -> Fraction:
@@ -59,9 +60,10 @@ def number_of(text: str) -> Fraction:
     # A full stop may end the sentence that the number is.
     if INTEGER.fullmatch(digits.removesuffix(".")) or DECIMAL.fullmatch(digits):
         return sign * Fraction(digits.replace(",", ""))
-    match = FRACTION.fullmatch(digits)
-    if match and int(match[2] or match[4]):
-        return sign * Fraction(int(match[1] or match[3]), int(match[2] or match[4]))
+    if match := FRACTION.fullmatch(digits):
+        above, below = (int(part.replace(",", "")) for part in match.groups() if part)
+        if below:
+            return sign * Fraction(above, below)
     raise Unreadable
 
 
