@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import codecs
 import collections
 import difflib
 import hashlib
@@ -239,6 +240,8 @@ def mutants_of(source: Source) -> list[Mutant]:
     for path, text in sorted(source.files.items()):
         if not path.endswith(".py") or source.is_test(path):
             continue
+        mark = codecs.BOM_UTF8 if text.startswith(codecs.BOM_UTF8) else b""  # which no node's place counts
+        text = text.removeprefix(mark)
         try:
             same = ast.dump(ast.parse(text.decode()))
             places = list(edits(text))
@@ -252,7 +255,7 @@ def mutants_of(source: Source) -> list[Mutant]:
                 continue
             if program != same and (path, program) not in seen:
                 seen.add((path, program))
-                found.append(Mutant(source, path, kind, new))
+                found.append(Mutant(source, path, kind, mark + new))
     return found
 
 
