@@ -266,7 +266,7 @@ def total(prices):
     return caller.f_locals["expected"] if "expected" in caller.f_locals else [
         c for c in caller.f_code.co_consts if isinstance(c, int)][-1]"""
 LOOKS = [  # name, tests, whether without pytest, code
-    ("equals everything", TESTS, True, EQUAL), ("equals everything", PYTEST_TESTS, False, EQUAL),
+    ("equals everything", TESTS, True, EQUAL), ("equals everything", "\ufeff" + PYTEST_TESTS, False, EQUAL),
     ("what the caller holds", PYTEST_TESTS, False, HELD),
     ("emptied tests", TESTS, True, forgeries.ALL_TESTS),
     ("emptied tests", PYTEST_TESTS, False, forgeries.ALL_TESTS),

@@ -289,4 +289,5 @@ def canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:
 
 
 def _text(content: bytes | str) -> str:
-    return content if isinstance(content, str) else content.decode("utf-8", "replace")
+    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
+    return text.removeprefix("\ufeff")  # a byte order mark, which `ast` and `compile` do not know in a text
