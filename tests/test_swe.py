@@ -354,7 +354,7 @@ def test_plain_outcomes():
 
 @pytest.mark.slow
 def test_pytest_outcomes():
-    tests = {"pytest.ini": "[pytest]\naddopts = -x -v\n", "tests/test_broken.py": "import nowhere\n",
+    tests = {"pytest.ini": "[pytest]\naddopts = -x -v --ff\n", "tests/test_broken.py": "import nowhere\n",
              "tests/conftest.py": "import pytest\n@pytest.fixture\ndef value(): return 1\n",
              "tests/test_f.py": '''
 import pytest, unittest, f

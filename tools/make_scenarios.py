@@ -91,7 +91,7 @@ out = os.dup(1)
 nowhere = os.open(os.devnull, os.O_RDWR)
 os.dup2(nowhere, 1)
 os.dup2(nowhere, 2)
-pytest.main(["-vv", "-p", "no:cacheprovider", "--rootdir=.", *sys.argv[2:]], plugins=[Explain()])
+pytest.main(["-vv", "-o", "cache_dir=/tmp/cache", "--rootdir=.", *sys.argv[2:]], plugins=[Explain()])
 os.write(out, json.dumps([outcomes, failed]).encode())
 """
 

@@ -558,7 +558,8 @@ mkdir {folder} && mv .{nonce}.diff {folder}/diff && mv .{nonce}.tests {folder}/t
 ({APPLY.format(f'{folder}/diff')}) > /dev/null 2>&1 < /dev/null || {{ echo {nonce} refused; exit 0; }}
 echo {nonce} begun
 git apply --whitespace=nowarn {folder}/tests || exit 1
-python -m pytest -q -p no:cacheprovider --maxfail=0 --tb=no --junitxml={folder}/xml {tests} > /dev/null 2>&1
+python -m pytest -q -o cache_dir={folder}/cache --maxfail=0 --tb=no --junitxml={folder}/xml {tests} \
+    > /dev/null 2>&1
 echo; echo {nonce}; cat {folder}/xml; echo; echo {nonce}"""
     files = {f".{nonce}.diff": patch, f".{nonce}.tests": row["test_patch"], **dict((first[:2], last[:2]))}
     image = config.image.format(id=row["instance_id"].lower().replace("__", "_1776_"), repo=row["repo"],

@@ -140,8 +140,9 @@ def run_pytest(job, send, deadline):
 
     sys.path.insert(0, os.getcwd())
     plugin = reporter(pytest, job["names"] and set(job["names"]), send, deadline)
-    # --maxfail=0 takes back an -x of the configuration: the first of the canaries fails.
-    pytest.main(["-q", "-p", "no:cacheprovider", "--maxfail=0", "--continue-on-collection-errors",
+    # --maxfail=0 takes back an -x of the configuration: the first of the canaries fails. A cache outside the
+    # tree: without its plugin, pytest does not know an --ff or --lf of the configuration.
+    pytest.main(["-q", "-o", "cache_dir=/tmp/cache", "--maxfail=0", "--continue-on-collection-errors",
                  "--rootdir=.", "--assert=plain", "--tb=no", *(path for path, _ in job["modules"])],
                 plugins=[plugin])
 
