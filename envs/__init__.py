@@ -392,7 +392,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
 
 def _json_rows(path):
     with path.open("rb") as file:
-        start = file.read(2**16).lstrip() if path.suffix == ".json" else b""
+        start = file.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n") if path.suffix == ".json" else b""
         file.seek(0)
         yield from json.load(file) if start.startswith(b"[") else file
 

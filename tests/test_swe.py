@@ -659,7 +659,7 @@ def test_which_rows_are_taken(tmp_path):
     # A list; a row may hold lists, and need not have texts that nothing depends on
     row = dict(ROWS[FIRST], FAIL_TO_PASS=["t.py::a"], PASS_TO_PASS=[], version=None)
     del row["hints_text"], row["created_at"], row["plain"]
-    (tmp_path / "rows.json").write_text(json.dumps([row, *many(1)]))
+    (tmp_path / "rows.json").write_text(json.dumps([row, *many(1)]), "utf-8-sig")
     assert ids(dataset=str(tmp_path / "rows.json")) == [FIRST, "a__b-0"]
 
 
