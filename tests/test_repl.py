@@ -301,7 +301,7 @@ def test_apply_patch(play):
     assert play(f"apply_patch({diff!r})") == "True"
     assert play("apply_patch('windows.py', '1\\nb = 4', '1\\nb = 3'); open('windows.py', 'rb').read()"
                 ) == "b'a = 1\\r\\nb = 3\\r\\n'"
-
+    assert play("open('e', 'w').close(); apply_patch('e', '', '1\\n'); open('e', 'rb').read()") == r"b'1\n'"
     play(f"{UNDO}; apply_patch({ROW['patch']!r})")
     assert "sum(prices)" in play("read('shop/price.py')") and "min(" in play("read('shop/price.py')")
     text = play(f"apply_patch({ROW['patch']!r})")

@@ -107,7 +107,7 @@ def apply_patch(patch, old=None, new=None):
         return True
     with open(patch, encoding="utf-8", newline="") as file:  # the ends of its lines stay as they are
         text = file.read()
-    if text.count("\r\n") == text.count("\n") and "\r" not in old + new:
+    if text.count("\r\n") == text.count("\n") > 0 and "\r" not in old + new:
         old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
     if text.count(old) != 1:
         raise ValueError(f"{patch} holds the text to replace {text.count(old)} times, expected once")
