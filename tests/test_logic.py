@@ -369,7 +369,7 @@ def test_trap_sudoku_grids():
     drawn = "\n------+-------+------\n".join(
         "\n".join(" | ".join(" ".join(row[k:k + 3]) for k in (0, 3, 6)) for row in rows[j:j + 3])
         for j in (0, 3, 6))
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("\n", f"\n{'|:-:' * 9}|\n", 1)
     for good in ("\n".join(rows), full, " ".join(full), listed, drawn, table, f"```\n{drawn}\n```",
                  f"{puzzle}\n\n" + "\n\n".join(rows), "1" * 81 + "\n" + full):
         assert score(env, task, good) == 1
