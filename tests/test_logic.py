@@ -366,7 +366,7 @@ def test_trap_sudoku_grids():
     rows = [full[k:k + 9] for k in range(0, 81, 9)]
     puzzle = "\n".join(task.data["puzzle"][k:k + 9] for k in range(0, 81, 9))
     listed = "[" + ",\n ".join("[" + ", ".join(row) + "]" for row in rows) + "]"
-    drawn = "\n------+-------+------\n".join(
+    drawn = "\n------+-------+------\n├─────┼───────┼─────┤\n".join(
         "\n".join(" | ".join(" ".join(row[k:k + 3]) for k in (0, 3, 6)) for row in rows[j:j + 3])
         for j in (0, 3, 6))
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("\n", f"\n{'|:-:' * 9}|\n", 1)

@@ -142,4 +142,4 @@ def last_grid(text: str) -> str:
     return found
 
 
-GRID_MARKS = dict.fromkeys(map(ord, " \t\r,;|+-=:[]\"'│─┼┃━╋║═╬"))
+GRID_MARKS = dict.fromkeys([*map(ord, " \t\r,;|+-=:[]\"'"), *range(0x2500, 0x2580)])  # lines that draw boxes
