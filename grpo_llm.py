@@ -1489,12 +1489,13 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
+            tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            full = {key: tensor.cpu() for key, tensor in trained_weights(model) if RANK == 0 and key in once}
+            tensors = {name: tensor for name, tensor in tensors.items() if args.lora or name in once}
             stepped = run.counters["opt_steps"]  # without a step there is no state, and this would create one
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL) if stepped else {}
             run.save(dict(cursor=cursor, metrics=metrics, optimizer=state),
-                     functools.partial(model.save_pretrained, state_dict=full), tokenizer.save_pretrained)
+                     functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         while True:

@@ -1572,15 +1572,16 @@ def main(args):
 
     def save():
         with run.timed("checkpoint"):
+            tensors = dcp.get_model_state_dict(model, options=FULL)
             once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            full = {key: tensor.cpu() for key, tensor in trained_weights(model) if RANK == 0 and key in once}
+            tensors = {name: tensor for name, tensor in tensors.items() if args.lora or name in once}
             state = dict(metrics=metrics, kl_coef=kl_coef)
             state["critic"] = dcp.get_model_state_dict(critic, options=FULL)
             for name, optimizer in optimizers.items():
                 if optimizer.state:  # without a step there is none, and this would create one
                     state[name] = dcp.get_optimizer_state_dict(trained, optimizer, options=FULL)
             run.save(state,
-                     functools.partial(model.save_pretrained, state_dict=full), tokenizer.save_pretrained)
+                     functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         while True:
