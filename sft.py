@@ -208,7 +208,7 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_froze
 
 def start_processes():
     """Set up this process, and join the others if torchrun started it.  -> its device"""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more gain a small model nothing
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
     torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
     if UNDER_TORCHRUN:
         # Each process sees its own GPU alone, as vLLM wants it too.
