@@ -174,7 +174,8 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
     GRPO (arXiv:2402.03300 sec. 4.1.2) with scale (population std), Dr. GRPO (arXiv:2503.20783) without;
     baseline "loo" is RLOO (arXiv:2402.14740): r_i minus the mean of the others, = G / (G - 1) (r_i - mean).
     """
-    rewards, size = np.array(rewards), len(rewards)
+    rewards = np.array(rewards)
+    size = len(rewards)
     advantages = rewards - rewards.mean()
     if baseline == "loo":
         advantages = advantages * size / (size - 1)
@@ -472,12 +473,13 @@ def update(model, reference, optimizer, groups, args):
         # The starting model: a copy, or the policy with its adapter switched off.
         with contextlib.nullcontext() if reference else model.disable_adapter():
             store_logprobs(reference or model, groups, "ref_logprobs", args)
-    totals, num_seen = collections.defaultdict(float), 0  # sums over tokens, and how many those are
+    totals = collections.defaultdict(float)  # sums over the tokens of all steps
+    num_seen = 0  # those tokens
     norms, largest_ratios = [], []  # of each step, of each pass
     minibatches = min(args.minibatches, max(gather([len(groups)])))
     orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
     for chosen in itertools.chain(*orders):
-        segments = [segment for index in chosen.tolist() for segment in groups[index]]
+        segments = [*itertools.chain(*(groups[index] for index in chosen.tolist()))]
         lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
         num_tokens = sum(lengths)
         for _, batch in passes(segments, args, model.device):
@@ -548,8 +550,10 @@ class Rollout:
     def begin(self, attempt):
         """Forget the attempt before this one."""
         self.retries = attempt
-        self.segments, self.text = [Segment(self.prompt_ids)], self.prompt_text
-        self.messages, self.start = [*self.task.messages], len(self.task.messages)
+        self.segments = [Segment(self.prompt_ids)]
+        self.text = self.prompt_text
+        self.messages = [*self.task.messages]
+        self.start = len(self.task.messages)
         self.turns, self.steps, self.children = [], [], []
 
     @property
@@ -568,6 +572,11 @@ class Rollout:
         for child in self.children:
             members += child.family
         return members
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that it and its sub-agents sampled, in a failed attempt too."""
+        return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
 
 
 # done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
@@ -660,13 +669,19 @@ def observe(r, tokenizer, args):
     return False
 
 
+@dataclasses.dataclass
 class Player:
     """Plays episodes between an engine and an environment."""
 
-    def __init__(self, engine, tokenizer, env, args, sampling):
-        self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
-        self.sampling, self.call = sampling, envs.Calls(env)
-        decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    engine: "Engine"
+    tokenizer: transformers.PreTrainedTokenizerBase
+    env: envs.Env
+    args: Args
+    sampling: Sampling
+
+    def __post_init__(self):
+        self.call = envs.Calls(self.env)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         self.decode = functools.lru_cache(10_000)(decode)  # replies of a small model are often equal
 
     def prompts(self, tasks):
@@ -806,7 +821,8 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
 
 def evaluate(engine, tokenizer, env, args, score):
     """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
-    num_samples, seed = args.eval_samples, (args.seed, "val")
+    num_samples = args.eval_samples
+    seed = (args.seed, "val")
     mine = shard(min(args.eval_tasks, env.num_tasks("test")))
     tasks = [env.task("test", index) for index in mine]
     sampled = gather(rollout(engine, tokenizer, env, tasks, num_samples,
@@ -892,7 +908,8 @@ def weights_sha256(model, adapter=""):
 
 def add_lora(model, args, checkpoint=""):
     """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
+    folder = checkpoint or args.lora_adapter_path
+    targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
@@ -1010,7 +1027,8 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds):
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
             mask, position = mask[parent], position[parent]
             cache.reorder_cache(parent)
-        mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        position = position[:, -1:] + 1
     ids = ids[:, :t + 1]
     lengths = (ids >= 0).sum(1).tolist()
     rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
@@ -1053,7 +1071,9 @@ class Engine:
 
     def __init__(self, model, tokenizer, args, folder=None):
         """folder: where weights are written for servers to read."""
-        self.model, self.args, self.folder = model, args, folder
+        self.model = model
+        self.args = args
+        self.folder = folder
         more = model.generation_config.eos_token_id  # that end a reply: one, several or None
         if not isinstance(more, list):
             more = [] if more is None else [more]
@@ -1061,7 +1081,8 @@ class Engine:
 
     def begin_rollout(self, active):
         """active: the number of episodes that will request, without those that wait for a sub-agent."""
-        self.active, self.requests = active, []
+        self.active = active
+        self.requests = []
         self.changed = asyncio.Event()
 
     def sample(self, prompt_ids, sampling):
@@ -1156,7 +1177,8 @@ class VllmEngine(Engine):
         self.vllm = vllm
 
     async def serve(self):
-        engine, running = self.llm.llm_engine, {}
+        engine = self.llm.llm_engine
+        running = {}  # futures, by the ids of their requests
         try:
             while True:
                 for request in await self.next_requests():
@@ -1254,19 +1276,16 @@ class VllmServers(Engine):
         for name, tensor in trained_weights(model):  # all ranks, since it is a collective
             if RANK == 0:
                 tensors[name] = tensor.to("cpu", copy=True)  # so that a tied head is written too
-        name, problem = f"policy-{os.urandom(8).hex()}", ""  # a new name, since network folders are cached
+        name = f"policy-{os.urandom(8).hex()}"  # a new one, since network folders are cached
         path = str((self.folder / name).resolve())
-        load, body = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
-        if self.args.lora:
-            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
-            load, body = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
+        problem = ""
         if RANK == 0:
             model.save_pretrained(path, state_dict=tensors)
             try:
                 for url in self.args.vllm_url:
                     # Ends requests of episodes that timed out, and empties the cache: both are old weights'.
                     self.post(url, "/pause?mode=abort", {})
-                    self.post(url, load, body)
+                    self.load(url, name, path)
                     self.post(url, "/resume", {})
             except EngineError as error:
                 problem = str(error)
@@ -1275,6 +1294,13 @@ class VllmServers(Engine):
         self.adapter = name if self.args.lora else None
         if problem:
             raise EngineError(problem)
+
+    def load(self, url, name, path):
+        if self.args.lora:
+            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
+            self.post(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        else:
+            self.post(url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path)))
 
 
 # Machinery: processes, under torchrun. Each holds a shard of the weights (FSDP2), plays its share of the
@@ -1318,7 +1344,7 @@ def gather(items):
         return [*items]
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
-    return [item for items in lists for item in items]
+    return [*itertools.chain(*lists)]
 
 
 def shard(size):
@@ -1339,7 +1365,7 @@ def distribute(model, device):
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     names = set()  # of the classes of layers
     for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
+        names |= set(getattr(module, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names and m is not model]
     before = layers[0]
     for module in [*layers, model]:
@@ -1580,7 +1606,8 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        trace_id, kind = self.place["trace_id"], type(error).__name__
+        trace_id = self.place["trace_id"]
+        kind = type(error).__name__
         path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
         what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
@@ -1708,7 +1735,8 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.beta2), fused=True,
                                   weight_decay=0.0)
     state = run.state if run.checkpoint else dict(cursor=0, metrics={}, optimizer={})
-    cursor, metrics = state["cursor"], state["metrics"]  # tasks drawn so far; numbers not logged yet
+    cursor = state["cursor"]  # tasks drawn so far
+    metrics = state["metrics"]  # not logged yet
     if state["optimizer"]:
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open(args.iterations)
@@ -1764,7 +1792,8 @@ def main(args):
             # 2. Advantages: each reward against its group's. With --dynamic-sampling, more rounds of both.
             mine = shard(args.prompts_per_iteration)
             sampling = Sampling(args.temperature, (args.seed, "train"))
-            rollouts, drawn = [], cursor
+            rollouts = []
+            drawn = cursor
             with run.timed("rollout"):
                 for _ in range(1 + args.dynamic_sampling):
                     tasks = [env.training_task(drawn + i, args.seed) for i in mine]
@@ -1793,13 +1822,14 @@ def main(args):
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
 
             # 4. Metrics of the iteration, over all processes.
-            rollouts, iteration, cursor = gather(rollouts), iteration + 1, drawn
-            generated = 0  # tokens, those of sub-agents and of failed episodes too
-            for r in rollouts:
-                generated += sum(sum(s.response_mask) for member in r.family for s in member.segments)
+            rollouts = gather(rollouts)
+            iteration += 1
+            cursor = drawn
+            generated = sum(r.num_sampled for r in rollouts)
             run.counters = dict(iteration=iteration, opt_steps=run.counters["opt_steps"] + steps,
                                 env_steps=run.counters["env_steps"] + generated)
-            advantages = gather([s.advantages[-1] for group in groups for s in group])  # equal in a segment
+            # A segment's advantages are equal.
+            advantages = gather([segment.advantages[-1] for segment in itertools.chain(*groups)])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
             metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
             metrics |= spread("critic/advantages", advantages) | spread("critic/returns", advantages)

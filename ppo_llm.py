@@ -36,7 +36,6 @@ import hashlib
 import itertools
 import json
 import math
-import operator
 import os
 import shutil
 import signal
@@ -47,7 +46,7 @@ import time
 import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import peft
@@ -182,9 +181,6 @@ KL_GAIN = 0.1  # how fast the coefficient of the penalty is adapted: by at most 
 TIS_CAP = 2.0  # of the importance weight between sampler and trainer
 MAX_GRAD_NORM = 1.0  # of policy and critic each
 
-TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
-SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "critic/vf_", "val/")  # printed
-
 
 # Maths
 
@@ -195,10 +191,13 @@ def gae(rewards, values, gamma, lam):
     A step is a token of the policy: tokens of the environment between two of them are no steps. The value
     after the last one is 0: a length limit counts as an end, since the task sets it.
     """
-    deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
-    advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[:, 0])
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    deltas = rewards + gamma * next_values - values
+    advantages = torch.empty_like(deltas)
+    trace = torch.zeros_like(deltas[:, 0])
     for t in reversed(range(deltas.shape[1])):
-        advantages[:, t] = trace = deltas[:, t] + gamma * lam * trace
+        trace = deltas[:, t] + gamma * lam * trace
+        advantages[:, t] = trace
     return advantages
 
 
@@ -211,25 +210,28 @@ def masked_mean(x, mask):
 def whiten(x, mask):
     """Zero mean and unit (population) variance where mask is 1, 0 elsewhere.  x, mask (B, T) -> (B, T)"""
     x = x - masked_mean(x, mask)
+    variance = masked_mean(x.square(), mask)
     # The constant is large enough that rounding errors of equal advantages are not blown up to signals.
-    return x * torch.rsqrt(masked_mean(x.square(), mask) + 1e-8) * mask
+    return x * torch.rsqrt(variance + 1e-8) * mask
 
 
 def k3(log_ratio):
     """Unbiased, non-negative estimator of KL(p || q) from samples of p; log_ratio = log q - log p."""
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
-
 def adapt_kl_coef(coef, kl, target):
     """The next coefficient of the penalty: a proportional controller (arXiv:1909.08593, section 2.2)."""
-    return coef * (1 + KL_GAIN * min(max(kl / target - 1, -0.2), 0.2))
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + KL_GAIN * error)
 
 
 def clipped_policy_loss(logprobs, old_logprobs, advantages, clip):
     """Loss of each token (arXiv:1707.06347, eq. 7), and whether it was clipped.  All (B, T)."""
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    is_clipped = clipped * advantages < ratio * advantages  # the minimum is the one without a gradient
+    return per_token, is_clipped
 
 
 def clipped_value_loss(values, old_values, returns, clip):
@@ -238,8 +240,10 @@ def clipped_value_loss(values, old_values, returns, clip):
     As in the PPO paper's code (openai/baselines), not in its text. All (B, T).  -> errors, was it clipped
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
-    error, near_error = (values - returns).square(), (near - returns).square()
-    return torch.maximum(error, near_error), (near_error > error) & ((values - old_values).abs() > clip)
+    error = (values - returns).square()
+    near_error = (near - returns).square()
+    is_clipped = (near_error > error) & ((values - old_values).abs() > clip)
+    return torch.maximum(error, near_error), is_clipped
 
 
 def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
@@ -249,16 +253,104 @@ def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**
     backward pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
-        logits = torch.log_softmax(head(hidden).float() / temperature, dim=-1)           # (n, V)
-        entropy = -(logits.exp() * logits).sum(-1)
-        return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
+        logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)  # (n, V)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    size = max(1, chunk_elements // len(head.weight))
+    vocabulary = len(head.weight)
+    size = max(1, chunk_elements // vocabulary)
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    parts = [torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
-             for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+    logprobs, entropies = [], []
+    for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        selected, entropy = torch.utils.checkpoint.checkpoint(of_chunk, *chunk, use_reentrant=False)
+        logprobs.append(selected)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+def learning_rate(peak, iteration, start, args):
+    """0 before iteration `start`, linear warm-up from there, then linear decay to a share of the peak."""
+    done = iteration - start + 1
+    total = args.iterations - start + 1
+    warm = min(max(done / max(args.warmup_iterations, 1), 0.0), 1.0)
+    progress = (done - args.warmup_iterations) / max(total - args.warmup_iterations, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    decay = 1 - (1 - args.final_learning_rate) * progress
+    return peak * warm * decay
+
+
+# Update: scored episodes to a gradient
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """A prompt, and sampled and environment tokens after it; all lists but prompt_ids have equal length."""
+
+    prompt_ids: list[int]
+    response_ids: list[int] = dataclasses.field(default_factory=list)
+    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: environment's
+    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where mask is 0
+    rewards: list[float] = dataclasses.field(default_factory=list)  # at each turn's last token
+    old_logprobs: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
+    advantages: list[float] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+    def append(self, ids, mask, logprobs):
+        self.response_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.rollout_logprobs += logprobs
+        self.rewards += [0.0] * len(ids)
+        assert len(self.response_ids) == len(self.response_mask) == len(self.rollout_logprobs)
+
+
+# The fields of a segment that a pass has as tensors (B, T), where they are known.
+PER_TOKEN = ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns")
+
+def trainable_episodes(rollouts, args):
+    """The segments of each episode that hold sampled tokens, without episodes whose environment failed. With
+    --train-sub-agents a sub-agent is an episode of its own, with its parent's reward.
+    """
+    episodes = []
+    for r in rollouts:
+        if not math.isfinite(r.reward):
+            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
+        for member in r.family if args.train_sub_agents else [r]:
+            segments = [segment for segment in member.segments if any(segment.response_mask)]
+            if segments and "error" not in (r.termination, member.termination):
+                episodes.append(segments)
+    return episodes
+
+
+def passes(segments, args, device):
+    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
+    tokens, padding included.  Yields (segments, their tensors).
+
+    Tensors: prompts (B, P), padded with -1 on the left; responses, on the right, and what is known, (B, T).
+    A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
+    """
+    parts = []
+    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
+        longest = len(segment.response_ids)  # so far
+        if not parts or longest * (len(parts[-1]) + 1) > args.microbatch_tokens:
+            parts.append([])
+        parts[-1].append(segment)
+    nothing = Segment([0], response_ids=[0], response_mask=[0], rollout_logprobs=[0.0])
+    num_passes = max(gather([len(parts)]))
+    while len(parts) < num_passes:
+        parts.append([nothing])
+    for part in parts:
+        batch = dict(prompts=pad([s.prompt_ids for s in part], -1, device, left=True),
+                     responses=pad([s.response_ids for s in part], -1, device))
+        for name in PER_TOKEN:
+            rows = [getattr(s, name) or [0.0] * len(s.response_ids) for s in part]  # 0: not known yet
+            batch[name] = pad(rows, 0, device, dtype=torch.float32)
+        yield part, batch
 
 
 def hidden_states(decoder, batch):
@@ -266,139 +358,556 @@ def hidden_states(decoder, batch):
 
     That shift by one happens here and nowhere else.
     """
-    tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)                # (B, P + T - 1)
-    valid = (tokens >= 0).long()
-    hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, use_cache=False,
-                     position_ids=(valid.cumsum(1) - 1).clamp(min=0)).last_hidden_state
+    tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)  # (B, P + T - 1)
+    valid = (tokens >= 0).long()  # padding is -1
+    positions = (valid.cumsum(1) - 1).clamp(min=0)
+    hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, position_ids=positions,
+                     use_cache=False).last_hidden_state
     return hidden[:, batch["prompts"].shape[1] - 1:]
 
 
 def token_logprobs(model, batch, temperature):
     """Log-probability and entropy of each response token; the state before it.  -> two (B, T), (B, T, H)."""
+    chosen = batch["response_mask"].bool()  # (B, T)
+
+    def in_rows(values):
+        """Values of the sampled tokens of all rows, one after the other (N,) -> (B, T), 0 elsewhere."""
+        rows = torch.zeros(chosen.shape, dtype=values.dtype, device=chosen.device)
+        return rows.masked_scatter(chosen, values)
+
     def of_pass():
-        decoder, head = model.get_decoder(), model.get_output_embeddings()
-        hidden, chosen = hidden_states(decoder, batch), batch["response_mask"].bool()    # (B, T, H), (B, T)
-        found = selected_logprobs(hidden[chosen], head, batch["responses"][chosen], temperature)
-        zeros = torch.zeros(chosen.shape, device=chosen.device)
-        return *(zeros.to(v.dtype).masked_scatter(chosen, v) for v in found), hidden
+        hidden = hidden_states(model.get_decoder(), batch)  # (B, T, H)
+        logprobs, entropies = selected_logprobs(hidden[chosen], model.get_output_embeddings(),
+                                                batch["responses"][chosen], temperature)
+        return in_rows(logprobs), in_rows(entropies), hidden
 
     return model.as_forward(of_pass)
 
 
-def learning_rate(peak, iteration, start, args):
-    """0 before iteration `start`, linear warm-up from there, then linear decay to a share of the peak."""
-    done, total, warm = iteration - start + 1, args.iterations - start + 1, args.warmup_iterations
-    progress = (done - warm) / max(total - warm, 1)
-    decay = 1 - (1 - args.final_learning_rate) * min(max(progress, 0.0), 1.0)
-    return peak * min(max(done / max(warm, 1), 0.0), 1.0) * decay
+class Critic(torch.nn.Module):
+    """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
+
+    def __init__(self, policy, backbone, args):
+        """backbone: a copy of the starting model, not adapted yet, for --critic own; else None."""
+        super().__init__()
+        self.decoder = None
+        if backbone:
+            if args.lora:
+                backbone = add_lora(backbone, args)
+            self.decoder = backbone.get_decoder()
+        self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
+        for weight in self.head.parameters():
+            torch.nn.init.zeros_(weight).requires_grad_(args.critic != "none")  # of none they stay zero
+
+    def forward(self, batch, hidden=None):
+        """-> (B, T); at the environment's tokens as well, where the values mean nothing.
+
+        hidden: the policy's states (B, T, H), which a critic reads that has no decoder of its own.
+        """
+        if self.decoder:
+            hidden = hidden_states(self.decoder, batch)
+        with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
+            return self.head(hidden.float()).squeeze(-1)
+
+@torch.no_grad()
+def store(model, critic, reference, episodes, args):
+    """Write into the segments what the models compute for each response token before they are updated."""
+    for part, batch in passes([*itertools.chain(*episodes)], args, model.device):
+        known = {}
+        with precision(args, model.device):
+            known["old_logprobs"], _, hidden = token_logprobs(model, batch, args.temperature)
+            known["values"] = critic(batch, hidden)
+            if args.kl_coef:
+                # The starting model: a copy, or the policy with its adapter switched off.
+                with contextlib.nullcontext() if reference else model.disable_adapter():
+                    known["ref_logprobs"], _, _ = token_logprobs(reference or model, batch, args.temperature)
+        for name, rows in known.items():
+            for segment, row in zip(part, rows.tolist(), strict=True):
+                setattr(segment, name, row[:len(segment.response_ids)])
 
 
-# Processes, under torchrun: each holds a shard of the weights (FSDP2), plays its share of the episodes and
-# trains on them.
+def sampled_tokens(episodes, name):
+    """One number of each sampled token, an episode a row, whatever its segments.  -> (B, T) float64"""
+    rows = []
+    for segments in episodes:
+        rows.append([])
+        for s in segments:
+            rows[-1] += itertools.compress(getattr(s, name), s.response_mask)
+    return pad(rows or [[0.0]], 0, "cpu", dtype=torch.float64)
 
 
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+def store_sampled(episodes, name, rows):
+    """The other way: write rows (B, T) into the segments, 0 at the environment's tokens."""
+    for segments, row in zip(episodes, rows.tolist(), strict=False):  # one row of zeros without an episode
+        numbers = iter(row)
+        for s in segments:
+            setattr(s, name, [next(numbers) if chosen else 0.0 for chosen in s.response_mask])
 
 
-def start_processes():
-    """Set up this process, and join the others if torchrun started it.  -> its device"""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
-    if UNDER_TORCHRUN:
-        # Each process sees its own GPU alone, as vLLM wants it too.
-        gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], next(dist.rendezvous("env://"))[0])
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def estimate_advantages(episodes, kl_coef, args):
+    """KL penalty, GAE and whitening: set the advantages and returns of all segments.  -> metrics
+
+    All sampled tokens of an episode form one row, whatever its segments, so that GAE runs across its turns.
+    Means and metrics are over all processes.
+    """
+    mask = sampled_tokens(episodes, "response_mask")  # (B, T), as all that follows
+    old_logprobs = sampled_tokens(episodes, "old_logprobs")
+    ref_logprobs = sampled_tokens(episodes, "ref_logprobs") if args.kl_coef else old_logprobs
+    kl = dict(k1=old_logprobs - ref_logprobs, k3=k3(ref_logprobs - old_logprobs))
+    rewards = sampled_tokens(episodes, "rewards") - kl_coef * kl[args.kl_penalty]
+    values = sampled_tokens(episodes, "values")
+    advantages = gae(rewards, values, DISCOUNT, args.gae_lambda)
+    returns = advantages + values
+    store_sampled(episodes, "advantages", whiten(advantages, mask))
+    store_sampled(episodes, "returns", returns)
+
+    mismatch = old_logprobs - sampled_tokens(episodes, "rollout_logprobs")
+    ratio = torch.exp(mismatch)
+    means = {"train/kl_loss": kl["k3"], "kl/k1": kl["k1"], "mismatch/kl": k3(mismatch),
+             "mismatch/frac_capped": ratio > TIS_CAP,
+             "train/entropy": -old_logprobs}  # an estimate, which the policy's update replaces
+    metrics = {name: float(masked_mean(x, mask)) for name, x in means.items()}
+    metrics["mismatch/ratio_max"] = float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX))
+    metrics |= spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
+    tokens = {}  # of all processes, one after the other
+    for name, x in dict(advantages=advantages, returns=returns, values=values).items():
+        tokens[name] = gather(x[mask > 0].tolist()) or [0.0]
+        metrics |= spread(f"critic/{name}", tokens[name])
+    # What the values leave unexplained of the returns is the advantages.
+    unexplained = np.var(tokens["advantages"])
+    variance = np.var(tokens["returns"])
+    explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
+    return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
 
 
-def print_rank_0(text):
-    if RANK == 0:
-        tqdm.write(text)  # beside the progress bar
+def policy_terms(model, critic, batch, args):
+    """The policy's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
+    logprobs, entropy, hidden = token_logprobs(model, batch, args.temperature)  # (B, T), (B, T, H)
+    old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
+    per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip)
+    # Truncated importance sampling, for a sampler whose numerics differ.
+    mismatch = torch.exp(old_logprobs - batch["rollout_logprobs"])
+    per_token = per_token * mismatch.clamp(max=TIS_CAP)
+    logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
+              "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
+    loss = per_token - args.entropy_coef * entropy
+    if args.critic == "shared":  # it is trained in the same pass
+        value_loss, measured = value_terms(critic(batch, hidden), batch)
+        loss = loss + VALUE_COEF * value_loss
+        logged |= measured
+    return loss, logged
 
 
-def gather(items):
-    """All-gather: the lists of all ranks, concatenated."""
-    parts = [items] * WORLD_SIZE
-    if UNDER_TORCHRUN:
-        dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
+def value_terms(values, batch):
+    """The critic's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
+    errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], VALUE_CLIP)
+    return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
+                        "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
 
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    if UNDER_TORCHRUN:
-        dist.all_reduce(tensor, op)
-    return tensor
+# What the updates measure, 0 in an iteration that makes none of the policy or the critic.
+UPDATE_METRICS = ("train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage",
+                  "train/grad_norm", "train/learning_rate", "train/value_loss", "critic/vf_loss",
+                  "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate")
+MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
 
 
-def shard(size):
-    """This rank's contiguous part of range(size), all as equal as can be."""
-    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
+def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
+    """All optimiser steps of an iteration, of the policy or of the critic. terms(batch) is its loss.
+
+    -> metrics (means over tokens), gradient norm (mean over steps), number of steps
+    """
+    for parameter_group in optimizer.param_groups:
+        parameter_group["lr"] = rate
+    parameters = optimizer.param_groups[0]["params"]
+    device = parameters[0].device
+    totals = collections.defaultdict(float)  # sums over the tokens of all steps
+    num_seen = 0  # those tokens
+    norms = []  # of each step
+    minibatches = min(minibatches, max(gather([len(episodes)])))
+    orders = [torch.randperm(len(episodes)).tensor_split(minibatches) for _ in range(epochs)]
+    for chosen in itertools.chain(*orders):
+        segments = [*itertools.chain(*(episodes[index] for index in chosen.tolist()))]
+        # Over the minibatch, however it is cut into passes and processes.
+        num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
+        kl = torch.zeros((), dtype=torch.float64, device=device)
+        for _, batch in passes(segments, args, device):
+            mask = batch["response_mask"]
+            with precision(args, device):
+                per_token, logged = terms(batch)
+                loss = (per_token * mask).sum() / num_tokens
+            loss.backward()
+            for name, value in logged.items():
+                total = (value.detach() * mask).double().sum()
+                totals[name] += total
+                if name == "train/approx_kl":
+                    kl += total / num_tokens
+        num_seen += num_tokens
+        if args.target_kl and all_reduce(kl) > args.target_kl:
+            optimizer.zero_grad()
+            break
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)))
+        if not torch.isfinite(norms[-1] + loss):  # the sum is finite if both are
+            raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
+        optimizer.step()
+        optimizer.zero_grad()
+    means = all_reduce(torch.stack([*totals.values()])) / num_seen
+    norm = float(torch.stack(norms).mean()) if norms else 0.0
+    return dict(zip(totals, means.tolist(), strict=True)), norm, len(norms)
 
 
-def full_tensor(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
+# Rollout: tasks to scored token sequences, one coroutine per episode
 
 
-def distribute(model, device):
-    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
-    model.as_forward = operator.call  # runs a function that calls parts of the model: FSDP2 gathers them
-    if not UNDER_TORCHRUN:
-        return model.to(device)
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
-    for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
-        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
-        # rollout the processes do not run equally many.
-        module.set_modules_to_backward_prefetch([before])
-        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-    register_fsdp_forward_method(model, "as_forward")
-    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
-    return model
+class Sampling(NamedTuple):
+    """How replies are sampled. Their random numbers depend on the seed alone, not on the batch."""
+
+    temperature: float  # 0: greedy
+    seed: tuple  # numbers and texts; those of two replies in a run differ
+
+    def of(self, *more):
+        return Sampling(self.temperature, (*self.seed, *more))
 
 
-@contextlib.contextmanager
-def unsharded(model):
-    """All weights on each process, so that sampling waits for no other process."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+@dataclasses.dataclass(eq=False, slots=True)
+class Rollout:
+    """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
+
+    task: envs.Task
+    order: tuple  # number of the task, number in its group; a sub-agent's begins with its parent's
+    prompt_text: str  # the rendered messages of the task
+    prompt_ids: list[int]
+    messages: list[dict] = dataclasses.field(default_factory=list)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
+    steps: list[envs.Step] = dataclasses.field(default_factory=list)
+    children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
+    text: str = ""  # the last segment's, without the last reply
+    start: int = 0  # index of the last segment's first message after the task's
+    reply: str = ""  # the last one
+    termination: str = "timeout"  # one of TERMINATIONS
+    retries: int = 0
+    reward: float = 0.0
+
+    def begin(self, attempt):
+        """Forget the attempt before this one."""
+        self.retries = attempt
+        self.segments = [Segment(self.prompt_ids)]
+        self.text = self.prompt_text
+        self.messages = [*self.task.messages]
+        self.start = len(self.task.messages)
+        self.turns, self.steps, self.children = [], [], []
+
+    @property
+    def info(self) -> dict:
+        return self.steps[-1].info if self.steps else {}
+
+    @property
+    def correct(self) -> float:
+        """Whether the task was solved."""
+        return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
+
+    @property
+    def family(self) -> list["Rollout"]:
+        """Itself and its sub-agents, each followed by its own."""
+        members = [self]
+        for child in self.children:
+            members += child.family
+        return members
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that it and its sub-agents sampled, in a failed attempt too."""
+        return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
+
+
+# done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
+# --max-response-tokens, --max-context-tokens, --max-turns, --episode-timeout; error: the environment failed.
+TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
+EPISODE_RETRIES = 2  # times that an episode is played again because its environment failed
+
+
+def episode_reward(rollout: Rollout) -> list[float]:
+    """What is maximised: edit here, or point --reward-fn at a function of the same form.
+
+    rollout.steps are the environment's answers, their .info the named parts, rollout.messages the texts. A
+    list has a number for each turn; a single number comes with the last one. A reply cut by the length limit
+    never reaches the environment; Episode.end judges what was there before it.
+    """
+    return [step.reward for step in rollout.steps]
+
+
+def set_reward(r, rewards):
+    """Put a turn's reward at its last token; a single number is the last turn's."""
+    if not isinstance(rewards, (list, tuple)):
+        rewards = [0.0] * (len(r.turns) - 1) + [rewards]
+    if len(rewards) > max(len(r.turns), 1):
+        raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turns)} turns")
+    r.reward = float(sum(rewards))
+    for (segment, _, end), reward in zip(r.turns, rewards, strict=False):
+        r.segments[segment].rewards[end - 1] = float(reward)
+
+
+def render(messages, tokenizer, args):
+    """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(True, recurse=False)
-            module.reshard()
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program
+        tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
+        return ""
+    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
-def trained_weights(model):
-    """Yield (name, full tensor) of the adapter's weights, or of all. A collective: all ranks exhaust it."""
-    # state_dict, unlike named_parameters, has a tied head under its own name too, which vLLM needs.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.requires_grad or not isinstance(model, peft.PeftModel):
-            yield name, full_tensor(tensor.detach())
+def check_prompts(env, tokenizer, args):
+    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
+    if args.iterations:
+        tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
+    else:
+        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
+    texts = [render(task.messages, tokenizer, args) for task in tasks]
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
+    if not all(prompts):
+        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
+    ids = [*itertools.chain(*prompts)]
+    unknown = ids.count(tokenizer.unk_token_id) / len(ids)
+    if unknown > 0.1:  # with a few, such as a rare character, a model can learn
+        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
+                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
+    shortest = min(map(len, prompts))
+    if shortest + args.max_response_tokens > args.max_context_tokens:
+        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
+                       f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
-# Engine: load, generate, sync weights
+def extension(text, r, tokenizer):
+    """The ids that `text` appends to the last segment, which ended with eos; None if it is no extension."""
+    if not text.startswith(r.text):
+        return None
+    rest, reply = text[len(r.text):], r.reply
+    if not rest.startswith(reply):  # templates strip messages
+        rest, reply = rest.lstrip(), reply.strip()
+    if not rest.startswith(reply):
+        return None
+    closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
+    if not eos:  # a turn may close without one
+        added = closing
+    elif closing.strip():  # such as the empty thought that a template adds to an empty reply
+        return None
+    # Encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
+    ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
+    # That token is already there where it is one of several eos tokens and was sampled.
+    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
+
+
+def observe(r, tokenizer, args):
+    """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
+    template has rewritten the history or its oldest turns must go.  -> whether another reply fits
+    """
+    for start in range(r.start, len(r.messages)):
+        if r.messages[start]["role"] != "assistant":
+            continue  # the kept part of the history starts with a reply
+        text = render(r.task.messages + r.messages[start:], tokenizer, args)
+        if not text:  # not an error: a retry would be a second chance
+            return False
+        segment = r.segments[-1]
+        added = extension(text, r, tokenizer) if start == r.start else None
+        if added is None:
+            segment = Segment(tokenizer.encode(text, add_special_tokens=False))
+            added = []
+        if len(segment.ids) + len(added) + args.max_response_tokens <= args.max_context_tokens:
+            segment.append(added, 0, [0.0] * len(added))
+            if segment is not r.segments[-1]:
+                r.segments.append(segment)
+            r.text, r.start = text, start
+            return True
+    return False
+
+
+@dataclasses.dataclass
+class Player:
+    """Plays episodes between an engine and an environment."""
+
+    engine: "Engine"
+    tokenizer: transformers.PreTrainedTokenizerBase
+    env: envs.Env
+    args: Args
+    sampling: Sampling
+
+    def __post_init__(self):
+        self.call = envs.Calls(self.env)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        self.decode = functools.lru_cache(10_000)(decode)  # replies of a small model are often equal
+
+    def prompts(self, tasks):
+        """Yield (task, rendered text, ids)."""
+        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
+        ids = self.tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+        return zip(tasks, texts, ids, strict=True)
+
+    async def play_all(self, rollouts):
+        """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
+        limit = self.args.episode_timeout
+        waiting = iter(rollouts)  # all workers draw from it
+        self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
+        progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
+
+        async def worker():
+            for r in waiting:
+                try:
+                    await (asyncio.wait_for(self.play(r), limit) if limit else self.play(r))
+                except TimeoutError:
+                    r.termination = "timeout"
+                progress.update()
+            self.engine.leave()
+
+        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
+            serving = group.create_task(self.engine.serve())
+            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
+            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
+                await task
+            serving.cancel()
+
+    async def play(self, r, given=None):
+        """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
+        for attempt in range(1 if given else 1 + EPISODE_RETRIES):
+            episode = given
+            try:
+                r.begin(attempt)
+                if not given:
+                    episode = await self.call(self.env.start, r.task, self.args.seed)
+                r.termination = await self.play_turns(r, episode)
+                if r.steps and r.termination in ("length", "context", "turns"):
+                    # The script's own limit: the environment scores what there is.
+                    if step := await self.call(episode.end, r.termination):
+                        earned = 0.0
+                        if len(r.steps) == len(r.turns):  # the last reply had a step, which this one replaces
+                            earned = r.steps.pop().reward
+                        r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
+                return
+            except (Exception, SystemExit) as error:
+                tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
+                r.termination = "error"
+            finally:
+                if episode:
+                    await self.call.close(episode)
+
+    async def play_turns(self, r, episode):
+        """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
+        if not 0 < len(r.prompt_ids) <= self.args.max_context_tokens - self.args.max_response_tokens:
+            return "context"
+        while True:
+            segment, start = r.segments[-1], len(r.segments[-1].response_ids)
+            sampling = self.sampling.of(*r.order, r.retries, len(r.turns))
+            ids, logprobs = await self.engine.sample(segment.ids, sampling)
+            segment.append(ids, 1, logprobs)
+            r.turns.append((len(r.segments) - 1, start, start + len(ids)))
+            r.reply = self.decode(tuple(ids))
+            r.messages.append({"role": "assistant", "content": r.reply})
+            if ids[-1] not in self.engine.eos:
+                return "length"
+            step = await self.call(episode.step, r.reply)
+            while step.children:
+                step = await self.call(episode.resume, await self.play_children(r, step.children))
+            r.steps.append(step)
+            r.messages += step.messages
+            if (step.terminated or step.truncated) and step.info.get("error") == 1:
+                return "error"
+            if step.terminated:
+                return "done"
+            if step.truncated:
+                return "truncated"
+            if len(r.turns) == self.args.max_turns:
+                return "turns"
+            if not observe(r, self.tokenizer, self.args):
+                return "context"
+
+    async def play_children(self, r, pairs):
+        """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
+        children = []
+        for task, text, ids in self.prompts([task for task, _ in pairs]):
+            children.append(Rollout(task, (*r.order, r.retries, len(r.children)), text, ids))
+            r.children.append(children[-1])
+        self.engine.active += len(children) - 1  # the parent is not active while they are
+        unfinished = len(children)
+
+        async def play_child(child, episode):
+            nonlocal unfinished
+            await self.play(child, episode)
+            unfinished -= 1
+            if unfinished:  # with the last one the parent is active again
+                self.engine.leave()
+
+        async with asyncio.TaskGroup() as group:
+            for child, (_, episode) in zip(children, pairs, strict=True):
+                group.create_task(play_child(child, episode))
+        return [child.reply if child.termination != "error" else "" for child in children]
+
+
+def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, first=0):
+    """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
+
+    sampling: temperature and (seed of the run, "train" or "val"); with first, the number of the first task
+    among all of that kind, it seeds the replies.
+    """
+    player = Player(engine, tokenizer, env, args, sampling)
+    rollouts = []
+    for number, (task, text, ids) in enumerate(player.prompts(tasks), first):
+        rollouts += [Rollout(task, (number, sample), text, ids) for sample in range(num_samples)]
+    # vLLM draws from the global generators, and so may an environment or a reward function.
+    transformers.set_seed(int(2**32 * uniform([(*sampling.seed, first)], 1).item()))
+    problem = ""
+    try:
+        envs.run(player.play_all(rollouts))
+    except EngineError as error:
+        problem = str(error)
+    problems = [text for text in gather([problem]) if text]
+    if problems:  # raised on all ranks, since saving is collective
+        raise EngineError(problems[0])
+    for r in rollouts:
+        set_reward(r, score(r) if r.termination != "error" else 0.0)
+        for child in r.family[1:]:
+            set_reward(child, r.reward)
+    return rollouts
+
+
+# Evaluate: the same rollout on held-out tasks, with fixed seeds
+
+
+def evaluate(engine, tokenizer, env, args, score):
+    """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
+    num_samples = args.eval_samples
+    seed = (args.seed, "val")
+    mine = shard(min(args.eval_tasks, env.num_tasks("test")))
+    tasks = [env.task("test", index) for index in mine]
+    sampled = gather(rollout(engine, tokenizer, env, tasks, num_samples,
+                             Sampling(args.eval_temperature, seed), args, score, mine.start))
+    greedy = gather(rollout(engine, tokenizer, env, tasks, 1, Sampling(0.0, seed), args, score, mine.start))
+    metrics = {}
+    for source in sorted({r.task.source for r in greedy}):
+        rollouts = [r for r in sampled if r.task.source == source]
+        correct = np.array([r.correct for r in rollouts]).reshape(-1, num_samples)  # (tasks, samples)
+        means = envs.means([r.info for r in rollouts])
+        means["pass@1"] = correct.mean()
+        means[f"pass@{num_samples}"] = correct.max(1).mean()
+        means["greedy"] = np.mean([r.correct for r in greedy if r.task.source == source])
+        for name, mean in means.items():
+            metrics[f"val/{source}/{name}"] = float(mean)
+    return metrics, sampled
+
+
+# Machinery: the model. It, its tokenizer and its adapter are loaded; what does not fit is one line of error.
 
 
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
+    path = Path(name)
     beside = Path(__file__).parent / name  # so that the default model is found from any working directory
-    path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
+    if beside.is_dir() and not path.is_dir():
+        path = beside
+    is_folder = path.is_dir() or name.startswith(("models/", "runs/"))  # no hub id begins like this
     with as_bad_input(f"--model {name}: it cannot be loaded; expected a hub id, or a folder with config.json "
                       "and weights"):
-        if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
+        if is_folder and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         return kind.from_pretrained(str(path), **options)
@@ -410,31 +919,41 @@ def load_tokenizer(args):
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    bos = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids)
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    if tokenizer.bos_token_id in tokenizer("").input_ids:
+        plain = "{{ bos_token }}" + plain
     with as_bad_input(f"--model {args.model} --chat-template {args.chat_template}: expected model, where it "
                       "has one, plain, or a file"):
-        tokenizer.chat_template = (
-            tokenizer.get_chat_template() if args.chat_template == "model"
-            else bos + "{% for m in messages %}{{ m.content }}{% endfor %}" if args.chat_template == "plain"
-            else Path(args.chat_template).read_text("utf-8"))
+        if args.chat_template == "model":
+            tokenizer.chat_template = tokenizer.get_chat_template()
+        elif args.chat_template == "plain":
+            tokenizer.chat_template = plain
+        else:
+            tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     return tokenizer
 
 
 @torch.no_grad()
 def load_weights(name, dtype=torch.float32):
-    """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
-    model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    """A causal language model, on the CPU."""
+    model = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
+    # Only eos is needed of its generation config; save_pretrained refuses some of the rest.
+    eos = model.generation_config.eos_token_id
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos)
+    ids = torch.arange(4)[None]  # any four tokens
     with as_bad_input(f"--model {name}: it changes its logits after the head (a soft cap?), or has none"):
-        hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
-        torch.testing.assert_close(head(hidden.to(dtype)), model(ids).logits, check_dtype=False)
+        hidden = model.get_decoder()(ids).last_hidden_state
+        logits = model.get_output_embeddings()(hidden.to(dtype))
+        torch.testing.assert_close(logits, model(ids).logits, check_dtype=False)
     return model
 
 
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
+    digest = hashlib.sha256()
     weights = Path(adapter, "adapter_model.safetensors")
-    digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
+    if adapter and weights.is_file():
+        digest.update(sha256(weights).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
@@ -443,22 +962,29 @@ def weights_sha256(model, adapter=""):
 
 def add_lora(model, args, checkpoint=""):
     """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
+    folder = checkpoint or args.lora_adapter_path
+    targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    if targets != "all-linear":
+        targets = targets.replace(" ", "").split(",")
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
-        config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=targets if targets == "all-linear" else targets.replace(" ", "").split(","))
+        if folder:
+            config = peft.LoraConfig.from_pretrained(folder)
+        else:
+            config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
+                                     task_type="CAUSAL_LM")
+        if config.is_prompt_learning:
+            raise ValueError("it prepends vectors to a prompt, which this script does not")
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
-        assert not config.is_prompt_learning, "it prepends vectors to a prompt, which this script does not"
         model = peft.get_peft_model(model, config)
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
         model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
         if folder:
             loaded = model.load_adapter(folder, "default", is_trainable=True)
-            if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
-                raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
+            foreign = [n for n in loaded.missing_keys + loaded.unexpected_keys if "lora_" in n]
+            if foreign:
+                raise ValueError(f"{len(foreign)} tensors are of another model, {min(foreign)} among them")
         return model
 
 
@@ -470,34 +996,49 @@ def precision(args, device):
 def pad(rows, value, device, left=False, dtype=torch.long):
     """Lists of different lengths -> (rows, longest), padded on the right or the left."""
     width = max(map(len, rows))
-    rows = [([*row], [value] * (width - len(row))) for row in rows]
-    rows = [fill + row if left else row + fill for row, fill in rows]
-    return torch.tensor(rows, dtype=dtype, device=device)
+    padded = []
+    for row in rows:
+        fill = [value] * (width - len(row))
+        padded.append([*fill, *row] if left else [*row, *fill])
+    return torch.tensor(padded, dtype=dtype, device=device)
+
+
+# Machinery: engines. `sample` answers with a reply of the current policy and its log-probabilities, and
+# `sync_weights` keeps the engine's weights those of the trainer.
 
 
 def uniform(seeds, count):
     """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
-    return (bits & 2**53 - 1).double() * 2.0**-53
+    return (bits & (2**53 - 1)).double() * 2.0**-53  # float64 has 53 bits
 
 
-def sample(logits, row, temperature, uniform):
+def sample(logits, row, temperature, uniform_numbers):
     """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
 
-    logits (rows, V), of which a response reads those of its `row` (B,); uniform (B,) float64 in [0, 1): a
-    random number for each response.
+    logits (rows, V), of which a response reads those of its `row` (B,); uniform_numbers (B,) float64 in
+    [0, 1): one for each response.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)          # (rows, V)
-    if temperature:
-        # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
-        # float64, since the sum over a large vocabulary would lose its tail in float32.
-        cdf = logprobs.exp().double().cumsum(-1)[row]                                    # (B, V)
-        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
-    else:
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (rows, V)
+    if not temperature:
         tokens = logprobs.argmax(-1)[row]
+        return tokens, logprobs[row, tokens]
+    # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
+    # float64, since the sum over a large vocabulary would lose its tail in float32.
+    cdf = logprobs.exp().double().cumsum(-1)[row]  # (B, V)
+    thresholds = uniform_numbers[:, None] * cdf[:, -1:]  # the sum is 1 only up to rounding
+    tokens = torch.searchsorted(cdf, thresholds, right=True)
+    tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
     return tokens, logprobs[row, tokens]
+
+
+def unique(lists):
+    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
+    numbers = {}
+    for ids in lists:
+        numbers.setdefault(tuple(ids), len(numbers))
+    return [*numbers], [numbers[tuple(ids)] for ids in lists]
 
 
 @torch.inference_mode()
@@ -510,39 +1051,50 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds):
     since that copies the cache.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    device, size, unique = model.device, len(head.weight), {}
-    draws = uniform(seeds, max_new_tokens).to(device)                                    # (B, T)
-    row = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]          # (B,), of a response
-    row, live = torch.tensor(row, device=device), torch.arange(len(row), device=device)
-    tokens = pad(unique, 0, device, left=True)                                           # (rows, P)
-    mask = pad([[1] * len(prompt) for prompt in unique], 0, device, left=True)
+    device, vocabulary = model.device, len(head.weight)
+    draws = uniform(seeds, max_new_tokens).to(device)  # (B, T)
+    prompts, row = unique(prompts)
+    # Of each response that has not been removed: its row, its index among all, and whether it has ended.
+    row = torch.tensor(row, device=device)  # (live,)
+    live = torch.arange(len(row), device=device)
+    done = torch.zeros_like(row, dtype=torch.bool)
+    tokens = pad(prompts, 0, device, left=True)  # (rows, P), later (rows, 1)
+    mask = pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True)  # (rows, all so far)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=decoder.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[number] = GrowingLayer()
     ids = torch.full((len(row), max_new_tokens), -1, device=device)
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos, device=device)
-    done = torch.zeros_like(row, dtype=torch.bool)
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                         use_cache=True).last_hidden_state[:, -1]                        # (rows, H)
-        token, logprob = sample(head(hidden), row, temperature, draws[live, t])          # (live,)
-        ids[live, t], logprobs[live, t] = token.masked_fill(done, -1), logprob.masked_fill(done, 0.0)
+                         use_cache=True).last_hidden_state[:, -1]  # (rows, H)
+        token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
+        ids[live, t] = token.masked_fill(done, -1)
+        logprobs[live, t] = logprob.masked_fill(done, 0.0)
         done = done | torch.isin(token, eos)
-        ended = int(done.sum())
-        if t + 1 == max_new_tokens or ended == len(done):
+        num_done = int(done.sum())
+        if t + 1 == max_new_tokens or num_done == len(done):
             break
-        if ended > len(done) // 8:
-            live, row, token, done = (x[~done] for x in (live, row, token, done))
-        pairs, row = torch.unique(row * size + token, return_inverse=True)
-        parent, tokens = pairs // size, (pairs % size)[:, None]
+        if num_done > len(done) // 8:
+            going_on = ~done
+            live, row = live[going_on], row[going_on]
+            token, done = token[going_on], done[going_on]
+        # A new row for each different pair of an old row and a token; a pair is one number.
+        pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
+        parent = pairs // vocabulary  # (rows,): the old row of each new one
+        tokens = (pairs % vocabulary)[:, None]
         if not torch.equal(parent, torch.arange(len(mask), device=device)):
             mask, position = mask[parent], position[parent]
             cache.reorder_cache(parent)
-        mask, position = torch.cat([mask, torch.ones_like(tokens)], 1), position[:, -1:] + 1
-    ids, logprobs = ids[:, :t + 1], logprobs[:, :t + 1]
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        position = position[:, -1:] + 1
+    ids = ids[:, :t + 1]
     lengths = (ids >= 0).sum(1).tolist()
-    return [(i[:n], p[:n]) for i, p, n in zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)]
+    rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
+    return [(tokens[:length], values[:length]) for tokens, values, length in rows]
 
 
 class GrowingLayer(DynamicLayer):
@@ -555,12 +1107,15 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        start, end = self.length, self.length + key_states.shape[2]
         if not self.is_initialized:
-            self.keys, self.values, self.is_initialized = key_states[:, :, :0], value_states[:, :, :0], True
-        if end > self.keys.shape[2]:
-            room = (0, 0, 0, end - self.keys.shape[2] + max(8, end // 2))
-            self.keys, self.values = (torch.nn.functional.pad(x, room) for x in (self.keys, self.values))
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self.is_initialized = True
+        start, end = self.length, self.length + key_states.shape[2]
+        missing = end - self.keys.shape[2]
+        if missing > 0:
+            padding = (0, 0, 0, missing + max(8, end // 2))  # columns behind the last one
+            self.keys = torch.nn.functional.pad(self.keys, padding)
+            self.values = torch.nn.functional.pad(self.values, padding)
         self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -570,7 +1125,7 @@ class EngineError(OSError):
     """The sampler failed or disagrees with the trainer, whose own state is intact."""
 
 
-Request = collections.namedtuple("Request", "seed future prompt_ids temperature")
+Request = collections.namedtuple("Request", "prompt_ids sampling future")
 
 
 class Engine:
@@ -578,18 +1133,24 @@ class Engine:
 
     def __init__(self, model, tokenizer, args, folder=None):
         """folder: where weights are written for servers to read."""
-        self.model, self.args, self.folder = model, args, folder
-        ids = model.generation_config.eos_token_id  # more that end a reply: one, several or None
-        self.eos = [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
+        self.model = model
+        self.args = args
+        self.folder = folder
+        more = model.generation_config.eos_token_id  # that end a reply: one, several or None
+        if not isinstance(more, list):
+            more = [] if more is None else [more]
+        self.eos = [tokenizer.eos_token_id, *more]
 
     def begin_rollout(self, active):
         """active: the number of episodes that will request, without those that wait for a sub-agent."""
-        self.requests, self.active, self.changed = [], active, asyncio.Event()
+        self.active = active
+        self.requests = []
+        self.changed = asyncio.Event()
 
-    def sample(self, prompt_ids, temperature, seed):
-        """Await it.  -> response_ids, logprobs.  seed: numbers and texts that identify this reply in a run"""
+    def sample(self, prompt_ids, sampling):
+        """Await it.  -> response_ids, logprobs"""
         future = asyncio.get_running_loop().create_future()
-        self.requests.append(Request(seed, future, prompt_ids, temperature))
+        self.requests.append(Request(prompt_ids, sampling, future))
         self.changed.set()
         return future
 
@@ -605,9 +1166,10 @@ class Engine:
             self.changed.clear()
             # An episode that timed out has cancelled its own.
             waiting = [request for request in self.requests if not request.future.done()]
+            # With no active episode left there is one request at least: that of a sub-agent.
             if not of_all or len(waiting) >= max(self.active, 1):
                 self.requests = []
-                return sorted(waiting, key=lambda request: request.seed)
+                return sorted(waiting, key=lambda request: request.sampling.seed)
 
     def sync_weights(self, model):
         """Copy the trained weights to the sampler."""
@@ -621,21 +1183,25 @@ class HfEngine(Engine):
 
     async def serve(self):
         """Answer in batches, each once every active episode waits, so that none depends on timing."""
-        limit = self.args.max_response_tokens
         with unsharded(self.model):
             while True:
                 waiting = await self.next_requests(of_all=True)
+                longest = max(len(request.prompt_ids) for request in waiting) + self.args.max_response_tokens
                 # A cached token takes far less memory than a trained one, hence the factor.
-                longest = max(len(request.prompt_ids) for request in waiting) + limit
-                rows = max(1, 16 * self.args.microbatch_tokens // longest)
-                for part in (waiting[start:start + rows] for start in range(0, len(waiting), rows)):
-                    seeds, futures, prompts, temperatures = zip(*part, strict=True)
-                    seeds = [" ".join(map(str, seed)) for seed in seeds]
-                    with precision(self.args, self.model.device):
-                        replies = generate(self.model, prompts, limit, temperatures[0], self.eos, seeds)
-                    for future, reply in zip(futures, replies, strict=True):
-                        if not future.done():  # cancelled by Ctrl-C
-                            future.set_result(reply)
+                size = max(1, 16 * self.args.microbatch_tokens // longest)
+                for start in range(0, len(waiting), size):
+                    self.answer(waiting[start:start + size])
+
+    def answer(self, batch):
+        prompts = [request.prompt_ids for request in batch]
+        seeds = [" ".join(map(str, request.sampling.seed)) for request in batch]
+        temperature = batch[0].sampling.temperature  # all replies of a rollout have the same
+        with precision(self.args, self.model.device):
+            replies = generate(self.model, prompts, self.args.max_response_tokens, temperature, self.eos,
+                               seeds)
+        for request, reply in zip(batch, replies, strict=True):
+            if not request.future.done():  # cancelled by Ctrl-C
+                request.future.set_result(reply)
 
 
 class VllmEngine(Engine):
@@ -656,12 +1222,13 @@ class VllmEngine(Engine):
             import vllm  # not installed with the others
             if args.lora:
                 config = model.peft_config["default"]
-                largest = max(8, config.r, *config.rank_pattern.values())  # rounded up: vLLM has powers of 2
-                options |= dict(enable_lora=True, max_lora_rank=2 ** math.ceil(math.log2(largest)))
+                largest = max(8, config.r, *config.rank_pattern.values())
+                rank = 2 ** math.ceil(math.log2(largest))  # rounded up: vLLM has powers of 2
+                options |= dict(enable_lora=True, max_lora_rank=rank)
             for name, text in envs.parse_options(args.vllm_kwargs).items():
-                with contextlib.suppress(ValueError):  # what is not JSON is a text
-                    text = json.loads(text)
                 options[name] = text
+                with contextlib.suppress(ValueError):  # what is not JSON is a text
+                    options[name] = json.loads(text)
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
                 max_model_len=args.max_context_tokens, seed=args.seed % 2**32,
@@ -672,20 +1239,22 @@ class VllmEngine(Engine):
         self.vllm = vllm
 
     async def serve(self):
-        engine, running = self.llm.llm_engine, {}
+        engine = self.llm.llm_engine
+        running = {}  # futures, by the ids of their requests
         try:
             while True:
                 for request in await self.next_requests():
                     prompt = self.vllm.TokensPrompt(prompt_token_ids=request.prompt_ids)
                     params = self.vllm.SamplingParams(
-                        temperature=request.temperature, max_tokens=self.args.max_response_tokens,
+                        temperature=request.sampling.temperature, max_tokens=self.args.max_response_tokens,
                         stop_token_ids=self.eos, logprobs=0, flat_logprobs=True, detokenize=False)
-                    engine.add_request(str(request.seed), prompt, params, lora_request=self.lora)
-                    running[str(request.seed)] = request.future
+                    name = str(request.sampling.seed)
+                    engine.add_request(name, prompt, params, lora_request=self.lora)
+                    running[name] = request.future
                 while running and not self.changed.is_set():
                     for output in engine.step():
                         if output.finished and not (future := running.pop(output.request_id)).done():
-                            reply = output.outputs[0]
+                            reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
         except Exception as error:
@@ -732,12 +1301,14 @@ class VllmServers(Engine):
             raise EngineError(f"--vllm-url {url}: {path}: {why} (docs/engines.md)") from error
 
     async def serve(self):
+        def same_request(request):  # one for a group's replies, at half the cost; not for greedy ones
+            sampling = request.sampling
+            return request.prompt_ids, None if sampling.temperature else sampling.seed
+
         servers = itertools.cycle(self.args.vllm_url)
         async with asyncio.TaskGroup() as posting:  # a failed request ends all
             while True:
-                # One request for a group's replies to its prompt, at half the cost; not for greedy ones.
-                for _, group in itertools.groupby(await self.next_requests(), lambda request: (
-                        request.prompt_ids, request.temperature or request.seed)):
+                for _, group in itertools.groupby(await self.next_requests(), same_request):
                     posting.create_task(self.answer(next(servers), [*group]))
 
     async def answer(self, url, group):
@@ -745,15 +1316,16 @@ class VllmServers(Engine):
         # Whatever the server would otherwise take from the model's generation config is set.
         body = dict(
             model=self.adapter, prompt=group[0].prompt_ids, n=len(group), logprobs=0,
-            temperature=group[0].temperature, max_tokens=self.args.max_response_tokens,
+            temperature=group[0].sampling.temperature, max_tokens=self.args.max_response_tokens,
             stop_token_ids=self.eos, return_token_ids=True, top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
         answer = await envs.in_thread(self.post, url, "/v1/completions", body)
         try:
             for request, choice in zip(group, answer.json()["choices"], strict=True):
                 ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-                cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]  # by the server's own limit
-                if cut or len(ids) != len(logprobs):
+                # Neither ended nor as long as it may be: the server has a limit of its own.
+                is_cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]
+                if is_cut or len(ids) != len(logprobs):
                     raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {choice['finish_reason']}")
                 if not request.future.done():
                     request.future.set_result((ids, logprobs))
@@ -762,513 +1334,154 @@ class VllmServers(Engine):
 
     def sync_weights(self, model):
         """Rank 0 writes the weights and has each server load them; the other ranks wait for it."""
-        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in trained_weights(model) if RANK == 0}
-        name, problem = f"policy-{os.urandom(8).hex()}", ""  # a new path, since network folders are cached
+        tensors = {}
+        for name, tensor in trained_weights(model):  # all ranks, since it is a collective
+            if RANK == 0:
+                tensors[name] = tensor.to("cpu", copy=True)  # so that a tied head is written too
+        name = f"policy-{os.urandom(8).hex()}"  # a new one, since network folders are cached
         path = str((self.folder / name).resolve())
-        load = "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path))
-        if self.args.lora:
-            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
-            load = "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path)
+        problem = ""
         if RANK == 0:
-            model.save_pretrained(path, state_dict=tensors)  # copies, so that a tied head is written too
+            model.save_pretrained(path, state_dict=tensors)
             try:
                 for url in self.args.vllm_url:
                     # Ends requests of episodes that timed out, and empties the cache: both are old weights'.
                     self.post(url, "/pause?mode=abort", {})
-                    self.post(url, *load)
+                    self.load(url, name, path)
                     self.post(url, "/resume", {})
             except EngineError as error:
                 problem = str(error)
             shutil.rmtree(self.folder)
-        name, problem = gather([(name, problem)])[0]
+        name, problem = gather([(name, problem)])[0]  # rank 0's
         self.adapter = name if self.args.lora else None
         if problem:
             raise EngineError(problem)
 
-
-class Critic(torch.nn.Module):
-    """V before each response token [reward]: a linear head, zero at first, on the states of a decoder."""
-
-    def __init__(self, policy, backbone, args):
-        """backbone: a copy of the starting model, not adapted yet, for --critic own; else None."""
-        super().__init__()
-        self.decoder = backbone and (add_lora(backbone, args) if args.lora else backbone).get_decoder()
-        self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
-        for weight in self.head.parameters():
-            torch.nn.init.zeros_(weight).requires_grad_(args.critic != "none")  # of none they stay zero
-
-    def forward(self, batch, hidden=None):
-        """-> (B, T); at the environment's tokens as well, where the values mean nothing.
-
-        hidden: the policy's states (B, T, H), which a critic reads that has no decoder of its own.
-        """
-        hidden = hidden_states(self.decoder, batch) if self.decoder else hidden
-        with torch.autocast(hidden.device.type, enabled=False):  # values need more than bfloat16's 8 bits
-            return self.head(hidden.float()).squeeze(-1)
+    def load(self, url, name, path):
+        if self.args.lora:
+            # Under a new name: an adapter loaded in place is read from the disk by every batch of requests.
+            self.post(url, "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        else:
+            self.post(url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=path)))
 
 
-# Rollout: tasks to scored token sequences, one coroutine per episode
+# Machinery: processes, under torchrun. Each holds a shard of the weights (FSDP2), plays its share of the
+# episodes and trains on them; losses and gradients are those of one process.
 
 
-@dataclasses.dataclass(slots=True)
-class Segment:
-    """A prompt, and sampled and environment tokens after it; all lists but prompt_ids have equal length."""
-
-    prompt_ids: list[int]
-    response_ids: list[int] = dataclasses.field(default_factory=list)
-    response_mask: list[int] = dataclasses.field(default_factory=list)  # 1: sampled; 0: environment's
-    rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where mask is 0
-    rewards: list[float] = dataclasses.field(default_factory=list)  # at each turn's last token
-    old_logprobs: list[float] | None = None
-    ref_logprobs: list[float] | None = None
-    values: list[float] | None = None
-    returns: list[float] | None = None
-    advantages: list[float] | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
-
-    def append(self, ids, mask, logprobs):
-        self.response_ids += ids
-        self.response_mask += [mask] * len(ids)
-        self.rollout_logprobs += logprobs
-        self.rewards += [0.0] * len(ids)
-        assert len(self.response_ids) == len(self.response_mask) == len(self.rollout_logprobs)
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK = int(os.environ["RANK"]) if UNDER_TORCHRUN else 0
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if UNDER_TORCHRUN else 1
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Rollout:
-    """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
-
-    task: envs.Task
-    order: tuple  # among all of its kind, its number in the group last; with the turn it seeds a reply
-    prompt: list  # the rendered text of the task's messages, and its ids
-    messages: list[dict] = dataclasses.field(default_factory=list)
-    segments: list[Segment] = dataclasses.field(default_factory=list)
-    turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
-    steps: list[envs.Step] = dataclasses.field(default_factory=list)
-    children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
-    text: str = ""  # the last segment's, without the last reply
-    start: int = 0  # index of the last segment's first message after the task's
-    reply: str = ""  # the last one
-    termination: str = "timeout"  # one of TERMINATIONS
-    retries: int = 0
-    reward: float = 0.0
-
-    @property
-    def info(self) -> dict:
-        return self.steps[-1].info if self.steps else {}
-
-    @property
-    def correct(self) -> float:
-        """Whether the task was solved."""
-        return float(self.info.get("correct", 0.0)) if self.termination != "error" else 0.0
-
-    @property
-    def family(self) -> list["Rollout"]:
-        """Itself and its sub-agents, each followed by its own."""
-        return sum((child.family for child in self.children), [self])
+def start_processes():
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
+    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    if UNDER_TORCHRUN:
+        # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
+        gpu = os.environ["LOCAL_RANK"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = visible.split(",")
+            gpu = gpus[int(gpu) % len(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        store, _, _ = next(dist.rendezvous("env://"))
+        # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-# done, truncated: Gymnasium's terminated and truncated; length, context, turns and timeout: the limits
-# --max-response-tokens, --max-context-tokens, --max-turns, --episode-timeout; error: the environment failed.
-TERMINATIONS = ("done", "truncated", "length", "context", "turns", "timeout", "error")
-EPISODE_RETRIES = 2  # times that an episode is played again because its environment failed
+def print_rank_0(text):
+    if RANK == 0:
+        tqdm.write(text)  # beside the progress bar
 
 
-def episode_reward(rollout: Rollout) -> list[float]:
-    """What is maximised: edit here, or point --reward-fn at a function of the same form.
-
-    rollout.steps are the environment's answers, their .info the named parts, rollout.messages the texts. A
-    list has a number for each turn; a single number comes with the last one. A reply cut by the length limit
-    never reaches the environment; Episode.end judges what was there before it.
-    """
-    return [step.reward for step in rollout.steps]
-
-
-def set_reward(r, rewards):
-    """Put a turn's reward at its last token; a single number is the last turn's."""
-    if not isinstance(rewards, (list, tuple)):
-        rewards = [0.0] * (len(r.turns) - 1) + [rewards]
-    if len(rewards) > max(len(r.turns), 1):
-        raise BadInput(f"the reward function gave {len(rewards)} rewards for {len(r.turns)} turns")
-    r.reward = float(sum(rewards))
-    for (segment, _, end), reward in zip(r.turns, rewards, strict=False):
-        r.segments[segment].rewards[end - 1] = float(reward)
+def gather(items):
+    """All-gather: the lists of all ranks, concatenated."""
+    if not UNDER_TORCHRUN:
+        return [*items]
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, items)
+    return [*itertools.chain(*lists)]
 
 
-def render(messages, tokenizer, args):
-    """The text of the messages and of the start of a reply; empty where the template fails."""
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    if UNDER_TORCHRUN:
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def shard(size):
+    """This rank's contiguous part of range(size), all as equal as can be."""
+    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
+
+
+def full_tensor(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
+
+
+def distribute(model, device):
+    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
+    # Runs a function that calls parts of the model. FSDP2, registered for it below, gathers them around it.
+    model.as_forward = lambda function: function()
+    if not UNDER_TORCHRUN:
+        return model.to(device)
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
+    names = set()  # of the classes of layers
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names and m is not model]
+    before = layers[0]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
+        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
+        # rollout the processes do not run equally many.
+        module.set_modules_to_backward_prefetch([before])
+        before = module
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+    register_fsdp_forward_method(model, "as_forward")
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
+    return model
+
+
+@contextlib.contextmanager
+def unsharded(model):
+    """All weights on each process, so that sampling waits for no other process."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program
-        tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
-        return ""
-    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
-def check_prompts(env, tokenizer, args):
-    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
-    tasks = ([env.training_task(cursor, args.seed) for cursor in range(args.prompts_per_iteration)]
-             if args.iterations else [env.task("test", n) for n in range(env.num_tasks("test"))[:1]])
-    texts = [render(task.messages, tokenizer, args) for task in tasks]
-    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
-    if not all(prompts):
-        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
-    ids = [token for prompt in prompts for token in prompt]
-    if (unknown := ids.count(tokenizer.unk_token_id) / len(ids)) > 0.1:
-        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
-                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
-    if (shortest := min(map(len, prompts))) + args.max_response_tokens > args.max_context_tokens:
-        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
-                       f"tokens, and a reply has up to {args.max_response_tokens}")
+def trained_weights(model):
+    """Yield (name, full tensor) of the adapter's weights, or of all. A collective: all ranks exhaust it."""
+    has_adapter = isinstance(model, peft.PeftModel)
+    # state_dict, unlike named_parameters, has a tied head under its own name too, which vLLM needs.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.requires_grad or not has_adapter:
+            yield name, full_tensor(tensor.detach())
 
 
-def extension(text, r, tokenizer):
-    """The ids that `text` appends to the last segment, which ended with eos; None if it is no extension."""
-    rest, reply = text[len(r.text):], r.reply
-    if not rest.startswith(reply):  # templates strip messages
-        rest, reply = rest.lstrip(), reply.strip()
-    closing, eos, added = rest[len(reply):].partition(tokenizer.eos_token)
-    # Text before the end of a reply may be the empty thought that a template adds to an empty one.
-    if not (text.startswith(r.text) and rest.startswith(reply)) or eos and closing.strip():
-        return None
-    # Behind an eos, cut off again: some tokenizers put a space before a text. A turn may close without eos.
-    ids = tokenizer(tokenizer.eos_token + (added if eos else closing), add_special_tokens=False).input_ids[1:]
-    # That token is already there where it is one of several eos tokens and was sampled.
-    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
+# Machinery: run folder. A kill at any moment loses at most the work since the last checkpoint, from which the
+# same command goes on exactly. The same to the letter in all four scripts.
 
 
-def observe(r, tokenizer, args):
-    """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
-    template has rewritten the history or its oldest turns must go.  -> whether another reply fits
-    """
-    # The kept part of the history starts with a reply.
-    for start in (n for n in range(r.start, len(r.messages)) if r.messages[n]["role"] == "assistant"):
-        text = render(r.task.messages + r.messages[start:], tokenizer, args)
-        if not text:  # not an error: a retry would be a second chance
-            return False
-        segments, ids = r.segments, extension(text, r, tokenizer) if start == r.start else None
-        if ids is None:
-            segments, ids = [*segments, Segment(tokenizer.encode(text, add_special_tokens=False))], []
-        if len(segments[-1].ids + ids) + args.max_response_tokens <= args.max_context_tokens:
-            segments[-1].append(ids, 0, [0.0] * len(ids))
-            r.segments, r.text, r.start = segments, text, start
-            return True
-    return False
-
-
-class Player:
-    """Plays episodes between an engine and an environment."""
-
-    def __init__(self, engine, tokenizer, env, args, temperature, kind):
-        self.engine, self.tokenizer, self.env, self.args = engine, tokenizer, env, args
-        self.temperature, self.kind, self.call = temperature, kind, envs.Calls(env)
-        self.decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
-
-    def prompts(self, tasks):
-        """Yield (task, rendered text, ids)."""
-        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
-        ids = self.tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-        return zip(tasks, texts, ids, strict=True)
-
-    async def play_all(self, rollouts):
-        """Play the episodes, --max-concurrent at a time, beside the engine's own task."""
-        queue, limit = iter(rollouts), self.args.episode_timeout
-        self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
-        progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
-
-        async def worker():
-            for r in queue:
-                try:
-                    await (asyncio.wait_for(self.play(r), limit) if limit else self.play(r))
-                except TimeoutError:
-                    r.termination = "timeout"
-                progress.update()
-            self.engine.leave()
-
-        async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
-            serving = group.create_task(self.engine.serve())
-            # At least one, so that serve starts: under FSDP2 it gathers weights with the other processes.
-            for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
-                await task
-            serving.cancel()
-
-    async def play(self, r, given=None):
-        """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
-        for r.retries in range(1 if given else 1 + EPISODE_RETRIES):
-            episode, r.segments, r.turns, r.steps, r.children = None, [Segment(r.prompt[1])], [], [], []
-            try:
-                r.messages, r.start, r.text = [*r.task.messages], len(r.task.messages), r.prompt[0]
-                episode = given or await self.call(self.env.start, r.task, self.args.seed)
-                r.termination = await self.play_turns(r, episode)
-                if r.steps and r.termination in ("length", "context", "turns"):
-                    # The script's own limit: the environment scores what there is.
-                    if step := await self.call(episode.end, r.termination):
-                        earned = r.steps.pop().reward if len(r.steps) == len(r.turns) else 0.0
-                        r.steps.append(dataclasses.replace(step, messages=[], reward=earned + step.reward))
-                return
-            except (Exception, SystemExit) as error:
-                tqdm.write(f"task {r.task.id!r}: the environment failed: {error!r:.300}", sys.stderr)
-                r.termination = "error"
-            finally:
-                if episode:
-                    await self.call.close(episode)
-
-    async def play_turns(self, r, episode):
-        """Each turn: a reply, the environment's step and the sub-agents that it calls.  -> the termination"""
-        if not 0 < len(r.prompt[1]) <= self.args.max_context_tokens - self.args.max_response_tokens:
-            return "context"
-        while True:
-            segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-            seed = (self.args.seed, self.kind, *r.order, r.retries, len(r.turns))
-            ids, logprobs = await self.engine.sample(segment.ids, self.temperature, seed)
-            segment.append(ids, 1, logprobs)
-            r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-            r.reply = self.decode(tuple(ids))
-            r.messages.append({"role": "assistant", "content": r.reply})
-            if ids[-1] not in self.engine.eos:
-                return "length"
-            step = await self.call(episode.step, r.reply)
-            while step.children:
-                step = await self.call(episode.resume, await self.play_children(r, step.children))
-            r.steps.append(step)
-            r.messages += step.messages
-            if step.terminated or step.truncated:
-                return "error" if step.info.get("error") == 1 else "done" if step.terminated else "truncated"
-            if len(r.turns) == self.args.max_turns:
-                return "turns"
-            if not observe(r, self.tokenizer, self.args):
-                return "context"
-
-    async def play_children(self, r, pairs):
-        """Play sub-agents, given as (task, Episode).  -> the last reply of each"""
-        tasks, episodes = zip(*pairs, strict=True)
-        children = [Rollout(task, (*r.order, r.retries, number), prompt)
-                    for number, (task, *prompt) in enumerate(self.prompts(tasks), len(r.children))]
-        r.children += children
-        self.engine.active += len(children) - 1  # the parent is not active while they are
-        ended = itertools.count(1)
-
-        def leave(task):
-            if next(ended) < len(children):  # after the last one the parent is active again
-                self.engine.leave()
-
-        async with asyncio.TaskGroup() as group:
-            for child, episode in zip(children, episodes, strict=True):
-                group.create_task(self.play(child, episode)).add_done_callback(leave)
-        return [child.reply if child.termination != "error" else "" for child in children]
-
-
-def rollout(engine, tokenizer, env, tasks, num_samples, temperature, args, score, kind="train", first=0):
-    """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
-
-    kind ("train" or "val") and first, the number of the first task among all of that kind, seed the replies.
-    """
-    player = Player(engine, tokenizer, env, args, temperature, kind)
-    rollouts = [Rollout(task, (position, number), prompt)
-                for position, (task, *prompt) in enumerate(player.prompts(tasks), first)
-                for number in range(num_samples)]
-    transformers.set_seed(int(2**32 * uniform([(args.seed, kind, first)], 1)))  # of vLLM, and a user's code
-    problem = ""
-    try:
-        envs.run(player.play_all(rollouts))
-    except EngineError as error:
-        problem = str(error)
-    if problem := max(gather([problem])):  # raised on all ranks, since saving is collective
-        raise EngineError(problem)
-    for r in rollouts:
-        set_reward(r, score(r) if r.termination != "error" else 0.0)
-        for child in r.family[1:]:
-            set_reward(child, r.reward)
-    return rollouts
-
-
-# Update: segments to a gradient
-
-
-def trainable_episodes(rollouts, args):
-    """The segments of each episode that hold sampled tokens, without episodes whose environment failed. With
-    --train-sub-agents a sub-agent is an episode of its own, with its parent's reward.
-    """
-    for r in rollouts:
-        if not math.isfinite(r.reward):
-            raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-    members = [member for r in rollouts for member in (r.family if args.train_sub_agents else [r])
-               if "error" not in (r.termination, member.termination)]
-    episodes = [[segment for segment in member.segments if any(segment.response_mask)] for member in members]
-    return [segments for segments in episodes if segments]
-
-
-def passes(segments, args, device):
-    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
-    tokens, padding included.  Yields (segments, their tensors).
-
-    Tensors: prompts (B, P), padded with -1 on the left; responses, on the right, and what is known, (B, T).
-    A rank that has fewer passes than others adds some of weight 0, since FSDP2's forward is collective.
-    """
-    parts = []
-    for segment in sorted(segments, key=lambda segment: len(segment.response_ids)):
-        if not parts or len(segment.response_ids) * (len(parts[-1]) + 1) > args.microbatch_tokens:
-            parts.append([])
-        parts[-1].append(segment)
-    missing = max(gather([len(parts)])) - len(parts)
-    for part in parts + missing * [[Segment([0], [0], [0], [0.0])]]:
-        batch = dict(prompts=pad([s.prompt_ids for s in part], -1, device, left=True),
-                     responses=pad([s.response_ids for s in part], -1, device))
-        for name in ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns"):
-            rows = [getattr(s, name) or [0.0] * len(s.response_ids) for s in part]  # 0: not known yet
-            batch[name] = pad(rows, 0, device, dtype=torch.float32)
-        yield part, batch
-
-
-@torch.no_grad()
-def store(model, critic, reference, episodes, args):
-    """Write into the segments what the models compute for each response token before they are updated."""
-    for part, batch in passes([s for episode in episodes for s in episode], args, model.device):
-        with precision(args, model.device):
-            old_logprobs, _, hidden = token_logprobs(model, batch, args.temperature)
-            known = dict(old_logprobs=old_logprobs, values=critic(batch, hidden))
-            if args.kl_coef:
-                # The starting model: a copy, or the policy with its adapter switched off.
-                with contextlib.nullcontext() if reference else model.disable_adapter():
-                    known["ref_logprobs"], *_ = token_logprobs(reference or model, batch, args.temperature)
-        for name, rows in known.items():
-            for segment, row in zip(part, rows.tolist(), strict=True):
-                setattr(segment, name, row[:len(segment.response_ids)])
-
-
-def estimate_advantages(episodes, kl_coef, args):
-    """KL penalty, GAE and whitening: set the advantages and returns of all segments.  -> metrics
-
-    All sampled tokens of an episode form one row, whatever its segments, so that GAE runs across its turns.
-    Means and metrics are over all processes.
-    """
-    def rows(name):
-        lists = [[x for s in segments for x in itertools.compress(getattr(s, name), s.response_mask)]
-                 for segments in episodes]
-        return pad(lists or [[0.0]], 0, "cpu", dtype=torch.float64)                      # (B, T)
-
-    mask, old_logprobs = rows("response_mask"), rows("old_logprobs")
-    ref_logprobs = rows("ref_logprobs") if args.kl_coef else old_logprobs
-    kl = dict(k1=old_logprobs - ref_logprobs, k3=k3(ref_logprobs - old_logprobs))
-    rewards = rows("rewards") - kl_coef * kl[args.kl_penalty]
-    values = rows("values")
-    advantages = gae(rewards, values, DISCOUNT, args.gae_lambda)
-    returns = advantages + values
-    for name, x in dict(advantages=whiten(advantages, mask), returns=returns).items():
-        for segments, row in zip(episodes, map(iter, x.tolist()), strict=False):
-            for s in segments:
-                setattr(s, name, [next(row) if chosen else 0.0 for chosen in s.response_mask])
-
-    mismatch = old_logprobs - rows("rollout_logprobs")
-    ratio = torch.exp(mismatch)
-    means = {"train/kl_loss": kl["k3"], "kl/k1": kl["k1"], "mismatch/kl": k3(mismatch),
-             "mismatch/frac_capped": ratio > TIS_CAP,
-             "train/entropy": -old_logprobs}  # an estimate, which the policy's update replaces
-    metrics = {name: float(masked_mean(x, mask)) for name, x in means.items()}
-    metrics["mismatch/ratio_max"] = float(all_reduce((ratio * mask).max(), dist.ReduceOp.MAX))
-    metrics |= spread("critic/rewards", gather(rewards.sum(1).tolist()[:len(episodes)]))
-    tokens = {name: gather(x[mask > 0].tolist()) or [0.0] for name, x in
-              dict(advantages=advantages, returns=returns, values=values).items()}
-    for name, numbers in tokens.items():
-        metrics |= spread(f"critic/{name}", numbers)
-    # What the values leave unexplained of the returns is the advantages.
-    unexplained, variance = np.var(tokens["advantages"]), np.var(tokens["returns"])
-    explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
-    return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
-
-
-def policy_terms(model, critic, batch, args):
-    """The policy's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
-    logprobs, entropy, hidden = token_logprobs(model, batch, args.temperature)           # (B, T), (B, T, H)
-    old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
-    per_token, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, args.clip)
-    # Truncated importance sampling, for a sampler whose numerics differ.
-    per_token = per_token * torch.exp(old_logprobs - batch["rollout_logprobs"]).clamp(max=TIS_CAP)
-    logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
-              "train/approx_kl": k3(logprobs - old_logprobs), "train/advantage": advantages}
-    loss = per_token - args.entropy_coef * entropy
-    if args.critic == "shared":  # it is trained in the same pass
-        value_loss, measured = value_terms(critic(batch, hidden), batch)
-        loss, logged = loss + VALUE_COEF * value_loss, logged | measured
-    return loss, logged
-
-
-def value_terms(values, batch):
-    """The critic's loss of each token, and its metrics.  -> (B, T), {name: (B, T)}"""
-    errors, clipped = clipped_value_loss(values, batch["values"], batch["returns"], VALUE_CLIP)
-    return errors / 2, {"train/value_loss": errors / 2, "critic/vf_loss": errors,
-                        "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
-
-
-UPDATE_METRICS = ("train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage",
-                  "train/grad_norm", "train/learning_rate", "train/value_loss", "critic/vf_loss",
-                  "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate")
-MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
-
-
-def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
-    """All optimiser steps of an iteration, of the policy or of the critic. terms(batch) is its loss.
-
-    -> metrics (means over tokens), gradient norm (mean over steps), number of steps
-    """
-    optimizer.param_groups[0]["lr"] = rate
-    parameters = optimizer.param_groups[0]["params"]
-    totals, norms, num_seen, device = {}, [], 0, parameters[0].device
-    minibatches = min(minibatches, max(gather([len(episodes)])))
-    orders = [torch.randperm(len(episodes)).tensor_split(minibatches) for _ in range(epochs)]
-    for chosen in itertools.chain(*orders):
-        segments = [segment for index in chosen.tolist() for segment in episodes[index]]
-        # Over the minibatch, however it is cut into passes and processes.
-        num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
-        kl = torch.zeros((), dtype=torch.float64, device=device)
-        for _, batch in passes(segments, args, device):
-            mask = batch["response_mask"]
-            with precision(args, device):
-                per_token, logged = terms(batch)
-                loss = (per_token * mask).sum() / num_tokens
-            loss.backward()
-            sums = {name: (value.detach() * mask).double().sum() for name, value in logged.items()}
-            kl += sums.get("train/approx_kl", 0.0) / num_tokens
-            totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
-        num_seen += num_tokens
-        if args.target_kl and all_reduce(kl) > args.target_kl:
-            optimizer.zero_grad()
-            break
-        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)))
-        if not torch.isfinite(norms[-1] + loss):
-            raise FloatingPointError(f"loss {loss.item()}, gradient norm {float(norms[-1])}")
-        optimizer.step()
-        optimizer.zero_grad()
-    means = all_reduce(torch.stack([*totals.values()])) / num_seen
-    norm = float(torch.stack(norms).mean()) if norms else 0.0
-    return dict(zip(totals, means.tolist(), strict=True)), norm, len(norms)
-
-
-# Evaluate: the same rollout on held-out tasks, with fixed seeds
-
-
-def evaluate(engine, tokenizer, env, args, score):
-    """pass@1, pass@n and greedy accuracy of each source.  -> metrics, the sampled Rollouts"""
-    n, mine = args.eval_samples, shard(min(args.eval_tasks, env.num_tasks("test")))
-    tasks = [env.task("test", index) for index in mine]
-    sampled, greedy = (
-        gather(rollout(engine, tokenizer, env, tasks, number, temperature, args, score, "val", mine.start))
-        for number, temperature in ((n, args.eval_temperature), (1, 0.0)))
-    metrics = {}
-    for source in sorted({r.task.source for r in greedy}):
-        rollouts = [r for r in sampled if r.task.source == source]
-        correct = np.array([r.correct for r in rollouts]).reshape(-1, n)                 # (tasks, n)
-        means = envs.means([r.info for r in rollouts]) | {
-            "pass@1": correct.mean(), f"pass@{n}": correct.max(1).mean(),
-            "greedy": np.mean([r.correct for r in greedy if r.task.source == source])}
-        metrics |= {f"val/{source}/{name}": float(mean) for name, mean in means.items()}
-    return metrics, sampled
-
-
-# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
+# Beginnings of the names of metrics that Run.record prints.
+SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "critic/vf_", "val/")
+# Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def sha256(path):
@@ -1288,73 +1501,74 @@ class Run:
 
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
-        self.args, self.meta = args, dict(
-            schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
-            args=json.loads(json.dumps(vars(args))), **identity)
+        self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
+                         args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         # Of two runs that begin in the same second without a --run-dir, one ends here.
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
-        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
-        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
         first_line = self.log.readline()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
-        self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
-            try:
-                manifest = json.loads((folder / "manifest.json").read_text())
-                if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
-                    raise ValueError(f"{bad[0]} is not what was written")
-                self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
-                if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
-                    raise ValueError("the log ends before it")
-                break
-            except (OSError, ValueError, AttributeError) as error:
-                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-                self.checkpoints.pop()
-                if not self.checkpoints:
-                    raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged") from error
+        self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
-        if len(seen := set(gather([self.checkpoint]))) > 1:
+        seen = set(gather([self.checkpoint]))
+        if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        self.times = dict.fromkeys(TIMES, 0.0)
+        self.begin_record()
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
-            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+            self.meta["run_id"] = old["run_id"]
+            was = old | old["args"]
+        now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
-        told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags
-                if name not in self.args.may_change | {"args", "run_id"} and was.get(name) != now.get(name)]
-        if told:
-            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
+        may_differ = self.args.may_change | {"args", "run_id"}
+        differ = []
+        for name in now | flags:
+            if name not in may_differ and was.get(name) != now.get(name):
+                differ.append(f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})")
+        if differ:
+            raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
+
+    def load_state(self):
+        """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
+        if not self.checkpoints:
+            return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
+        while self.checkpoints:
+            folder = self.checkpoints[-1]
+            try:
+                manifest = json.loads((folder / "manifest.json").read_text())
+                for name, digest in manifest.items():
+                    if sha256(folder / name) != digest:
+                        raise ValueError(f"{name} is not what was written")
+                state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                if state["log_bytes"] > self.log.seek(0, os.SEEK_END):
+                    raise ValueError("the log ends before it")
+                return state
+            except (OSError, ValueError, AttributeError) as error:
+                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
+                self.checkpoints.pop()
+        raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
         """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
-        git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
-                             capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
-        modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
-        versions = {name: sys.modules[name].__version__ for name in modules}
-        self.meta |= dict(
-            config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
-            git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
-            argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+        self.describe()
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'  # as fail and open begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -1367,10 +1581,30 @@ class Run:
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
+    def describe(self):
+        """Complete the meta line: what is run, where and when."""
+        git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
+                             capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
+        modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+        versions = {name: sys.modules[name].__version__ for name in modules}
+        config = json.dumps(self.meta | dict(run_id=""))
+        self.meta |= dict(
+            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
+            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
+            argv=sys.argv, started_at=datetime.now(UTC).isoformat())
+
     @property
     def place(self):
         trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
         return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
+
+    def begin_record(self):
+        """From here on times and rates are those of the next record."""
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.clock, self.processor_clock = time.perf_counter(), time.process_time()
+        self.env_steps_before = self.counters["env_steps"]
 
     @contextlib.contextmanager
     def timed(self, name):
@@ -1380,25 +1614,29 @@ class Run:
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
-        now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
+        now = time.perf_counter()
+        seconds = now - self.clock
+        env_steps = self.counters["env_steps"] - self.env_steps_before
+        values = dict(wall_time_s=now - self.started, sps=env_steps / seconds) | values | self.times
+        processor = time.process_time() - self.processor_clock
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
-            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        self.times, self.since = dict.fromkeys(TIMES, 0.0), now
-        if RANK == 0:
-            iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event for all numbers: add_scalar would take longer than all else that is logged.
-            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
-            self.writer.flush()
-            self.write(self.place | values)
-            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
-            self.progress.update(iteration - self.progress.n)
-            tqdm.write(f"{iteration}/{self.progress.total}, {wall_time:.0f} s: {', '.join(shown)}")
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                raise FloatingPointError(f"{name} is {value}")
+        self.begin_record()
+        if RANK:
+            return
+        iteration = self.counters["iteration"]
+        # One event for all numbers: add_scalar would take longer than all else that is logged.
+        scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
+        self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+        self.writer.flush()
+        self.write(self.place | values)
+        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        self.progress.update(iteration - self.progress.n)
+        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -1408,9 +1646,10 @@ class Run:
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
+        temporary = folder.with_name(f".{folder.name}.writing")
+        named = folder.with_name(".state.json.writing")
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
-        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
+        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
@@ -1435,39 +1674,46 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        path = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
-        what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
+        trace_id = self.place["trace_id"]
+        kind = type(error).__name__
+        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
+        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
+        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
+            for name, data in files.items():
                 (path / name).write_bytes(data)
-            self.write({"trace_id": self.place["trace_id"], "error": what})
+            self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
 
 
-# Episodes in the log
+# Machinery: episodes in the log. Rollouts as JSON lines that tools/view_episodes.py shows, and as metrics.
 
 
 def describe_episode(r):
     """The JSON form of an episode, its sub-agents nested (docs/train_log.md)."""
-    return dict(task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward,
-                correct=r.correct, info=r.info, termination=r.termination, retries=r.retries,
-                messages=r.messages,
-                turns=[dict(segment=segment, start=start, end=end, reward=step.reward if step else 0.0)
-                       for (segment, start, end), step in itertools.zip_longest(r.turns, r.steps)],
-                segments=[dataclasses.asdict(segment) for segment in r.segments],
-                sub_agents=[describe_episode(child) for child in r.children])
+    turns = []
+    for (segment, start, end), step in itertools.zip_longest(r.turns, r.steps):
+        turns.append(dict(segment=segment, start=start, end=end, reward=step.reward if step else 0.0))
+    return dict(
+        task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward, correct=r.correct,
+        info=r.info, termination=r.termination, retries=r.retries, messages=r.messages, turns=turns,
+        segments=[dataclasses.asdict(segment) for segment in r.segments],
+        sub_agents=[describe_episode(child) for child in r.children])
 
 
 def log_episodes(run, kind, rollouts, args):
     """Write some episodes and a summary of all to episodes/<kind>_step_<iteration>.jsonl; print a few."""
     step = run.counters["iteration"]
     draws = np.random.default_rng(step if kind == "train" else 0).random(len(rollouts))  # val: the same
-    chosen = [r for r, draw in zip(rollouts, draws, strict=True) if draw < args.log_episodes
-              or kind == "val" and r.order[0] < 10 and r.order[-1] == 0]  # ten to read
+    chosen = []
+    for r, draw in zip(rollouts, draws, strict=True):
+        is_to_read = kind == "val" and r.order[0] < 10 and r.order[-1] == 0  # ten of each evaluation
+        if draw < args.log_episodes or is_to_read:
+            chosen.append(r)
     if RANK == 0 and chosen:
         summary = dict(episodes=len(rollouts), reward_sum=sum(r.reward for r in rollouts),
                        correct_sum=sum(r.correct for r in rollouts), logged=len(chosen))
@@ -1485,28 +1731,35 @@ def log_episodes(run, kind, rollouts, args):
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
     values = np.array(values or [0.0])
-    return {f"{name}/{of.__name__}": float(of(values)) for of in (np.mean, np.max, np.min)}
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()),
+            f"{name}/min": float(values.min())}
 
 
 def rollout_metrics(rollouts, throughput):
     """Metrics of an iteration's episodes; those whose environment failed are only counted."""
     played = [r for r in rollouts if r.termination != "error"]
-    rewards, num_played = [r.reward for r in played], max(len(played), 1)
+    num_played = max(len(played), 1)
+
+    def mean(numbers):
+        return sum(numbers) / num_played
+
     shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
-    return {
-        "train/reward": sum(rewards) / num_played,
-        "train/pass@1": sum(r.correct for r in played) / num_played,
+    num_cut = (shares["length"] + shares["context"]) * len(rollouts)
+    rewards = [r.reward for r in played]
+    lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
+    metrics = {
+        "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
-        **spread("response_length", [sum(len(s.response_ids) for s in r.segments) for r in played]),
-        "response_length/clip_ratio": (shares["length"] + shares["context"]) * len(rollouts) / num_played,
+        **spread("response_length", lengths),
+        "response_length/clip_ratio": num_cut / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": throughput, "rollout/finished": shares["done"],
         "rollout/retries": sum(r.retries for r in rollouts),
-        "rollout/turns": sum(len(r.turns) for r in played) / num_played,
-        "rollout/segments": sum(len(r.segments) for r in played) / num_played,
-        "rollout/sub_agents": sum(len(r.family) - 1 for r in played) / num_played,
-        "env/suspicious": sum(float(r.info.get("suspicious", 0.0)) for r in played) / num_played,
-        **{f"rollout/termination/{end}": share for end, share in shares.items()}}
+        "rollout/turns": mean(len(r.turns) for r in played),
+        "rollout/segments": mean(len(r.segments) for r in played),
+        "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
+        "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
+    return metrics | {f"rollout/termination/{end}": share for end, share in shares.items()}
 
 
 # Main: set-up, then the loop
@@ -1520,38 +1773,55 @@ def main(args):
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
+    # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
+    # The run has logged the flags as they were given; a model may have fewer positions.
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_context_tokens=min(args.max_context_tokens, positions)))
     check_prompts(env, tokenizer, args)
     torch.manual_seed(args.seed)  # of new adapters' weights
-    # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
-    memo = {id(p): p for name, p in model.named_parameters() if "bias" not in name} if args.lora else None
-    backbone = copy.deepcopy(model, memo) if args.critic == "own" else None
-    model = distribute(add_lora(model, args, run.checkpoint) if args.lora
-                       else load_weights(run.checkpoint) if run.checkpoint else model, device)
-    sampler = HfEngine if args.engine == "hf" else VllmServers if args.vllm_url else VllmEngine
+    backbone = None
+    if args.critic == "own":
+        # The critic starts as a copy of the policy; with LoRA the frozen weights are shared, not copied.
+        shared = {}
+        if args.lora:
+            shared = {id(p): p for name, p in model.named_parameters() if "bias" not in name}
+        backbone = copy.deepcopy(model, shared)
+    if args.lora:
+        model = add_lora(model, args, run.checkpoint)
+    elif run.checkpoint:
+        model = load_weights(run.checkpoint)
+    model = distribute(model, device)
+    sampler = HfEngine
+    if args.engine == "vllm":
+        sampler = VllmServers if args.vllm_url else VllmEngine
     engine = sampler(model, tokenizer, args, run.dir / "sync")
     reference = None
     if args.kl_coef and not args.lora_rank:  # with a new adapter it is the policy, the adapter switched off
         reference = load_weights(args.model, dtype)
-        reference = distribute(add_lora(reference, args) if args.lora else reference, device)
+        if args.lora:
+            reference = add_lora(reference, args)
+        reference = distribute(reference, device)
     critic = distribute(Critic(model, backbone, args), device)
     del backbone
     trained = torch.nn.ModuleList([model, critic])
-    weights = [[p for p in module.parameters() if p.requires_grad] for module in trained]
+    policy_weights = [p for p in model.parameters() if p.requires_grad]
+    critic_weights = [p for p in critic.parameters() if p.requires_grad]
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
-    with_policy = sum(weights, []) if args.critic == "shared" else weights[0]  # its backbone serves both
-    optimizers = {"optimizer": adamw(with_policy, betas=(0.9, args.beta2))}
+    optimizers = {}
     if args.critic == "own":
-        optimizers["critic_optimizer"] = adamw(weights[1], betas=(0.9, args.critic_beta2))
+        optimizers["optimizer"] = adamw(policy_weights, betas=(0.9, args.beta2))
+        optimizers["critic_optimizer"] = adamw(critic_weights, betas=(0.9, args.critic_beta2))
+    else:  # the backbone serves both, if there is a critic
+        optimizers["optimizer"] = adamw(policy_weights + critic_weights, betas=(0.9, args.beta2))
     alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
-    metrics, kl_coef = state["metrics"], state["kl_coef"]  # numbers not logged yet; the penalty's coefficient
+    metrics = state["metrics"]  # not logged yet
+    kl_coef = state["kl_coef"]  # of the penalty, as adapted so far
     if run.checkpoint:
         dcp.set_model_state_dict(critic, state.pop("critic"), options=FULL)
     for name, optimizer in optimizers.items():
@@ -1559,14 +1829,18 @@ def main(args):
             dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
-    steps = args.epochs * min(args.minibatches, episodes)
-    critic_steps = args.critic_epochs * min(args.critic_minibatches, episodes) if args.critic == "own" else 0
+    num_episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
+    steps = args.epochs * min(args.minibatches, num_episodes)
+    critic_steps = 0
+    if args.critic == "own":
+        critic_steps = args.critic_epochs * min(args.critic_minibatches, num_episodes)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} response(s) = {episodes} episodes; {steps} optimiser step(s) of the "
+                 f"{args.group_size} response(s) = {num_episodes} episodes; {steps} optimiser step(s) of the "
                  f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
-                 f"tokens; {sum(p.numel() for p in sum(weights, [])):,} trained weights on {device}")
-    rollouts, stop = [], []
+                 f"tokens; {sum(p.numel() for p in policy_weights + critic_weights):,} trained weights on "
+                 f"{device}")
+    rollouts = []
+    stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
 
@@ -1583,84 +1857,95 @@ def main(args):
             run.save(state,
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
-    try:
-        while True:
-            # 1. Sync the sampler's weights; evaluate, log, checkpoint.
-            last = iteration >= args.iterations
-            with run.timed("sync"):
-                engine.sync_weights(model)
-            due = last or args.eval_every and iteration % args.eval_every == 0
-            if held_out and (iteration == 0 or metrics and due):
-                with run.timed("eval"):
-                    evaluation, samples = evaluate(engine, tokenizer, env, args, score)
-                metrics |= evaluation
-                log_episodes(run, "val", samples, args)
-            if metrics:  # none at the start of a resumed run
-                run.record(metrics)
-            metrics = {}
-            stopped = any(gather(stop))
-            if iteration > saved and (last or stopped or iteration % args.checkpoint_every == 0):
-                save()
-                saved = iteration
-            if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
-            if last or stopped:
-                break
+    def after_update():
+        """Sync the sampler's weights; evaluate, log and save when it is time.  -> whether to end"""
+        nonlocal metrics, saved
+        is_last = iteration >= args.iterations
+        with run.timed("sync"):
+            engine.sync_weights(model)
+        is_due = is_last or args.eval_every and iteration % args.eval_every == 0
+        if held_out and (iteration == 0 or metrics and is_due):
+            with run.timed("eval"):
+                evaluation, samples = evaluate(engine, tokenizer, env, args, score)
+            metrics |= evaluation
+            log_episodes(run, "val", samples, args)
+        if metrics:  # none where a resumed run begins: they are in the log
+            run.record(metrics)
+        metrics = {}
+        stopped = any(gather(stop))
+        if iteration > saved and (is_last or stopped or iteration % args.checkpoint_every == 0):
+            save()
+            saved = iteration
+        if stopped:
+            print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
+        return is_last or stopped
 
-            # 2. Rollout: group_size responses to each prompt, from the current policy.
-            cursor, mine = iteration * args.prompts_per_iteration, shard(args.prompts_per_iteration)
+    try:
+        ended = after_update()  # of the starting model, or of the iteration that a resumed run begins with
+        while not ended:
+            # 1. Rollout: group_size responses to each prompt, from the current policy.
+            cursor = iteration * args.prompts_per_iteration
+            mine = shard(args.prompts_per_iteration)
+            sampling = Sampling(args.temperature, (args.seed, "train"))
             with run.timed("rollout"):
                 tasks = [env.training_task(cursor + i, args.seed) for i in mine]
-                rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, args.temperature, args,
-                                   score, "train", cursor + mine.start)
+                rollouts = rollout(engine, tokenizer, env, tasks, args.group_size, sampling, args, score,
+                                   cursor + mine.start)
             episodes = trainable_episodes(rollouts, args)
 
             learned = any(gather([len(episodes)]))  # False if every environment failed
-            numbers, steps, critic_steps = dict.fromkeys(UPDATE_METRICS, 0.0), 0, 0
+            measured = dict.fromkeys(UPDATE_METRICS, 0.0)
+            steps = critic_steps = 0
             # The order of the episodes; a resume needs no generator's state. Faster than torch.manual_seed.
             torch.default_generator.manual_seed(args.seed * 1_000_003 + iteration + 1)
             with run.timed("update"):
                 engine.sleep()
-                # 3. Old log-probabilities and values; penalty, advantages and returns at each token.
+                # 2. Old log-probabilities and values; penalty, advantages and returns at each token.
                 store(model, critic, reference, episodes, args)
-                numbers |= estimate_advantages(episodes, kl_coef, args)
-                # A sampler that disagrees on its own tokens has stale weights, another head or a stale prefix
+                measured |= estimate_advantages(episodes, kl_coef, args)
+                # A sampler that disagrees on its own tokens has stale weights, a wrong head or a stale prefix
                 # cache.
-                mismatch, tolerated = numbers["mismatch/kl"], MISMATCH_TOLERANCE[args.dtype]
-                if not mismatch <= tolerated:
+                mismatch, tolerated = measured["mismatch/kl"], MISMATCH_TOLERANCE[args.dtype]
+                if math.isnan(mismatch) or mismatch > tolerated:
                     raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
                                       f"{tolerated} in {args.dtype} (docs/engines.md)")
 
-                # 4. Fit the critic to the returns; one that shares the policy's backbone is trained in 5.
+                # 3. Fit the critic to the returns; one that shares the policy's backbone is trained in 4.
                 if learned and args.critic == "own":
                     rate = learning_rate(args.critic_learning_rate, iteration + 1, 1, args)
-                    measured, norm, critic_steps = update(
+                    metrics_of_update, norm, critic_steps = update(
                         lambda batch: value_terms(critic(batch), batch), optimizers["critic_optimizer"], rate,
                         episodes, args.critic_epochs, args.critic_minibatches, args)
-                    numbers |= measured | {"critic/grad_norm": norm, "critic/learning_rate": rate}
+                    measured |= metrics_of_update
+                    measured |= {"critic/grad_norm": norm, "critic/learning_rate": rate}
 
-                # 5. Update the policy, after --critic-warmup.
+                # 4. Update the policy, after --critic-warmup.
                 if learned and iteration >= alone:
                     rate = learning_rate(args.learning_rate, iteration + 1, alone + 1, args)
-                    measured, norm, steps = update(
+                    metrics_of_update, norm, steps = update(
                         lambda batch: policy_terms(model, critic, batch, args), optimizers["optimizer"], rate,
                         episodes, args.epochs, args.minibatches, args)
-                    numbers |= measured | {"train/grad_norm": norm, "train/learning_rate": rate}
+                    measured |= metrics_of_update
+                    measured |= {"train/grad_norm": norm, "train/learning_rate": rate}
                     if args.kl_target:
-                        kl_coef = adapt_kl_coef(kl_coef, numbers["kl/k1"], args.kl_target)
-                for name, parameters in zip(("train", "critic"), weights, strict=True):
-                    norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
-                    numbers[f"{name}/weight_norm"] = float(norm)
+                        kl_coef = adapt_kl_coef(kl_coef, measured["kl/k1"], args.kl_target)
+                for name, weights in dict(train=policy_weights, critic=critic_weights).items():
+                    norm = full_tensor(torch.nn.utils.get_total_norm(weights))
+                    measured[f"{name}/weight_norm"] = float(norm)
 
-            # 6. Metrics of the iteration, over all processes.
-            rollouts, iteration = gather(rollouts), iteration + 1
+            # 5. Metrics of the iteration, over all processes.
+            rollouts = gather(rollouts)
+            iteration += 1
+            generated = sum(r.num_sampled for r in rollouts)
             opt_steps = run.counters["opt_steps"] + steps + critic_steps
-            generated = sum(sum(s.response_mask) for r in rollouts for m in r.family for s in m.segments)
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
-            metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | numbers
+            metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
             metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
             log_episodes(run, "train", rollouts, args)
+
+            # 6. Sync the sampler's weights; evaluate, log, checkpoint.
+            ended = after_update()
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
