@@ -270,7 +270,7 @@ class Segment:
     rollout_logprobs: list[float] = dataclasses.field(default_factory=list)  # [nats]; 0 where mask is 0
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
-    advantages: list[float] = dataclasses.field(default_factory=list)
+    advantages: list[float] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -641,8 +641,9 @@ def extension(text, r, tokenizer):
         return None
     # Encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
     ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
-    # That token is already there where it is one of several eos tokens and was sampled.
-    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
+    if ids[:1] == r.segments[-1].response_ids[-1:]:  # it is one of several eos tokens, and was sampled
+        return ids[1:]
+    return ids
 
 
 def observe(r, tokenizer, args):
@@ -656,7 +657,9 @@ def observe(r, tokenizer, args):
         if not text:  # not an error: a retry would be a second chance
             return False
         segment = r.segments[-1]
-        added = extension(text, r, tokenizer) if start == r.start else None
+        added = None
+        if start == r.start:
+            added = extension(text, r, tokenizer)
         if added is None:
             segment = Segment(tokenizer.encode(text, add_special_tokens=False))
             added = []
@@ -1146,6 +1149,7 @@ class VllmEngine(Engine):
     """vLLM in this process, with continuous batching: an episode's next turn waits for no other episode."""
 
     lora = None  # the last adapter that was loaded
+    num_adapters = 0
 
     def __init__(self, model, tokenizer, args, folder=None):
         super().__init__(model, tokenizer, args, folder)
@@ -1205,10 +1209,11 @@ class VllmEngine(Engine):
         torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])  # no effect where it is awake
         if self.args.lora:
-            number = self.lora.lora_int_id + 1 if self.lora else 1  # a known id would keep the old adapter
+            self.num_adapters += 1  # its number: under a known one the old adapter would stay
             with tempfile.TemporaryDirectory() as path, as_bad_input("--engine vllm: it refuses the adapter"):
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
-                self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+                name = f"policy-{self.num_adapters}"
+                self.lora = self.vllm.lora.request.LoRARequest(name, self.num_adapters, path)
                 self.llm.llm_engine.add_lora(self.lora)
         else:
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=trained_weights(model)))
@@ -1308,8 +1313,9 @@ class VllmServers(Engine):
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK = int(os.environ["RANK"]) if UNDER_TORCHRUN else 0
-WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if UNDER_TORCHRUN else 1
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def start_processes():
@@ -1633,8 +1639,8 @@ def describe_episode(r):
     return dict(
         task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward, correct=r.correct,
         info=r.info, termination=r.termination, retries=r.retries, messages=r.messages, turns=turns,
-        segments=[dataclasses.asdict(segment) for segment in r.segments],
-        sub_agents=[describe_episode(child) for child in r.children])
+        segments=[*map(dataclasses.asdict, r.segments)],
+        sub_agents=[*map(describe_episode, r.children)])
 
 
 def log_episodes(run, kind, rollouts, args):
@@ -1675,23 +1681,22 @@ def rollout_metrics(rollouts, throughput):
     def mean(numbers):
         return sum(numbers) / num_played
 
-    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
-    num_cut = (shares["length"] + shares["context"]) * len(rollouts)
+    ends = collections.Counter(r.termination for r in rollouts)
     rewards = [r.reward for r in played]
     lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
     metrics = {
         "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
         **spread("response_length", lengths),
-        "response_length/clip_ratio": num_cut / num_played,
+        "response_length/clip_ratio": (ends["length"] + ends["context"]) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
-        "rollout/throughput": throughput, "rollout/finished": shares["done"],
+        "rollout/throughput": throughput, "rollout/finished": ends["done"] / len(rollouts),
         "rollout/retries": sum(r.retries for r in rollouts),
         "rollout/turns": mean(len(r.turns) for r in played),
         "rollout/segments": mean(len(r.segments) for r in played),
         "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
-    return metrics | {f"rollout/termination/{end}": share for end, share in shares.items()}
+    return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}
 
 
 # Main: set-up, then the loop

@@ -476,8 +476,10 @@ def estimate_advantages(episodes, kl_coef, args):
     # What the values leave unexplained of the returns is the advantages.
     unexplained = np.var(tokens["advantages"])
     variance = np.var(tokens["returns"])
-    explained = float(1 - unexplained / variance) if variance > 1e-12 else 0.0
-    return metrics | {"critic/vf_explained_var": explained, "kl/coef": kl_coef}
+    metrics["critic/vf_explained_var"] = 0.0
+    if variance > 1e-12:
+        metrics["critic/vf_explained_var"] = float(1 - unexplained / variance)
+    return metrics | {"kl/coef": kl_coef}
 
 
 def policy_terms(model, critic, batch, args):
@@ -695,8 +697,9 @@ def extension(text, r, tokenizer):
         return None
     # Encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
     ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
-    # That token is already there where it is one of several eos tokens and was sampled.
-    return ids[1:] if ids[:1] == r.segments[-1].response_ids[-1:] else ids
+    if ids[:1] == r.segments[-1].response_ids[-1:]:  # it is one of several eos tokens, and was sampled
+        return ids[1:]
+    return ids
 
 
 def observe(r, tokenizer, args):
@@ -710,7 +713,9 @@ def observe(r, tokenizer, args):
         if not text:  # not an error: a retry would be a second chance
             return False
         segment = r.segments[-1]
-        added = extension(text, r, tokenizer) if start == r.start else None
+        added = None
+        if start == r.start:
+            added = extension(text, r, tokenizer)
         if added is None:
             segment = Segment(tokenizer.encode(text, add_special_tokens=False))
             added = []
@@ -1208,6 +1213,7 @@ class VllmEngine(Engine):
     """vLLM in this process, with continuous batching: an episode's next turn waits for no other episode."""
 
     lora = None  # the last adapter that was loaded
+    num_adapters = 0
 
     def __init__(self, model, tokenizer, args, folder=None):
         super().__init__(model, tokenizer, args, folder)
@@ -1267,10 +1273,11 @@ class VllmEngine(Engine):
         torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])  # no effect where it is awake
         if self.args.lora:
-            number = self.lora.lora_int_id + 1 if self.lora else 1  # a known id would keep the old adapter
+            self.num_adapters += 1  # its number: under a known one the old adapter would stay
             with tempfile.TemporaryDirectory() as path, as_bad_input("--engine vllm: it refuses the adapter"):
                 model.save_pretrained(path, state_dict=dict(trained_weights(model)))
-                self.lora = self.vllm.lora.request.LoRARequest(f"policy-{number}", number, path)
+                name = f"policy-{self.num_adapters}"
+                self.lora = self.vllm.lora.request.LoRARequest(name, self.num_adapters, path)
                 self.llm.llm_engine.add_lora(self.lora)
         else:
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=trained_weights(model)))
@@ -1370,8 +1377,9 @@ class VllmServers(Engine):
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK = int(os.environ["RANK"]) if UNDER_TORCHRUN else 0
-WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if UNDER_TORCHRUN else 1
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def start_processes():
@@ -1701,8 +1709,8 @@ def describe_episode(r):
     return dict(
         task_id=r.task.id, source=r.task.source, number=r.order[-1], reward=r.reward, correct=r.correct,
         info=r.info, termination=r.termination, retries=r.retries, messages=r.messages, turns=turns,
-        segments=[dataclasses.asdict(segment) for segment in r.segments],
-        sub_agents=[describe_episode(child) for child in r.children])
+        segments=[*map(dataclasses.asdict, r.segments)],
+        sub_agents=[*map(describe_episode, r.children)])
 
 
 def log_episodes(run, kind, rollouts, args):
@@ -1743,23 +1751,22 @@ def rollout_metrics(rollouts, throughput):
     def mean(numbers):
         return sum(numbers) / num_played
 
-    shares = {end: sum(r.termination == end for r in rollouts) / len(rollouts) for end in TERMINATIONS}
-    num_cut = (shares["length"] + shares["context"]) * len(rollouts)
+    ends = collections.Counter(r.termination for r in rollouts)
     rewards = [r.reward for r in played]
     lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
     metrics = {
         "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
         **spread("critic/score", rewards), **spread("critic/rewards", rewards),
         **spread("response_length", lengths),
-        "response_length/clip_ratio": num_cut / num_played,
+        "response_length/clip_ratio": (ends["length"] + ends["context"]) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
-        "rollout/throughput": throughput, "rollout/finished": shares["done"],
+        "rollout/throughput": throughput, "rollout/finished": ends["done"] / len(rollouts),
         "rollout/retries": sum(r.retries for r in rollouts),
         "rollout/turns": mean(len(r.turns) for r in played),
         "rollout/segments": mean(len(r.segments) for r in played),
         "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
-    return metrics | {f"rollout/termination/{end}": share for end, share in shares.items()}
+    return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}
 
 
 # Main: set-up, then the loop
@@ -1813,12 +1820,13 @@ def main(args):
     critic_weights = [p for p in critic.parameters() if p.requires_grad]
     adamw = functools.partial(torch.optim.AdamW, fused=True, weight_decay=0.0)
     optimizers = {}
+    alone = 0  # iterations that train only the critic
     if args.critic == "own":
+        alone = args.critic_warmup
         optimizers["optimizer"] = adamw(policy_weights, betas=(0.9, args.beta2))
         optimizers["critic_optimizer"] = adamw(critic_weights, betas=(0.9, args.critic_beta2))
     else:  # the backbone serves both, if there is a critic
         optimizers["optimizer"] = adamw(policy_weights + critic_weights, betas=(0.9, args.beta2))
-    alone = args.critic_warmup if args.critic == "own" else 0  # iterations that train only the critic
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
     metrics = state["metrics"]  # not logged yet
     kl_coef = state["kl_coef"]  # of the penalty, as adapted so far

@@ -125,7 +125,9 @@ def one_iteration(env, tasks, replies, spread, seconds):
 
     args = grpo_llm.Args(chat_template="plain", max_response_tokens=2, max_context_tokens=9)
     sampler, began = Sampler(), time.perf_counter()
-    rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, 1.0, args, grpo_llm.episode_reward)
+    sampling = grpo_llm.Sampling(1.0, (args.seed, "train"))
+    rollouts = grpo_llm.rollout(sampler, Tokenizer(), env, tasks, GROUP, sampling, args,
+                                grpo_llm.episode_reward)
     end = time.perf_counter()
     return end - began, end - sampler.ended, [r.reward for r in rollouts]
 

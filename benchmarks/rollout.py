@@ -94,7 +94,8 @@ def ask_all(engine, prompts):
         order = range(len(prompts) * GROUP)
         engine.begin_rollout(len(order))
         serving = asyncio.create_task(engine.serve())
-        replies = await asyncio.gather(*(engine.sample(prompts[n // GROUP], 1.0, (n,)) for n in order))
+        replies = await asyncio.gather(*(
+            engine.sample(prompts[n // GROUP], grpo_llm.Sampling(1.0, (n,))) for n in order))
         serving.cancel()
         return sum(len(ids) for ids, _ in replies)
 
@@ -216,7 +217,8 @@ def profile():
     for number, (prompt, (ids, logprobs)) in enumerate(zip(rows, sampling(), strict=True)):
         if number % args.group_size == 0:
             groups.append([])
-        groups[-1].append(grpo_llm.Segment(prompt, ids, [1] * len(ids), logprobs, advantage=number % 2 - 0.5))
+        groups[-1].append(grpo_llm.Segment(prompt, ids, [1] * len(ids), logprobs,
+                                           advantages=[number % 2 - 0.5] * len(ids)))
 
     def updating():
         grpo_llm.update(model, None, optimizer, groups, args)
@@ -249,6 +251,7 @@ def overhead(repeats):
     tasks = [env.task("train", i) for i in range(args.prompts_per_iteration)]
     reply = tokenizer(env.solution(tasks[0]), add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
     step = envs.Step([], 1.0, True, False, {"correct": 1.0})
+    sampling = grpo_llm.Sampling(1.0, (args.seed, "train"))
 
     class Ready(grpo_llm.Engine):
         def __init__(self):
@@ -266,7 +269,7 @@ def overhead(repeats):
     env.start = lambda task, seed: Scored()
 
     def play():
-        return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, 1.0, args,
+        return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, sampling, args,
                                 grpo_llm.episode_reward)
 
     class Reply:

@@ -22,8 +22,9 @@ def test_no_two_replies_of_a_rollout_or_of_another_one_share_their_numbers(scrip
     tasks = [world.task("train", index) for index in range(3)]
     for seed, kind, first in ((1, "train", 0), (1, "train", 3), (1, "val", 0), (2, "train", 0)):
         args = script.Args(seed=seed, chat_template="plain")
-        script.rollout(speaker, speaker.tokenizer, world, tasks, 2, 1.0, args, lambda r: 0.0, kind, first)
-    seeds = [request.seed for request in speaker.asked]
+        sampling = script.Sampling(1.0, (seed, kind))
+        script.rollout(speaker, speaker.tokenizer, world, tasks, 2, sampling, args, lambda r: 0.0, first)
+    seeds = [request.sampling.seed for request in speaker.asked]
     assert len(seeds) == 4 * 2 * (1 + 2 + 3) + 2 == len(set(seeds))
     assert "lost" in capsys.readouterr().err
 

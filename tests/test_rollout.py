@@ -153,6 +153,9 @@ QWEN3 = """
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
 UNTHINKING = QWEN3.replace("assistant\n' -}}", "assistant\n<think>\n\n</think>\n\n' -}}")
 
+AT_1 = grpo_llm.Sampling(1.0, (1, "train"))
+GREEDY = grpo_llm.Sampling(0.0, (1, "train"))
+
 
 def byte_tokenizer(template=None, eos="<|im_end|>", alphabet=""):
     """One token per byte, or per letter of the alphabet, and the marks of chat templates."""
@@ -221,7 +224,7 @@ def play(tokenizer, env, replies, **flags):
     replies = iter(replies)
     engine = Speaker(tokenizer, lambda text: next(replies))
     args = Args(**dict(max_response_tokens=40) | flags)
-    rollouts = grpo_llm.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, 1.0, args,
+    rollouts = grpo_llm.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, AT_1, args,
                                 grpo_llm.episode_reward)
     assert next(replies, None) is None
     check_tokens(rollouts)
@@ -304,7 +307,7 @@ def visit(request):
         tokenizer, tasks = byte_tokenizer(), [world.task("train", n) for n in range(num_tasks)]
         world.blocking = request.param[1] or world.blocking
         visit.engine = Speaker(tokenizer, say, request.param[0])
-        rollouts = grpo_llm.rollout(visit.engine, tokenizer, world, tasks, num_samples, 0.0, args,
+        rollouts = grpo_llm.rollout(visit.engine, tokenizer, world, tasks, num_samples, GREEDY, args,
                                     grpo_llm.episode_reward)
         check_tokens(rollouts)
         return rollouts
@@ -406,12 +409,12 @@ def test_every_segment_is_what_the_model_saw_and_templates_that_rewrite_fork(ran
     world, asked = World(conversation), {}
 
     class Recorder(grpo_llm.HfEngine):
-        async def sample(self, prompt_ids, temperature, seed):
-            asked.setdefault(seed[2:-2], []).append(prompt_ids)  # an episode's place among all
-            return await super().sample(prompt_ids, temperature, seed)
+        async def sample(self, prompt_ids, sampling):
+            asked.setdefault(sampling.seed[2:-2], []).append(prompt_ids)  # an episode's place among all
+            return await super().sample(prompt_ids, sampling)
 
     tasks = [world.task("train", n) for n in range(5)]
-    rollouts = grpo_llm.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, 1.0, args,
+    rollouts = grpo_llm.rollout(Recorder(model, tokenizer, args), tokenizer, world, tasks, 2, AT_1, args,
                                 grpo_llm.episode_reward)
     forks = thoughts = 0
     for r in (member for parent in rollouts for member in parent.family):
@@ -677,7 +680,7 @@ def test_whatever_environments_do_nothing_is_left_behind(capsys, blocking):
     rng = random.Random(1)
     engine = Speaker(tokenizer, lambda text: rng.choice(["r", "<think>a</think>\n\nb", "\n", [65] * 8]))
     tasks = [world.task("train", n) for n in range(25)]
-    rollouts = grpo_llm.rollout(engine, tokenizer, world, tasks, 4, 1.0, args, grpo_llm.episode_reward)
+    rollouts = grpo_llm.rollout(engine, tokenizer, world, tasks, 4, AT_1, args, grpo_llm.episode_reward)
 
     check_tokens(rollouts)
     until(lambda: world.all_closed_once and threading.active_count() <= threads + world.hung)
@@ -764,7 +767,9 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
             ends, learns = (episode["termination"], member["termination"]), told or member is episode
             seen[*ends, member is episode] += 1
             if script is grpo_llm:  # what the group says of their parent
-                assert segment["advantage"] == (episode["segments"][0]["advantage"] if learns else 0.0)
+                earned = episode["segments"][0]["advantages"] or [None]  # none: all of its group earn the same
+                own = segment["advantages"] or [None]
+                assert own == (earned[:1] * len(own) if learns else [None])
                 assert segment["old_logprobs"] is None or learns and "error" not in ends
             elif learns and "error" not in ends:
                 assert segment["returns"] == [episode["reward"]] * len(segment["response_ids"])
@@ -795,7 +800,7 @@ def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama
         world, engine = World(behave, blocking=blocking), grpo_llm.HfEngine(model, tokenizer, args)
         engine.eos = [*range(0, len(tokenizer), 2)]  # whatever ends a reply by the limit, half go on
         rollouts = grpo_llm.rollout(engine, tokenizer, world, [world.task("train", n) for n in range(8)], 2,
-                                    1.0, args, grpo_llm.episode_reward)
+                                    AT_1, args, grpo_llm.episode_reward)
         found.append([[member.segments for member in r.family] for r in rollouts])
     assert found[0] == found[1] == found[2] and sum(map(len, found[0])) > 20
 
@@ -813,7 +818,7 @@ def test_evaluation_counts_correct_replies_by_source(script, countdown_tiny):
     replies = iter([env.solution(task) if solved else "1 + 1 = 2" for task, solved in plan])
     engine = Speaker(countdown_tiny[1], lambda text: next(replies))
     metrics, samples = script.evaluate(engine, countdown_tiny[1], env, args, script.episode_reward)
-    assert [request.temperature for request in engine.asked] == [0.5] * 24 + [0.0] * 6
+    assert [request.sampling.temperature for request in engine.asked] == [0.5] * 24 + [0.0] * 6
     assert len(samples) == 24
 
     for source in ("countdown/2", "countdown/3"):
@@ -843,7 +848,7 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(name, option
         args = Args(seed=0, max_response_tokens=max(map(len, said)), max_context_tokens=limit)
         replies = iter(said)
         engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
-        r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, 1.0, args, grpo_llm.episode_reward)
+        r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, AT_1, args, grpo_llm.episode_reward)
         rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
         ends[r.termination, len(r.segments) > 1] += 1
         if r.termination == "context":

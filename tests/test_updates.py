@@ -165,7 +165,7 @@ def grpo_segments(played, flags):
         for episode, advantage in zip(members, group_advantages(rewards, flags), strict=True):
             cut = flags.get("mask_truncated") and episode["termination"] in ("length", "context")
             for s in () if cut else episode["segments"]:
-                assert s["advantage"] == pytest.approx(advantage, abs=1e-5)
+                assert s["advantages"] == pytest.approx([advantage] * len(s["response_ids"]), abs=1e-5)
                 groups[-1].append(s | dict(advantage=advantage))
     return groups
 
