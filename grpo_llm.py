@@ -1460,7 +1460,7 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.begin_record()
+        self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
@@ -1538,10 +1538,10 @@ class Run:
         trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
         return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
 
-    def begin_record(self):
+    def begin_record(self, now):
         """From here on times and rates are those of the next record."""
         self.times = dict.fromkeys(TIMES, 0.0)
-        self.clock, self.processor_clock = time.perf_counter(), time.process_time()
+        self.clock, self.processor_clock = now, time.process_time()
         self.env_steps_before = self.counters["env_steps"]
 
     @contextlib.contextmanager
@@ -1563,7 +1563,7 @@ class Run:
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
-        self.begin_record()
+        self.begin_record(now)
         if RANK:
             return
         iteration = self.counters["iteration"]

@@ -767,7 +767,7 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
             ends, learns = (episode["termination"], member["termination"]), told or member is episode
             seen[*ends, member is episode] += 1
             if script is grpo_llm:  # what the group says of their parent
-                earned = episode["segments"][0]["advantages"] or [None]  # none: all of its group earn the same
+                earned = episode["segments"][0]["advantages"] or [None]  # none: all its group earn the same
                 own = segment["advantages"] or [None]
                 assert own == (earned[:1] * len(own) if learns else [None])
                 assert segment["old_logprobs"] is None or learns and "error" not in ends

@@ -117,6 +117,10 @@ _GRPO_AND_PPO = {
     "val/<source>/correct": ("rate?", "correct, a part of info, over the responses of pass@1"),
     "val/<source>/<part>": ("number?", "mean of each named part of the environment's info"),
 }
+# GRPO does not log these in an iteration without a trainable group, which has no update.
+_OF_UPDATE = {"train/policy_loss", "train/kl_loss", "train/entropy", "train/clipfrac", "train/approx_kl",
+              "train/advantage", "train/grad_norm", "kl/k1", "mismatch/kl", "mismatch/ratio_max",
+              "mismatch/frac_capped"}
 METRICS = {
     "sft": {
         "train/loss": ("number", "cross-entropy per response token, mean of the steps since the record "
@@ -142,7 +146,8 @@ METRICS = {
         **_SYSTEM,
         "system/memory_usage": ("amount", _SYSTEM["system/memory_usage"][1]),
     },
-    "grpo": _GRPO_AND_PPO | {
+    "grpo": _GRPO_AND_PPO | {name: (f"{kind.removesuffix('?')}?", f"{meaning} (if there was an update)")
+                             for name, (kind, meaning) in _GRPO_AND_PPO.items() if name in _OF_UPDATE} | {
         "rollout/groups_submitted": ("count", "groups sampled"),
         "rollout/groups_trainable": ("count", "groups whose rewards differ"),
         "rollout/groups_incomplete": ("amount?", "groups that lost a member to a failing environment"),
