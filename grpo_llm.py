@@ -45,6 +45,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import peft
 import psutil
+import pydantic.dataclasses
 import requests
 import torch
 import torch.distributed as dist
@@ -52,7 +53,6 @@ import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +66,9 @@ from envs import BadInput, as_bad_input, first_line
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
+# Pydantic checks types and ranges; tyro prints what is wrong.
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
@@ -104,7 +106,7 @@ class Args:
     train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
 
     # Optimisation
-    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
+    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random; seed * 1_000_003 fits 64 bits
     iterations: NonNegativeInt = 500  # rollouts, each followed by its updates; 0 evaluates the model and ends
     epochs: PositiveInt = 1  # passes over an iteration's responses
     minibatches: PositiveInt = 1  # optimiser steps per epoch, of one group or more
@@ -117,7 +119,7 @@ class Args:
     # Loss
     baseline: Literal["mean", "loo"] = "mean"  # the group's mean, or the others' (RLOO, arXiv:2402.14740)
     scale_rewards: bool = False  # divide advantages by the group's standard deviation (GRPO, not Dr. GRPO)
-    # b > 0 multiplies negative advantages by 1 - b, b < 0 positive ones by 1 + b
+    # learn less from one sign: b > 0 multiplies negative advantages by 1 - b, b < 0 positive ones by 1 + b
     advantage_balance: Annotated[float, Field(ge=-1, le=1)] = 0.0
     # PPO's clipped ratio; CISPO (arXiv:2506.13585); GSPO's sequence ratio (arXiv:2507.18071)
     loss: Literal["clip", "cispo", "gspo"] = "clip"
@@ -127,7 +129,8 @@ class Args:
     clip_high: NonNegativeFloat = 0.28  # the ratio is clipped at 1 + this
     kl_coef: NonNegativeFloat = 0.0  # weight of the k3 penalty to the starting model; 0 loads no reference
     entropy_coef: NonNegativeFloat = 0.02  # weight of the entropy bonus [1/nats]
-    tis_cap: NonNegativeFloat = 2.0  # cap of the importance weight of trainer to sampler; 0: no correction
+    # truncated importance sampling: cap of the weight of trainer to sampler; 0: no correction
+    tis_cap: NonNegativeFloat = 2.0
     mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
 
     # Evaluation
@@ -155,9 +158,11 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        length = {"iterations"} if self.final_learning_rate == 1 else set()
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                         "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
+                 "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
+        if self.final_learning_rate == 1:  # else the learning rate depends on the number of iterations
+            flags.add("iterations")
+        return flags
 
     @property
     def lora(self) -> bool:
@@ -1350,7 +1355,7 @@ def gather(items):
         return [*items]
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
-    return [*itertools.chain(*lists)]
+    return sum(lists, [])
 
 
 def shard(size):

@@ -51,6 +51,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import peft
 import psutil
+import pydantic.dataclasses
 import requests
 import torch
 import torch.distributed as dist
@@ -58,7 +59,6 @@ import torch.distributed.checkpoint.state_dict as dcp
 import transformers
 import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.tensorboard import SummaryWriter
@@ -72,7 +72,9 @@ from envs import BadInput, as_bad_input, first_line
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
+# Pydantic checks types and ranges; tyro prints what is wrong.
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Task
     env: str = "countdown"  # a name that envs.make knows, path/to/file.py:Class, or several with commas
@@ -109,7 +111,7 @@ class Args:
     train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
 
     # Optimisation
-    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
+    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random; seed * 1_000_003 fits 64 bits
     iterations: NonNegativeInt = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
     epochs: PositiveInt = 1  # passes of the policy over an iteration's responses
     minibatches: PositiveInt = 4  # the policy's optimiser steps per epoch, of one episode or more
@@ -164,9 +166,11 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        length = {"iterations"} if self.final_learning_rate == 1 else set()
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                         "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
+                 "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
+        if self.final_learning_rate == 1:  # else the learning rate depends on the number of iterations
+            flags.add("iterations")
+        return flags
 
     @property
     def lora(self) -> bool:
@@ -1414,7 +1418,7 @@ def gather(items):
         return [*items]
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
-    return [*itertools.chain(*lists)]
+    return sum(lists, [])
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):

@@ -1,6 +1,7 @@
 """What README.md and docs/ say holds, CI begins with it, and the scripts hold what the style promises."""
 
 import ast
+import collections
 import functools
 import pkgutil
 import re
@@ -14,17 +15,11 @@ import pytest
 
 from tests.mutants import MUTANTS, pytest_arguments
 from tests.run_folders import ROOT, variants
-from tools import docs_tables
+from tools import copy_shared, docs_tables
 from tools.docs_tables import DocsError, readme_commands, rendered
 
 SCRIPTS = list(docs_tables.SCRIPTS)
 PAGES = [str(page.relative_to(ROOT)) for page in docs_tables.pages()]
-
-# Names that two scripts may define differently, because the algorithms differ there. All else that two
-# scripts hold under one name is the same to the letter.
-DIFFER = {"Args", "TIMES", "SHOWN", "UPDATE_METRICS", "main", "evaluate", "rollout", "update",
-          "learning_rate", "gae", "Segment", "episode_reward", "token_logprobs",
-          "hidden_states", "passes", "PER_TOKEN"}
 
 
 def test_tables_in_docs_are_current():
@@ -52,21 +47,22 @@ def names_read(tree: ast.Module) -> set[str]:
 
 
 def test_helpers_of_one_name_are_the_same_to_the_letter():
-    texts = {}
-    for script in SCRIPTS:
-        source = (ROOT / script).read_text()
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.Assign):
-                name, text = ast.unparse(node.targets[0]), ast.unparse(node.value)
-            elif hasattr(node, "decorator_list"):
-                first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-                name, text = node.name, "\n".join(source.splitlines()[first - 1:node.end_lineno])
-            else:
-                continue
-            texts.setdefault(name, {}).setdefault(text, []).append(script)
-    differ = {name: list(found.values()) for name, found in texts.items() if len(found) > 1}
-    assert {name: scripts for name, scripts in differ.items() if name not in DIFFER} == {}
-    assert DIFFER - set(differ) == set()  # these are the same by now
+    texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
+    whole = dict(texts)
+    assert not any(copy_shared.copy_shared(texts).values()) and texts == whole
+    differ = collections.defaultdict(set)
+    for text in texts.values():
+        for name, (first, last) in copy_shared.definitions(text).items():
+            differ[name].add("\n".join(text.splitlines()[first:last]))
+    assert {name for name in copy_shared.DIFFER if len(differ[name]) < 2} == set()  # the same by now
+
+
+def test_a_change_of_a_shared_function_is_copied_to_the_other_scripts():
+    one = "X = 1\n\n\n@mark\ndef both():\n    return 1\n\n\ndef main():\n    both()\n"
+    other = one.replace("1", "2").replace("both()", "pass").replace("def pass", "def both()")
+    texts = {"one.py": one, "other.py": "import y\n" + other}
+    assert copy_shared.copy_shared(texts) == {"one.py": [], "other.py": ["X", "both"]}
+    assert texts == {"one.py": one, "other.py": "import y\n" + one.replace("    both()", "    pass")}
 
 
 def names_allowed(script: str) -> set[str]:
