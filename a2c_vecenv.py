@@ -2,12 +2,12 @@
 
     loss = mean[ -A_t log pi(a_t|s_t) + value_coef (R_t - V(s_t))^2 - entropy_coef H(pi(.|s_t)) ]
 
-Advantages are n-step returns minus values (arXiv:1602.01783, algorithm S3), or GAE (arXiv:1506.02438). Two
-deviations from A3C: the actors are rows of one batch, updated synchronously; and an episode that a time limit
-truncates bootstraps from the value of its last observation (arXiv:1712.00378).
+Advantages are n-step returns minus values (arXiv:1602.01783, algorithm S3), or GAE (arXiv:1506.02438). Unlike
+in A3C, the actors are rows of one batch, updated synchronously; and an episode that a time limit truncates
+bootstraps from the value of its last observation (arXiv:1712.00378).
 
-The update uses the weights that collected the data. So the forward pass that sampled the actions is also the
-one that is differentiated: its graph is kept, no observation is stored, and there is no second pass.
+The update uses the weights that collected the data, so the forward pass that sampled the actions is also the
+one that is differentiated: its graph is kept, observations are not, and there is no second pass.
 
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
     python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
@@ -107,7 +107,9 @@ class Args:
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
         flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
-        return flags if self.anneal else flags | {"iterations"}
+        if not self.anneal:
+            flags.add("iterations")
+        return flags
 
 
 TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
@@ -124,34 +126,41 @@ def gae(rewards, values, next_values, terminated, done, gamma, lam):
     episode). next_values[t] is V of the observation that step t returned *before* any autoreset, so that a
     time limit still bootstraps. lam = 1 gives n-step returns minus values, lam = 0 the TD error.
     """
-    deltas = rewards + gamma * next_values * ~terminated - values                            # (T, E)
-    decay = gamma * lam * ~done
-    advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    deltas = rewards + gamma * next_values * ~terminated - values  # (T, E)
+    decay = gamma * lam * ~done  # (T, E)
+    advantages = torch.empty_like(deltas)
+    trace = torch.zeros_like(deltas[0])  # (E,)
     for t in reversed(range(len(deltas))):
-        advantages[t] = trace = deltas[t] + decay[t] * trace
+        trace = deltas[t] + decay[t] * trace
+        advantages[t] = trace
     return advantages
 
 
 def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entropy_coef):
-    """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  (T, E) -> scalars
+    """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  All (T, E).
 
-    Gradients flow through logprobs, entropies and values; advantages and returns are constants.
-    -> loss, policy loss, value loss
+    Advantages and returns are constants, without a gradient.  -> loss, policy loss, value loss
     """
     policy_loss = -(advantages * logprobs).mean()
     value_loss = (returns - values).square().mean()
-    return policy_loss + value_coef * value_loss - entropy_coef * entropies.mean(), policy_loss, value_loss
+    loss = policy_loss + value_coef * value_loss - entropy_coef * entropies.mean()
+    return loss, policy_loss, value_loss
 
 
 def choose_actions(logits, greedy=False, others=(0, 0)):
-    """Sample an action from each row of logits (E, A): argmax of p / Exp(1) noise is distributed as p.
+    """An action for each row of logits (E, A), sampled or the likeliest.  -> (E,)
 
-    others: how many rows before and after these belong to other processes. Noise is drawn for all rows, so
-    that a row gets the same noise whichever process holds it.
+    argmax of p / Exp(1) noise is distributed as p: the Gumbel-max trick without logarithms. others: how many
+    rows other processes hold before and after these. Each process draws the noise of all rows, so that an
+    action does not depend on the process.
     """
-    (E, A), (before, after) = logits.shape, others
-    noise = 1.0 if greedy else logits.new_empty(before + E + after, A).exponential_()[before:before + E]
-    return (logits.softmax(-1) / noise).argmax(-1)                                           # (E,)
+    probs = logits.softmax(-1)
+    if greedy:
+        return probs.argmax(-1)
+    before, after = others
+    num_rows, num_actions = logits.shape
+    noise = logits.new_empty(before + num_rows + after, num_actions).exponential_()
+    return (probs / noise[before:before + num_rows]).argmax(-1)
 
 
 # Network
@@ -165,39 +174,44 @@ CONVOLUTIONS = {  # of the image encoders: channels, kernel, stride
 
 
 class Agent(nn.Module):
-    """Encoder with a policy head and a value head.  obs (E, *obs_shape) -> logits (E, A), values (E,)"""
+    """Encoder, policy head and value head.  obs (E, *obs_shape) -> logits (E, A), values (E,)"""
 
     def __init__(self, env, network="small", hidden_size=128, dtype="float32"):
         super().__init__()
-        self.decode, self.high, self.bfloat16 = env.decode, env.obs_high, dtype == "bfloat16"
+        self.decode = env.decode  # unpacks observations
+        self.obs_high = env.obs_high
+        self.bfloat16 = dtype == "bfloat16"
         if len(env.obs_shape) == 1:
             layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
         else:
             layers = []
-            for width, kernel, stride in CONVOLUTIONS[network]:
-                layers += [nn.LazyConv2d(width, kernel, stride), nn.ReLU()]
+            for channels, kernel, stride in CONVOLUTIONS[network]:
+                layers += [nn.LazyConv2d(channels, kernel, stride), nn.ReLU()]
             layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         with as_bad_input(f"--network {network}: images of shape {env.obs_shape} are too small"):
-            self.body(torch.zeros(1, *env.obs_shape))  # initialises the lazy layers
-        self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
+            self.body(torch.zeros(1, *env.obs_shape))  # sizes the lazy layers
+        self.policy = nn.Linear(hidden_size, env.num_actions)
+        self.value = nn.Linear(hidden_size, 1)
+        gains = {self.policy: 0.01, self.value: 1.0}  # the policy begins nearly uniform
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
-                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, 2**0.5)  # at first, nearly uniform
-                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.orthogonal_(layer.weight, gains.get(layer, 2**0.5))  # for ReLU
                 nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
         with torch.autocast(obs.device.type, torch.bfloat16, self.bfloat16):
-            hidden = self.body(self.decode(obs) * (1 / self.high))  # a float32 copy: the env overwrites obs
+            # The product is a float32 copy: the graph keeps it, and the environment overwrites obs.
+            hidden = self.body(self.decode(obs) * (1 / self.obs_high))
             return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
 def forward(network, obs, chunk):
-    """The network's outputs for any number of rows, computed `chunk` rows at a time."""
+    """Logits and values of any number of observations, computed `chunk` at a time."""
     outputs = [network(rows) for rows in obs.split(chunk)]
-    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    logits, values = zip(*outputs, strict=True)
+    return torch.cat(logits), torch.cat(values)
 
 
 # Processes: those that torchrun started, if it did. Each holds all weights and its share of the environments.
