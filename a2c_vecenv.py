@@ -257,72 +257,79 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def all_rows(rows, env):
-    """Columns of this process's environments -> of all environments.  (..., env.num_envs) -> (..., all)"""
-    return all_reduce(nn.functional.pad(rows, env.others))  # exact: each process adds zeros elsewhere
+    """Columns of this process's environments -> of all.  (..., env.num_envs) -> (..., num_envs)"""
+    return all_reduce(nn.functional.pad(rows, env.others))  # exact: the others add zeros
 
 
-# Rollout and evaluation
+# Rollout, evaluation, metrics
 
 
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
-    first, stop = (rank * num_envs // WORLD_SIZE for rank in (RANK, RANK + 1))
-    goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
-    env = pixels.make_vec(args.env_id, stop - first, device, **goal | parse_options(args.env_kwargs))
+    first = RANK * num_envs // WORLD_SIZE
+    stop = (RANK + 1) * num_envs // WORLD_SIZE
+    options = parse_options(args.env_kwargs)
+    if args.env_id in pixels.VEC_ENVS:  # the goal environments
+        options = {"alpha": args.alpha} | options
+    env = pixels.make_vec(args.env_id, stop - first, device, **options)
     return pixels.RecordEpisodeStatistics(env, others=(first, num_envs - stop))
 
 
 def rollout(agent, env, obs, args):
-    """num_steps of every environment with the current policy.
-
-    -> the next obs; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values have a
-    graph. Passes without gradient call agent.forward, which is not compiled, as their number of rows varies.
-    """
-    steps, cut_obs = [], []
+    """num_steps of all environments with the current policy.  -> the next obs, (T, E) tensors by name"""
+    steps = []
+    truncated_obs = []  # the last ones of the episodes that a time limit truncated
     for _ in range(args.num_steps):
         logits, values = forward(agent, obs, args.chunk)
         actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
         if args.bootstrap_truncated and bool(truncated.any()):
-            cut_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
-        told = {x: info[x] for x in ("reset_mask", "success", "dist", "episode_return", "episode_length")}
-        steps.append(told | dict(logits=logits, values=values, actions=actions, rewards=rewards,
-                                 terminated=terminated, truncated=truncated))
+            ended = info["reset_mask"]  # final_obs has only their rows
+            truncated_obs.append(info["final_obs"][truncated[ended]])
+        step = dict(logits=logits, values=values, actions=actions, rewards=rewards,
+                    terminated=terminated, truncated=truncated)
+        for name in ("reset_mask", "success", "dist", "episode_return", "episode_length"):
+            step[name] = info[name]
+        steps.append(step)
 
-    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
-    log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
+    batch = {}
+    for name in steps[0]:
+        batch[name] = torch.stack([step[name] for step in steps])  # (T, E)
+    log_pi = batch.pop("logits").log_softmax(-1)  # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
 
-    # The obs after a truncation is the first of the next episode: bootstrap from final_obs, or not at all.
-    with torch.no_grad():
-        last_values, *cut_values = [forward(agent.forward, x, args.chunk)[1] for x in (obs, *cut_obs)]
-        next_values = torch.cat([batch["values"][1:], last_values[None]])                    # (T, E)
-        next_values[batch["truncated"]] = torch.cat(cut_values) if cut_values else 0.0
-    return obs, batch | dict(next_values=next_values)
+    with torch.no_grad():  # agent.forward is not compiled: here the number of rows varies
+        _, last_values = forward(agent.forward, obs, args.chunk)  # (E,)
+        next_values = torch.cat([batch["values"][1:], last_values[None]])  # (T, E)
+        next_values.masked_fill_(batch["truncated"], 0.0)  # there it is the next episode's
+        if truncated_obs:
+            final_values = [forward(agent.forward, x, args.chunk)[1] for x in truncated_obs]
+            next_values[batch["truncated"]] = torch.cat(final_values)
+    batch["next_values"] = next_values
+    return obs, batch  # its logprobs, entropies and values have a graph
 
 
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
-    """Play eval_episodes episodes, as many in each environment, or short ones would be preferred."""
+    """Play eval_episodes episodes, equally many in each environment: the first to end are the short ones."""
     torch.manual_seed(args.seed)  # every evaluation draws the same noise
-    obs, found = env.reset(args.seed + 1_000_000), []  # not the initial states of training
-    number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of each row's current episode
+    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
+    results = []
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
-        ended = torch.stack([info["success"], info["episode_length"], info["episode_return"]], -1)
-        found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
+        result = [info["success"], info["episode_length"], info["episode_return"]]
+        counts = info["reset_mask"] & (number < args.eval_episodes)
+        results.append(torch.stack(result, -1)[counts])  # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
-    success, lengths, returns = torch.cat(gather(found)).unbind(-1)
-    steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch takes the lower median
+    success, lengths, returns = torch.cat(gather(results)).unbind(-1)
+    steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
             prefix + "return": returns.mean().item()}
-
-
-# Metrics
 
 
 MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="reset_mask",
@@ -331,29 +338,31 @@ MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncate
 
 
 def rollout_means(batch, num_actions):
-    """The means of one rollout, and the frequency of each action.  -> (len(MEANS) + num_actions,) float64"""
-    chosen = [batch["actions"] == action for action in range(num_actions)]
-    numbers = [*(batch[name] for name in MEANS.values()), *chosen]
+    """Means of the tensors in MEANS, frequencies of actions.  -> (len(MEANS) + num_actions,) float64"""
+    numbers = [batch[name] for name in MEANS.values()]
+    numbers += [batch["actions"] == action for action in range(num_actions)]
     return torch.stack([number.mean(dtype=torch.float64) for number in numbers])
 
 
 def window_metrics(window, grad_norms, batch, args, env):
-    """A record's metrics, of all processes: means over a window of rollouts, statistics of its last batch.
-
-    They are computed on the device and cross to the host in one tensor.
-    """
+    """Over all processes: means of a window of rollouts, statistics of its last; one copy to the host."""
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
-    distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
+    rows = torch.stack([batch["dist"], batch["values"], batch["returns"]])
+    distances, values, returns = all_rows(rows, env)
     last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
-    unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
-    last |= dict(value_mean=values.mean(), value_std=values.std(correction=0),
-                 explained_variance=1 - unexplained, grad_norm=torch.stack(grad_norms).mean())
+    last["value_mean"] = values.mean()
+    last["value_std"] = values.std(correction=0)
+    unexplained = (returns - values).var(correction=0)
+    last["explained_variance"] = 1 - unexplained / returns.var(correction=0).clamp(min=1e-8)
+    last["grad_norm"] = torch.stack(grad_norms).mean()
+    names = [*last, *MEANS]
     numbers = torch.cat([torch.stack([*last.values()]), means]).tolist()
-    metrics = dict(zip([*last, *MEANS], numbers, strict=False))
+    metrics = dict(zip(names, numbers, strict=False))  # the rest are frequencies of actions
     num_steps = len(window) * args.num_steps * args.num_envs
-    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(metrics):]]
-    ended = max(metrics["reset_rate"], 1e-12)  # episodes per step
-    return metrics | {x: metrics[x] / ended for x in ("success_rate", "episode_return", "episode_length")}
+    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
+    for name in ("success_rate", "episode_return", "episode_length"):  # per step -> per episode
+        metrics[name] /= max(metrics["reset_rate"], 1e-12)
+    return metrics
 
 
 # Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
