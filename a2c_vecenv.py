@@ -545,37 +545,72 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
-# Main: set-up, then the loop
+# Main: set-up, in which errors in the input are found, then the loop
 
 
 def main(args):
     """Train.  -> the last record's numbers"""
-    # Set-up: errors in the input are found here, before anything is trained.
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
-    env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
+    env = make_env(args, args.num_envs, device)
+    eval_env = make_env(args, args.eval_envs, device)
     torch.manual_seed(args.seed)
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
-    env_state = run.state.get("env")  # None also where it cannot be saved: other episodes than before begin
-    obs = env.load_state_dict(env_state) if env_state else env.reset(args.seed + run.counters["env_steps"])
+    if run.state.get("env"):
+        obs = env.load_state_dict(run.state["env"])
+    else:  # new episodes, in a resumed run too if its environment cannot be saved
+        obs = env.reset(args.seed + run.counters["env_steps"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
-    start, rollout_steps = run.counters["iteration"] + 1, args.num_envs * args.num_steps
-    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x {args.num_steps} "
-                 f"steps = {rollout_steps} steps a rollout, on {device}")
-    window, grad_norms, batch, metrics, stop = [], [], {}, {}, []
+    start = run.counters["iteration"] + 1
+    rollout_steps = args.num_envs * args.num_steps
+    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
+                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}")
+    window, grad_norms = [], []  # of the rollouts and updates since the last record
+    batch, metrics = {}, {}
+    stop = []  # not empty once SIGTERM has arrived
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+
+    def after_update(iteration):
+        """Log, evaluate, save a checkpoint, each when it is due.  -> whether to stop early"""
+        nonlocal metrics
+        last = iteration == args.iterations
+        evaluate_now = last or args.eval_every and iteration % args.eval_every == 0
+        save_now = last or iteration % args.checkpoint_every == 0
+        if not (evaluate_now or save_now or iteration % args.log_every == 0):
+            return False
+        metrics = window_metrics(window, grad_norms, batch, args, env)
+        window.clear()
+        grad_norms.clear()
+        if evaluate_now:
+            with run.timed("eval"):
+                metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has this call
+            ctypes.CDLL(None).malloc_trim(0)  # else freed pieces between live tensors accumulate
+        run.record(metrics)
+        stopped = any(gather(stop))
+        if save_now or stopped:
+            if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
+                raise FloatingPointError("a weight is not finite")
+            with run.timed("checkpoint"):
+                state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                             env=pixels.join_states(gather([env.state_dict()])))
+                run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
+        if stopped:
+            print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
+        return stopped
 
     try:
         for iteration in range(start, args.iterations + 1):
-            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator state
-            frac = 1 - args.anneal * (iteration - 1) / args.iterations
+            # No two iterations or runs share a seed, and a resume needs no generator state.
+            torch.manual_seed(args.seed * 1_000_003 + iteration)
+            frac = 1 - (iteration - 1) / args.iterations if args.anneal else 1.0
 
             for _ in range(args.update_every):
                 # 1. Rollout: num_steps of all environments; the graph of the forward passes is kept.
@@ -587,14 +622,15 @@ def main(args):
                                  batch["reset_mask"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
-                    everyone = all_rows(advantages, env)
-                    advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
+                    all_advantages = all_rows(advantages, env)
+                    advantages = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
 
-                # 3. Gradient: its sum over processes is that of the mean loss over all rollouts and rows.
+                # 3. Gradient: summed over processes, that of the mean over all rollouts and rows.
                 loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
-                    batch["logprobs"], batch["entropies"], batch["values"], advantages, batch["returns"],
-                    args.value_coef, args.entropy_coef * frac)
-                (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
+                    batch["logprobs"], batch["entropies"], batch["values"], advantages,
+                    batch["returns"], args.value_coef, args.entropy_coef * frac)
+                share = env.num_envs / args.num_envs  # of this process
+                (loss * share / args.update_every).backward()
                 batch = {name: tensor.detach() for name, tensor in batch.items()}  # frees the graph
                 window.append(rollout_means(batch, env.num_actions))
 
@@ -609,29 +645,7 @@ def main(args):
                                  env_steps=iteration * args.update_every * rollout_steps)
 
             # 5. Log, evaluate, checkpoint.
-            log_now, evaluate_now, save_now = (
-                iteration == args.iterations or every and iteration % every == 0
-                for every in (args.log_every, args.eval_every, args.checkpoint_every))
-            if not (log_now or evaluate_now or save_now):
-                continue
-            metrics = window_metrics(window, grad_norms, batch, args, env)
-            window, grad_norms = [], []
-            if evaluate_now:
-                with run.timed("eval"):
-                    metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
-            with contextlib.suppress(OSError, AttributeError):  # glibc has this call, other systems do not
-                ctypes.CDLL(None).malloc_trim(0)  # else free pieces between live tensors pile up over updates
-            run.record(metrics)
-            stopped = any(gather(stop))
-            if save_now or stopped:
-                if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
-                    raise FloatingPointError("a weight is not finite")
-                with run.timed("checkpoint"):
-                    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                                 env=pixels.join_states(gather([env.state_dict()])))
-                    run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
-            if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
+            if after_update(iteration):
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
@@ -641,12 +655,12 @@ def main(args):
 
 
 def self_test():
-    """Learn a toy world in about 20 s; print the verdict as JSON on the last line.  -> exit code"""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is for the CPU
+    """Learn a toy world in 20 s; print the verdict as JSON on the last line.  -> exit code"""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a test of the CPU
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=300,
                             eval_every=0, run_dir=folder))
-    ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # none after SIGTERM
+    ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # SIGTERM leaves it out
     print(json.dumps(dict(ok=ok) | metrics))
     return 0 if ok else 1
 
@@ -654,6 +668,8 @@ def self_test():
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        sys.exit(self_test()) if args.self_test else main(args)
+        if args.self_test:
+            sys.exit(self_test())
+        main(args)
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
