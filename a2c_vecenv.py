@@ -2,12 +2,12 @@
 
     loss = mean[ -A_t log pi(a_t|s_t) + value_coef (R_t - V(s_t))^2 - entropy_coef H(pi(.|s_t)) ]
 
-Advantages are n-step returns minus values (arXiv:1602.01783, algorithm S3), or GAE (arXiv:1506.02438). Two
-deviations from A3C: the actors are rows of one batch, updated synchronously; and an episode that a time limit
-truncates bootstraps from the value of its last observation (arXiv:1712.00378).
+Advantages are n-step returns minus values (arXiv:1602.01783, algorithm S3), or GAE (arXiv:1506.02438). Unlike
+in A3C, the actors are rows of one batch, updated synchronously; and an episode that a time limit truncates
+bootstraps from the value of its last observation (arXiv:1712.00378).
 
-The update uses the weights that collected the data. So the forward pass that sampled the actions is also the
-one that is differentiated: its graph is kept, no observation is stored, and there is no second pass.
+The update uses the weights that collected the data, so the forward pass that sampled the actions is also the
+one that is differentiated: its graph is kept, observations are not, and there is no second pass.
 
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
     python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
@@ -107,7 +107,9 @@ class Args:
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
         flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
-        return flags if self.anneal else flags | {"iterations"}
+        if not self.anneal:
+            flags.add("iterations")
+        return flags
 
 
 TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
@@ -124,34 +126,41 @@ def gae(rewards, values, next_values, terminated, done, gamma, lam):
     episode). next_values[t] is V of the observation that step t returned *before* any autoreset, so that a
     time limit still bootstraps. lam = 1 gives n-step returns minus values, lam = 0 the TD error.
     """
-    deltas = rewards + gamma * next_values * ~terminated - values                            # (T, E)
-    decay = gamma * lam * ~done
-    advantages, trace = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    deltas = rewards + gamma * next_values * ~terminated - values  # (T, E)
+    decay = gamma * lam * ~done  # (T, E)
+    advantages = torch.empty_like(deltas)
+    trace = torch.zeros_like(deltas[0])  # (E,)
     for t in reversed(range(len(deltas))):
-        advantages[t] = trace = deltas[t] + decay[t] * trace
+        trace = deltas[t] + decay[t] * trace
+        advantages[t] = trace
     return advantages
 
 
 def a2c_loss(logprobs, entropies, values, advantages, returns, value_coef, entropy_coef):
-    """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  (T, E) -> scalars
+    """Policy gradient, value regression, entropy bonus (arXiv:1602.01783, section 4).  All (T, E).
 
-    Gradients flow through logprobs, entropies and values; advantages and returns are constants.
-    -> loss, policy loss, value loss
+    Advantages and returns are constants, without a gradient.  -> loss, policy loss, value loss
     """
     policy_loss = -(advantages * logprobs).mean()
     value_loss = (returns - values).square().mean()
-    return policy_loss + value_coef * value_loss - entropy_coef * entropies.mean(), policy_loss, value_loss
+    loss = policy_loss + value_coef * value_loss - entropy_coef * entropies.mean()
+    return loss, policy_loss, value_loss
 
 
 def choose_actions(logits, greedy=False, others=(0, 0)):
-    """Sample an action from each row of logits (E, A): argmax of p / Exp(1) noise is distributed as p.
+    """An action for each row of logits (E, A), sampled or the likeliest.  -> (E,)
 
-    others: how many rows before and after these belong to other processes. Noise is drawn for all rows, so
-    that a row gets the same noise whichever process holds it.
+    argmax of p / Exp(1) noise is distributed as p: the Gumbel-max trick without logarithms. others: how many
+    rows other processes hold before and after these. Each process draws the noise of all rows, so that an
+    action does not depend on the process.
     """
-    (E, A), (before, after) = logits.shape, others
-    noise = 1.0 if greedy else logits.new_empty(before + E + after, A).exponential_()[before:before + E]
-    return (logits.softmax(-1) / noise).argmax(-1)                                           # (E,)
+    probs = logits.softmax(-1)
+    if greedy:
+        return probs.argmax(-1)
+    before, after = others
+    num_rows, num_actions = logits.shape
+    noise = logits.new_empty(before + num_rows + after, num_actions).exponential_()
+    return (probs / noise[before:before + num_rows]).argmax(-1)
 
 
 # Network
@@ -165,39 +174,44 @@ CONVOLUTIONS = {  # of the image encoders: channels, kernel, stride
 
 
 class Agent(nn.Module):
-    """Encoder with a policy head and a value head.  obs (E, *obs_shape) -> logits (E, A), values (E,)"""
+    """Encoder, policy head and value head.  obs (E, *obs_shape) -> logits (E, A), values (E,)"""
 
     def __init__(self, env, network="small", hidden_size=128, dtype="float32"):
         super().__init__()
-        self.decode, self.high, self.bfloat16 = env.decode, env.obs_high, dtype == "bfloat16"
+        self.decode = env.decode  # unpacks observations
+        self.obs_high = env.obs_high
+        self.bfloat16 = dtype == "bfloat16"
         if len(env.obs_shape) == 1:
             layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
         else:
             layers = []
-            for width, kernel, stride in CONVOLUTIONS[network]:
-                layers += [nn.LazyConv2d(width, kernel, stride), nn.ReLU()]
+            for channels, kernel, stride in CONVOLUTIONS[network]:
+                layers += [nn.LazyConv2d(channels, kernel, stride), nn.ReLU()]
             layers += [nn.Flatten(), nn.LazyLinear(hidden_size), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         with as_bad_input(f"--network {network}: images of shape {env.obs_shape} are too small"):
-            self.body(torch.zeros(1, *env.obs_shape))  # initialises the lazy layers
-        self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
+            self.body(torch.zeros(1, *env.obs_shape))  # sizes the lazy layers
+        self.policy = nn.Linear(hidden_size, env.num_actions)
+        self.value = nn.Linear(hidden_size, 1)
+        gains = {self.policy: 0.01, self.value: 1.0}  # the policy begins nearly uniform
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
-                gain = {self.policy: 0.01, self.value: 1.0}.get(layer, 2**0.5)  # at first, nearly uniform
-                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.orthogonal_(layer.weight, gains.get(layer, 2**0.5))  # for ReLU
                 nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
         with torch.autocast(obs.device.type, torch.bfloat16, self.bfloat16):
-            hidden = self.body(self.decode(obs) * (1 / self.high))  # a float32 copy: the env overwrites obs
+            # The product is a float32 copy: the graph keeps it, and the environment overwrites obs.
+            hidden = self.body(self.decode(obs) * (1 / self.obs_high))
             return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
 def forward(network, obs, chunk):
-    """The network's outputs for any number of rows, computed `chunk` rows at a time."""
+    """Logits and values of any number of observations, computed `chunk` at a time."""
     outputs = [network(rows) for rows in obs.split(chunk)]
-    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    logits, values = zip(*outputs, strict=True)
+    return torch.cat(logits), torch.cat(values)
 
 
 # Processes: those that torchrun started, if it did. Each holds all weights and its share of the environments.
@@ -243,72 +257,79 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def all_rows(rows, env):
-    """Columns of this process's environments -> of all environments.  (..., env.num_envs) -> (..., all)"""
-    return all_reduce(nn.functional.pad(rows, env.others))  # exact: each process adds zeros elsewhere
+    """Columns of this process's environments -> of all.  (..., env.num_envs) -> (..., num_envs)"""
+    return all_reduce(nn.functional.pad(rows, env.others))  # exact: the others add zeros
 
 
-# Rollout and evaluation
+# Rollout, evaluation, metrics
 
 
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
-    first, stop = (rank * num_envs // WORLD_SIZE for rank in (RANK, RANK + 1))
-    goal = {"alpha": args.alpha} if args.env_id in pixels.VEC_ENVS else {}
-    env = pixels.make_vec(args.env_id, stop - first, device, **goal | parse_options(args.env_kwargs))
+    first = RANK * num_envs // WORLD_SIZE
+    stop = (RANK + 1) * num_envs // WORLD_SIZE
+    options = parse_options(args.env_kwargs)
+    if args.env_id in pixels.VEC_ENVS:  # the goal environments
+        options = {"alpha": args.alpha} | options
+    env = pixels.make_vec(args.env_id, stop - first, device, **options)
     return pixels.RecordEpisodeStatistics(env, others=(first, num_envs - stop))
 
 
 def rollout(agent, env, obs, args):
-    """num_steps of every environment with the current policy.
-
-    -> the next obs; a dict of (num_steps, num_envs) tensors, of which logprobs, entropies and values have a
-    graph. Passes without gradient call agent.forward, which is not compiled, as their number of rows varies.
-    """
-    steps, cut_obs = [], []
+    """num_steps of all environments with the current policy.  -> the next obs, (T, E) tensors by name"""
+    steps = []
+    truncated_obs = []  # the last ones of the episodes that a time limit truncated
     for _ in range(args.num_steps):
         logits, values = forward(agent, obs, args.chunk)
         actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
         if args.bootstrap_truncated and bool(truncated.any()):
-            cut_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
-        told = {x: info[x] for x in ("reset_mask", "success", "dist", "episode_return", "episode_length")}
-        steps.append(told | dict(logits=logits, values=values, actions=actions, rewards=rewards,
-                                 terminated=terminated, truncated=truncated))
+            ended = info["reset_mask"]  # final_obs has only their rows
+            truncated_obs.append(info["final_obs"][truncated[ended]])
+        step = dict(logits=logits, values=values, actions=actions, rewards=rewards,
+                    terminated=terminated, truncated=truncated)
+        for name in ("reset_mask", "success", "dist", "episode_return", "episode_length"):
+            step[name] = info[name]
+        steps.append(step)
 
-    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}         # (T, E)
-    log_pi = batch.pop("logits").log_softmax(-1)                                             # (T, E, A)
+    batch = {}
+    for name in steps[0]:
+        batch[name] = torch.stack([step[name] for step in steps])  # (T, E)
+    log_pi = batch.pop("logits").log_softmax(-1)  # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
 
-    # The obs after a truncation is the first of the next episode: bootstrap from final_obs, or not at all.
-    with torch.no_grad():
-        last_values, *cut_values = [forward(agent.forward, x, args.chunk)[1] for x in (obs, *cut_obs)]
-        next_values = torch.cat([batch["values"][1:], last_values[None]])                    # (T, E)
-        next_values[batch["truncated"]] = torch.cat(cut_values) if cut_values else 0.0
-    return obs, batch | dict(next_values=next_values)
+    with torch.no_grad():  # agent.forward is not compiled: here the number of rows varies
+        _, last_values = forward(agent.forward, obs, args.chunk)  # (E,)
+        next_values = torch.cat([batch["values"][1:], last_values[None]])  # (T, E)
+        next_values.masked_fill_(batch["truncated"], 0.0)  # there it is the next episode's
+        if truncated_obs:
+            final_values = [forward(agent.forward, x, args.chunk)[1] for x in truncated_obs]
+            next_values[batch["truncated"]] = torch.cat(final_values)
+    batch["next_values"] = next_values
+    return obs, batch  # its logprobs, entropies and values have a graph
 
 
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
-    """Play eval_episodes episodes, as many in each environment, or short ones would be preferred."""
+    """Play eval_episodes episodes, equally many in each environment: the first to end are the short ones."""
     torch.manual_seed(args.seed)  # every evaluation draws the same noise
-    obs, found = env.reset(args.seed + 1_000_000), []  # not the initial states of training
-    number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of each row's current episode
+    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
+    results = []
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
-        ended = torch.stack([info["success"], info["episode_length"], info["episode_return"]], -1)
-        found.append(ended[info["reset_mask"] & (number < args.eval_episodes)])              # (ended, 3)
+        result = [info["success"], info["episode_length"], info["episode_return"]]
+        counts = info["reset_mask"] & (number < args.eval_episodes)
+        results.append(torch.stack(result, -1)[counts])  # (ended, 3)
         number += args.eval_envs * info["reset_mask"]
 
-    success, lengths, returns = torch.cat(gather(found)).unbind(-1)
-    steps = lengths[success > 0].median().item() if success.any() else 0.0  # torch takes the lower median
+    success, lengths, returns = torch.cat(gather(results)).unbind(-1)
+    steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
             prefix + "return": returns.mean().item()}
-
-
-# Metrics
 
 
 MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncated", reset_rate="reset_mask",
@@ -317,29 +338,31 @@ MEANS = dict(reward_mean="rewards", done_rate="terminated", trunc_rate="truncate
 
 
 def rollout_means(batch, num_actions):
-    """The means of one rollout, and the frequency of each action.  -> (len(MEANS) + num_actions,) float64"""
-    chosen = [batch["actions"] == action for action in range(num_actions)]
-    numbers = [*(batch[name] for name in MEANS.values()), *chosen]
+    """Means of the tensors in MEANS, frequencies of actions.  -> (len(MEANS) + num_actions,) float64"""
+    numbers = [batch[name] for name in MEANS.values()]
+    numbers += [batch["actions"] == action for action in range(num_actions)]
     return torch.stack([number.mean(dtype=torch.float64) for number in numbers])
 
 
 def window_metrics(window, grad_norms, batch, args, env):
-    """A record's metrics, of all processes: means over a window of rollouts, statistics of its last batch.
-
-    They are computed on the device and cross to the host in one tensor.
-    """
+    """Over all processes: means of a window of rollouts, statistics of its last; one copy to the host."""
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
-    distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
+    rows = torch.stack([batch["dist"], batch["values"], batch["returns"]])
+    distances, values, returns = all_rows(rows, env)
     last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
-    unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
-    last |= dict(value_mean=values.mean(), value_std=values.std(correction=0),
-                 explained_variance=1 - unexplained, grad_norm=torch.stack(grad_norms).mean())
+    last["value_mean"] = values.mean()
+    last["value_std"] = values.std(correction=0)
+    unexplained = (returns - values).var(correction=0)
+    last["explained_variance"] = 1 - unexplained / returns.var(correction=0).clamp(min=1e-8)
+    last["grad_norm"] = torch.stack(grad_norms).mean()
+    names = [*last, *MEANS]
     numbers = torch.cat([torch.stack([*last.values()]), means]).tolist()
-    metrics = dict(zip([*last, *MEANS], numbers, strict=False))
+    metrics = dict(zip(names, numbers, strict=False))  # the rest are frequencies of actions
     num_steps = len(window) * args.num_steps * args.num_envs
-    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(metrics):]]
-    ended = max(metrics["reset_rate"], 1e-12)  # episodes per step
-    return metrics | {x: metrics[x] / ended for x in ("success_rate", "episode_return", "episode_length")}
+    metrics["action_hist"] = [round(share * num_steps) for share in numbers[len(names):]]
+    for name in ("success_rate", "episode_return", "episode_length"):  # per step -> per episode
+        metrics[name] /= max(metrics["reset_rate"], 1e-12)
+    return metrics
 
 
 # Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
@@ -522,37 +545,72 @@ class Run:
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
-# Main: set-up, then the loop
+# Main: set-up, in which errors in the input are found, then the loop
 
 
 def main(args):
     """Train.  -> the last record's numbers"""
-    # Set-up: errors in the input are found here, before anything is trained.
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
-    env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
+    env = make_env(args, args.num_envs, device)
+    eval_env = make_env(args, args.eval_envs, device)
     torch.manual_seed(args.seed)
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
     if run.checkpoint:
         agent.load_state_dict(run.state["agent"])
         optimizer.load_state_dict(run.state["optimizer"])
-    env_state = run.state.get("env")  # None also where it cannot be saved: other episodes than before begin
-    obs = env.load_state_dict(env_state) if env_state else env.reset(args.seed + run.counters["env_steps"])
+    if run.state.get("env"):
+        obs = env.load_state_dict(run.state["env"])
+    else:  # new episodes, in a resumed run too if its environment cannot be saved
+        obs = env.reset(args.seed + run.counters["env_steps"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
-    start, rollout_steps = run.counters["iteration"] + 1, args.num_envs * args.num_steps
-    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x {args.num_steps} "
-                 f"steps = {rollout_steps} steps a rollout, on {device}")
-    window, grad_norms, batch, metrics, stop = [], [], {}, {}, []
+    start = run.counters["iteration"] + 1
+    rollout_steps = args.num_envs * args.num_steps
+    print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
+                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}")
+    window, grad_norms = [], []  # of the rollouts and updates since the last record
+    batch, metrics = {}, {}
+    stop = []  # not empty once SIGTERM has arrived
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+
+    def after_update(iteration):
+        """Log, evaluate, save a checkpoint, each when it is due.  -> whether to stop early"""
+        nonlocal metrics
+        last = iteration == args.iterations
+        evaluate_now = last or args.eval_every and iteration % args.eval_every == 0
+        save_now = last or iteration % args.checkpoint_every == 0
+        if not (evaluate_now or save_now or iteration % args.log_every == 0):
+            return False
+        metrics = window_metrics(window, grad_norms, batch, args, env)
+        window.clear()
+        grad_norms.clear()
+        if evaluate_now:
+            with run.timed("eval"):
+                metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has this call
+            ctypes.CDLL(None).malloc_trim(0)  # else freed pieces between live tensors accumulate
+        run.record(metrics)
+        stopped = any(gather(stop))
+        if save_now or stopped:
+            if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
+                raise FloatingPointError("a weight is not finite")
+            with run.timed("checkpoint"):
+                state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                             env=pixels.join_states(gather([env.state_dict()])))
+                run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
+        if stopped:
+            print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
+        return stopped
 
     try:
         for iteration in range(start, args.iterations + 1):
-            torch.manual_seed(args.seed * 1_000_003 + iteration)  # a resume needs no generator state
-            frac = 1 - args.anneal * (iteration - 1) / args.iterations
+            # No two iterations or runs share a seed, and a resume needs no generator state.
+            torch.manual_seed(args.seed * 1_000_003 + iteration)
+            frac = 1 - (iteration - 1) / args.iterations if args.anneal else 1.0
 
             for _ in range(args.update_every):
                 # 1. Rollout: num_steps of all environments; the graph of the forward passes is kept.
@@ -564,14 +622,15 @@ def main(args):
                                  batch["reset_mask"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
-                    everyone = all_rows(advantages, env)
-                    advantages = (advantages - everyone.mean()) / (everyone.std() + 1e-8)
+                    all_advantages = all_rows(advantages, env)
+                    advantages = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
 
-                # 3. Gradient: its sum over processes is that of the mean loss over all rollouts and rows.
+                # 3. Gradient: summed over processes, that of the mean over all rollouts and rows.
                 loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
-                    batch["logprobs"], batch["entropies"], batch["values"], advantages, batch["returns"],
-                    args.value_coef, args.entropy_coef * frac)
-                (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
+                    batch["logprobs"], batch["entropies"], batch["values"], advantages,
+                    batch["returns"], args.value_coef, args.entropy_coef * frac)
+                share = env.num_envs / args.num_envs  # of this process
+                (loss * share / args.update_every).backward()
                 batch = {name: tensor.detach() for name, tensor in batch.items()}  # frees the graph
                 window.append(rollout_means(batch, env.num_actions))
 
@@ -586,29 +645,7 @@ def main(args):
                                  env_steps=iteration * args.update_every * rollout_steps)
 
             # 5. Log, evaluate, checkpoint.
-            log_now, evaluate_now, save_now = (
-                iteration == args.iterations or every and iteration % every == 0
-                for every in (args.log_every, args.eval_every, args.checkpoint_every))
-            if not (log_now or evaluate_now or save_now):
-                continue
-            metrics = window_metrics(window, grad_norms, batch, args, env)
-            window, grad_norms = [], []
-            if evaluate_now:
-                with run.timed("eval"):
-                    metrics |= evaluate(agent, eval_env, args) | evaluate(agent, eval_env, args, greedy=True)
-            with contextlib.suppress(OSError, AttributeError):  # glibc has this call, other systems do not
-                ctypes.CDLL(None).malloc_trim(0)  # else free pieces between live tensors pile up over updates
-            run.record(metrics)
-            stopped = any(gather(stop))
-            if save_now or stopped:
-                if not all(torch.isfinite(weight).all() for weight in agent.parameters()):
-                    raise FloatingPointError("a weight is not finite")
-                with run.timed("checkpoint"):
-                    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                                 env=pixels.join_states(gather([env.state_dict()])))
-                    run.save(state, lambda folder: (folder / "meta.json").write_text(json.dumps(run.meta)))
-            if stopped:
-                print_rank_0(f"SIGTERM: stopped after iteration {iteration}; go on with --run-dir {run.dir}")
+            if after_update(iteration):
                 break
     except (Exception, KeyboardInterrupt) as error:
         run.fail(error, pixels.receipt_files(env, batch))
@@ -618,12 +655,12 @@ def main(args):
 
 
 def self_test():
-    """Learn a toy world in about 20 s; print the verdict as JSON on the last line.  -> exit code"""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is for the CPU
+    """Learn a toy world in 20 s; print the verdict as JSON on the last line.  -> exit code"""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a test of the CPU
     with tempfile.TemporaryDirectory() as folder:
         metrics = main(Args(env_kwargs=("difficulty=8", "door=false"), network="patch", iterations=300,
                             eval_every=0, run_dir=folder))
-    ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # none after SIGTERM
+    ok = metrics.get("eval/success_rate", 0.0) >= 0.95  # SIGTERM leaves it out
     print(json.dumps(dict(ok=ok) | metrics))
     return 0 if ok else 1
 
@@ -631,6 +668,8 @@ def self_test():
 if __name__ == "__main__":
     try:
         args = tyro.cli(Args)
-        sys.exit(self_test()) if args.self_test else main(args)
+        if args.self_test:
+            sys.exit(self_test())
+        main(args)
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
