@@ -106,14 +106,8 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
-        if not self.anneal:
-            flags.add("iterations")
-        return flags
-
-
-TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
-SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
+        length = set() if self.anneal else {"iterations"}
+        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
 
 
 # Maths
@@ -191,8 +185,7 @@ class Agent(nn.Module):
         self.body = nn.Sequential(*layers)
         with as_bad_input(f"--network {network}: images of shape {env.obs_shape} are too small"):
             self.body(torch.zeros(1, *env.obs_shape))  # sizes the lazy layers
-        self.policy = nn.Linear(hidden_size, env.num_actions)
-        self.value = nn.Linear(hidden_size, 1)
+        self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
         gains = {self.policy: 0.01, self.value: 1.0}  # the policy begins nearly uniform
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -214,60 +207,12 @@ def forward(network, obs, chunk):
     return torch.cat(logits), torch.cat(values)
 
 
-# Processes: those that torchrun started, if it did. Each holds all weights and its share of the environments.
-
-
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-
-
-def start_processes():
-    """Set up this process, and join the others if torchrun started it.  -> its device"""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
-    if UNDER_TORCHRUN:
-        # Each process sees its own GPU alone, as vLLM wants it too.
-        gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], next(dist.rendezvous("env://"))[0])
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def print_rank_0(text):
-    if RANK == 0:
-        tqdm.write(text)  # beside the progress bar
-
-
-def gather(items):
-    """All-gather: the lists of all ranks, concatenated."""
-    parts = [items] * WORLD_SIZE
-    if UNDER_TORCHRUN:
-        dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    if UNDER_TORCHRUN:
-        dist.all_reduce(tensor, op)
-    return tensor
-
-
-def all_rows(rows, env):
-    """Columns of this process's environments -> of all.  (..., env.num_envs) -> (..., num_envs)"""
-    return all_reduce(nn.functional.pad(rows, env.others))  # exact: the others add zeros
-
-
 # Rollout, evaluation, metrics
 
 
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
-    first = RANK * num_envs // WORLD_SIZE
-    stop = (RANK + 1) * num_envs // WORLD_SIZE
+    first, stop = RANK * num_envs // WORLD_SIZE, (RANK + 1) * num_envs // WORLD_SIZE
     options = parse_options(args.env_kwargs)
     if args.env_id in pixels.VEC_ENVS:  # the goal environments
         options = {"alpha": args.alpha} | options
@@ -284,17 +229,14 @@ def rollout(agent, env, obs, args):
         actions = choose_actions(logits.detach(), others=env.others)
         obs, rewards, terminated, truncated, info = env.step(actions)
         if args.bootstrap_truncated and bool(truncated.any()):
-            ended = info["reset_mask"]  # final_obs has only their rows
-            truncated_obs.append(info["final_obs"][truncated[ended]])
-        step = dict(logits=logits, values=values, actions=actions, rewards=rewards,
-                    terminated=terminated, truncated=truncated)
-        for name in ("reset_mask", "success", "dist", "episode_return", "episode_length"):
-            step[name] = info[name]
-        steps.append(step)
+            # final_obs has rows of the episodes that ended alone.
+            truncated_obs.append(info["final_obs"][truncated[info["reset_mask"]]])
+        step = dict(logits=logits, values=values, actions=actions, rewards=rewards, terminated=terminated,
+                    truncated=truncated)
+        names = ("reset_mask", "success", "dist", "episode_return", "episode_length")
+        steps.append(step | {name: info[name] for name in names})
 
-    batch = {}
-    for name in steps[0]:
-        batch[name] = torch.stack([step[name] for step in steps])  # (T, E)
+    batch = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}  # (T, E)
     log_pi = batch.pop("logits").log_softmax(-1)  # (T, E, A)
     batch["logprobs"] = log_pi.gather(-1, batch["actions"][..., None]).squeeze(-1)
     batch["entropies"] = -(log_pi.exp() * log_pi).sum(-1)
@@ -347,8 +289,7 @@ def rollout_means(batch, num_actions):
 def window_metrics(window, grad_norms, batch, args, env):
     """Over all processes: means of a window of rollouts, statistics of its last; one copy to the host."""
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
-    rows = torch.stack([batch["dist"], batch["values"], batch["returns"]])
-    distances, values, returns = all_rows(rows, env)
+    distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
     last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
     last["value_mean"] = values.mean()
     last["value_std"] = values.std(correction=0)
@@ -365,7 +306,68 @@ def window_metrics(window, grad_norms, batch, args, env):
     return metrics
 
 
-# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
+# Machinery: processes, under torchrun. Each holds all weights and its share of the environments; losses and
+# gradients are those of one process.
+
+
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def start_processes():
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
+    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    if UNDER_TORCHRUN:
+        # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
+        gpu = os.environ["LOCAL_RANK"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = visible.split(",")
+            gpu = gpus[int(gpu) % len(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        store, _, _ = next(dist.rendezvous("env://"))
+        # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def print_rank_0(text):
+    if RANK == 0:
+        tqdm.write(text)  # beside the progress bar
+
+
+def gather(items):
+    """All-gather: the lists of all ranks, concatenated."""
+    if not UNDER_TORCHRUN:
+        return [*items]
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, items)
+    return sum(lists, [])
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    if UNDER_TORCHRUN:
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def all_rows(rows, env):
+    """Columns of this process's environments -> of all.  (..., env.num_envs) -> (..., num_envs)"""
+    return all_reduce(nn.functional.pad(rows, env.others))  # exact: the others add zeros
+
+
+# Machinery: run folder. A kill at any moment loses at most the work since the last checkpoint, from which the
+# same command goes on exactly. The same to the letter in all four scripts.
+
+
+TIMES = ("time/eval", "time/checkpoint")  # measured by Run.timed
+SHOWN = ("episode_return", "success_rate", "entropy_mean", "grad_norm", "eval/")  # printed
 
 
 def sha256(path):
@@ -385,55 +387,65 @@ class Run:
 
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
-        self.args, self.meta = args, dict(
-            schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
-            args=json.loads(json.dumps(vars(args))), **identity)
+        self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
+                         args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         # Of two runs that begin in the same second without a --run-dir, one ends here.
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
-        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
-        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
         first_line = self.log.readline()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
-        self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
-            try:
-                manifest = json.loads((folder / "manifest.json").read_text())
-                if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
-                    raise ValueError(f"{bad[0]} is not what was written")
-                self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
-                if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
-                    raise ValueError("the log ends before it")
-                break
-            except (OSError, ValueError, AttributeError) as error:
-                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-                self.checkpoints.pop()
-                if not self.checkpoints:
-                    raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged") from error
+        self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
-        if len(seen := set(gather([self.checkpoint]))) > 1:
+        seen = set(gather([self.checkpoint]))
+        if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        self.times = dict.fromkeys(TIMES, 0.0)
+        self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
-            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+            self.meta["run_id"] = old["run_id"]
+            was = old | old["args"]
+        now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
-        told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags
-                if name not in self.args.may_change | {"args", "run_id"} and was.get(name) != now.get(name)]
-        if told:
-            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
+        may_differ = self.args.may_change | {"args", "run_id"}
+        differ = []
+        for name in now | flags:
+            if name not in may_differ and was.get(name) != now.get(name):
+                differ.append(f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})")
+        if differ:
+            raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
+
+    def load_state(self):
+        """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
+        if not self.checkpoints:
+            return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
+        while self.checkpoints:
+            folder = self.checkpoints[-1]
+            try:
+                manifest = json.loads((folder / "manifest.json").read_text())
+                for name, digest in manifest.items():
+                    if sha256(folder / name) != digest:
+                        raise ValueError(f"{name} is not what was written")
+                state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                if state["log_bytes"] > self.log.seek(0, os.SEEK_END):
+                    raise ValueError("the log ends before it")
+                return state
+            except (OSError, ValueError, AttributeError) as error:
+                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
+                self.checkpoints.pop()
+        raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
         """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
@@ -441,8 +453,9 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
+        config = json.dumps(self.meta | dict(run_id=""))
         self.meta |= dict(
-            config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
+            config_hash=hashlib.sha256(config.encode()).hexdigest(),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -451,7 +464,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'  # as fail and open begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -469,6 +482,12 @@ class Run:
         trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
         return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
 
+    def begin_record(self, now):
+        """From here on times and rates are those of the next record."""
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.clock, self.processor_clock = now, time.process_time()
+        self.env_steps_before = self.counters["env_steps"]
+
     @contextlib.contextmanager
     def timed(self, name):
         began = time.perf_counter()
@@ -477,25 +496,29 @@ class Run:
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
-        now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
+        now = time.perf_counter()
+        seconds = now - self.clock
+        env_steps = self.counters["env_steps"] - self.env_steps_before
+        values = dict(wall_time_s=now - self.started, sps=env_steps / seconds) | values | self.times
+        processor = time.process_time() - self.processor_clock
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
-            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        self.times, self.since = dict.fromkeys(TIMES, 0.0), now
-        if RANK == 0:
-            iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event for all numbers: add_scalar would take longer than all else that is logged.
-            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
-            self.writer.flush()
-            self.write(self.place | values)
-            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
-            self.progress.update(iteration - self.progress.n)
-            tqdm.write(f"{iteration}/{self.progress.total}, {wall_time:.0f} s: {', '.join(shown)}")
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                raise FloatingPointError(f"{name} is {value}")
+        self.begin_record(now)
+        if RANK:
+            return
+        iteration = self.counters["iteration"]
+        # One event for all numbers: add_scalar would take longer than all else that is logged.
+        scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
+        self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+        self.writer.flush()
+        self.write(self.place | values)
+        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        self.progress.update(iteration - self.progress.n)
+        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -505,9 +528,10 @@ class Run:
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
+        temporary = folder.with_name(f".{folder.name}.writing")
+        named = folder.with_name(".state.json.writing")
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
-        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
+        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
@@ -532,17 +556,20 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        path = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
-        what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
+        trace_id = self.place["trace_id"]
+        kind = type(error).__name__
+        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
+        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
+        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
+            for name, data in files.items():
                 (path / name).write_bytes(data)
-            self.write({"trace_id": self.place["trace_id"], "error": what})
+            self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Main: set-up, in which errors in the input are found, then the loop
@@ -552,8 +579,7 @@ def main(args):
     """Train.  -> the last record's numbers"""
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
-    env = make_env(args, args.num_envs, device)
-    eval_env = make_env(args, args.eval_envs, device)
+    env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
     torch.manual_seed(args.seed)
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
@@ -629,8 +655,7 @@ def main(args):
                 loss, batch["policy_loss"], batch["value_loss"] = a2c_loss(
                     batch["logprobs"], batch["entropies"], batch["values"], advantages,
                     batch["returns"], args.value_coef, args.entropy_coef * frac)
-                share = env.num_envs / args.num_envs  # of this process
-                (loss * share / args.update_every).backward()
+                (loss * (env.num_envs / args.num_envs) / args.update_every).backward()
                 batch = {name: tensor.detach() for name, tensor in batch.items()}  # frees the graph
                 window.append(rollout_means(batch, env.num_actions))
 

@@ -1575,7 +1575,17 @@ class Run:
 
     def open(self, total):
         """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
-        self.describe()
+        git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
+                             capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
+        modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
+        versions = {name: sys.modules[name].__version__ for name in modules}
+        config = json.dumps(self.meta | dict(run_id=""))
+        self.meta |= dict(
+            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
+            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
+            argv=sys.argv, started_at=datetime.now(UTC).isoformat())
         if RANK:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
@@ -1592,20 +1602,6 @@ class Run:
                                                     checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
-
-    def describe(self):
-        """Complete the meta line: what is run, where and when."""
-        git = subprocess.run("git describe --always --exclude='*' --abbrev=40 --dirty", shell=True, text=True,
-                             capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
-        modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
-        versions = {name: sys.modules[name].__version__ for name in modules}
-        config = json.dumps(self.meta | dict(run_id=""))
-        self.meta |= dict(
-            config_hash=hashlib.sha256(config.encode()).hexdigest(),
-            git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
-            versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
-            argv=sys.argv, started_at=datetime.now(UTC).isoformat())
 
     @property
     def place(self):
