@@ -110,6 +110,12 @@ class Args:
         return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
 
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it started this process
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 # Maths
 
 
@@ -308,12 +314,6 @@ def window_metrics(window, grad_norms, batch, args, env):
 
 # Machinery: processes, under torchrun. Each holds all weights and its share of the environments; losses and
 # gradients are those of one process.
-
-
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, WORLD_SIZE = 0, 1
-if UNDER_TORCHRUN:
-    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def start_processes():

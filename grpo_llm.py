@@ -170,6 +170,12 @@ class Args:
         return bool(self.lora_rank or self.lora_adapter_path)
 
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it started this process
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 # Maths
 
 
@@ -672,7 +678,8 @@ def observe(r, tokenizer, args):
             segment.append(added, 0, [0.0] * len(added))
             if segment is not r.segments[-1]:
                 r.segments.append(segment)
-            r.text, r.start = text, start
+            r.text = text
+            r.start = start
             return True
     return False
 
@@ -1315,12 +1322,6 @@ class VllmServers(Engine):
 
 # Machinery: processes, under torchrun. Each holds a shard of the weights (FSDP2), plays its share of the
 # episodes and trains on them; losses and gradients are those of one process.
-
-
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, WORLD_SIZE = 0, 1
-if UNDER_TORCHRUN:
-    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def start_processes():
