@@ -1447,9 +1447,10 @@ def distribute(model, device):
     names = set()  # of the classes of layers
     for module in model.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
-    layers = [m for m in model.modules() if type(m).__name__ in names and m is not model]
-    before = layers[0]
-    for module in [*layers, model]:
+    modules = [m for m in model.modules() if type(m).__name__ in names and m is not model]
+    modules.append(model)
+    before = modules[0]
+    for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
         # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
         # rollout the processes do not run equally many.
