@@ -161,13 +161,17 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
     pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
-        return functional.cross_entropy(head(hidden).float(), targets, reduction="none")     # logits (n, V)
+        logits = head(hidden).float()                                       # (n, V)
+        return functional.cross_entropy(logits, targets, reduction="none")  # (n,)
 
-    size = max(1, chunk_elements // len(head.weight))
+    vocabulary = len(head.weight)
+    size = max(1, chunk_elements // vocabulary)  # of a chunk [tokens]
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    return torch.cat([torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
-                      for h, t in zip(hidden.split(size), targets.split(size), strict=True)])
+    losses = []
+    for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        losses.append(torch.utils.checkpoint.checkpoint(of_chunk, *chunk, use_reentrant=False))
+    return torch.cat(losses)
 
 
 def response_loss(model, batch):
@@ -176,14 +180,20 @@ def response_loss(model, batch):
     Rows are padded on the right, so causal attention needs no mask. In packed rows position_ids restart at
     each row, and transformers derives a block-diagonal mask from that (only without use_cache).
     """
-    tokens, positions = batch["tokens"], batch["position_ids"]
-    chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
+    # Token t is predicted at position t - 1: the only shift.
+    inputs = batch["tokens"][:, :-1]                   # (B, T - 1)
+    targets = batch["tokens"][:, 1:]                   # (B, T - 1)
+    chosen = batch["response_mask"][:, 1:].bool()      # (B, T - 1)
+    positions = batch["position_ids"]
+    if positions is not None:
+        positions = positions[:, :-1]                  # (B, T - 1)
 
     def of_pass():
-        decoder, head = model.get_decoder(), model.get_output_embeddings()
-        hidden = decoder(input_ids=tokens[:, :-1], use_cache=False,
-                         position_ids=None if positions is None else positions[:, :-1]).last_hidden_state
-        return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()               # (B, T - 1, H)
+        decoder = model.get_decoder()
+        outputs = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
+        hidden = outputs.last_hidden_state             # (B, T - 1, H)
+        head = model.get_output_embeddings()
+        return token_losses(hidden[chosen], head, targets[chosen]).sum()
 
     return model.as_forward(of_pass)
 
@@ -191,11 +201,18 @@ def response_loss(model, batch):
 def learning_rate(step, steps, args):
     """Linear warm-up, then constant, cosine, or constant with a linear decay (WSD, arXiv:2404.06395)."""
     warm = min(1.0, step / max(args.warmup_steps, 1))
-    start = max(args.warmup_steps, round(steps * (1 - WSD_DECAY)) if args.schedule == "wsd" else 0)
-    progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
-    left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
+    start = args.warmup_steps  # of the decay [steps]
+    if args.schedule == "wsd":
+        start = max(start, round(steps * (1 - WSD_DECAY)))
+    progress = (step - start) / max(steps - start, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    left = 1.0  # of the way from the peak down to the final rate: 1 is the peak
+    if args.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * progress))
+    elif args.schedule == "wsd":
+        left = 1 - progress
     low = args.final_learning_rate
-    return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
+    return args.learning_rate * warm * (low + (1 - low) * left)
 
 
 # Processes, under torchrun: each holds a shard of the weights (FSDP2) and learns from its share of the rows.
@@ -323,12 +340,13 @@ def weights_sha256(model, adapter=""):
 
 def new_model(args, tokenizer, **shape):
     """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape
+    config = LlamaConfig(
+        **shape, vocab_size=len(tokenizer), tie_word_embeddings=True,
+        max_position_embeddings=args.max_length, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(args.seed)
-    return LlamaForCausalLM(LlamaConfig(
-        **dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape,
-        vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=args.max_length,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)).eval()
+    return LlamaForCausalLM(config).eval()
 
 
 CHAT_TEMPLATE = (
@@ -343,9 +361,14 @@ def new_tokenizer(words):
     A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
     more tokens: encoding drops them, and decoding restores them for the verifier.
     """
-    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])
-    ids = {token: number for number, token in enumerate(tokens)}
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    if words:
+        tokens = [*special, *words, ":"]
+    else:
+        tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    ids = {}
+    for token in tokens:
+        ids.setdefault(token, len(ids))  # a word may be in the list twice
     if words:
         core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
@@ -365,17 +388,24 @@ def new_tokenizer(words):
 
 def make_tokenizer(args, env):
     """The model's tokenizer, or a new one, with a padding token and the template of --chat-template."""
-    tokenizer = (from_pretrained(AutoTokenizer, args.model) if args.model
-                 else new_tokenizer(getattr(env, "vocabulary", None)))
+    if args.model:
+        tokenizer = from_pretrained(AutoTokenizer, args.model)
+    else:
+        tokenizer = new_tokenizer(getattr(env, "vocabulary", None))
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids) + PLAIN_TEMPLATE
+    plain = PLAIN_TEMPLATE
+    if tokenizer.bos_token_id in tokenizer("").input_ids:  # it begins every text with its bos
+        plain = "{{ bos_token }}" + plain
     with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                       "template"):
-        named = {"model": tokenizer.get_chat_template() if tokenizer.chat_template else plain, "plain": plain}
-        tokenizer.chat_template = (
-            named.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
+        if args.chat_template not in ("model", "plain"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        elif args.chat_template == "model" and tokenizer.chat_template:
+            tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
+        else:
+            tokenizer.chat_template = plain
         tokenizer.apply_chat_template([dict(role="user", content="hello")])
     return tokenizer
 
@@ -404,14 +434,19 @@ def add_lora(model, args, checkpoint=""):
 @torch.no_grad()
 def check_packing(model, args):
     """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
-    row = torch.arange(32, device=model.device) % len(model.get_output_embeddings().weight)
-    positions, hidden = torch.arange(32, device=model.device).repeat(2)[None], []
+    length = 32  # of each of the two packed rows [tokens]
+    positions = torch.arange(length, device=model.device)
+    row = positions % len(model.get_output_embeddings().weight)  # any tokens of the vocabulary
+    hidden = []
     for first in (row, row.flip(0)):
-        packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
-                                   position_ids=positions, use_cache=False)
+        forward = functools.partial(
+            model.get_decoder(), input_ids=torch.cat([first, row])[None],
+            position_ids=torch.cat([positions, positions])[None], use_cache=False)
         with precision(args, model.device):
-            hidden.append(model.as_forward(packed).last_hidden_state[0, 32:].float())         # (32, H)
-    if (hidden[0] - hidden[1]).norm(dim=-1).max() > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
+            outputs = model.as_forward(forward)
+        hidden.append(outputs.last_hidden_state[0, length:].float())  # of the second row (32, H)
+    change = (hidden[0] - hidden[1]).norm(dim=-1).max()
+    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than bfloat16's rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
@@ -430,8 +465,12 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 def eos_ids(model, tokenizer):
     """Every id that ends a response: the tokenizer's eos and those of the generation config."""
-    ids = model.generation_config.eos_token_id
-    return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    more = model.generation_config.eos_token_id  # one, several or None
+    if more is None:
+        more = []
+    elif not isinstance(more, list):
+        more = [more]
+    return [tokenizer.eos_token_id, *more]
 
 
 # Data: text to tokens. A row of tokens is (ids, mask), two lists; mask is 1 where a token is learned.
