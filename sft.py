@@ -146,6 +146,7 @@ REAL_MODEL = dict(
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
+MIN_PACKED = 128  # a packed row takes at least so many tokens, however short the rows are [tokens]
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
@@ -161,11 +162,10 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
     pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
-        logits = head(hidden).float()                                       # (n, V)
-        return functional.cross_entropy(logits, targets, reduction="none")  # (n,)
+        logits = head(hidden).float()                                   # (n, V)
+        return functional.cross_entropy(logits, targets, reduction="none")
 
-    vocabulary = len(head.weight)
-    size = max(1, chunk_elements // vocabulary)  # of a chunk [tokens]
+    size = max(1, chunk_elements // len(head.weight))  # of a chunk [tokens]
     if len(targets) <= size:
         return of_chunk(hidden, targets)
     losses = []
@@ -181,18 +181,16 @@ def response_loss(model, batch):
     each row, and transformers derives a block-diagonal mask from that (only without use_cache).
     """
     # Token t is predicted at position t - 1: the only shift.
-    inputs = batch["tokens"][:, :-1]                   # (B, T - 1)
-    targets = batch["tokens"][:, 1:]                   # (B, T - 1)
-    chosen = batch["response_mask"][:, 1:].bool()      # (B, T - 1)
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]   # (B, T - 1)
+    chosen = batch["response_mask"][:, 1:].bool()                       # (B, T - 1)
     positions = batch["position_ids"]
     if positions is not None:
-        positions = positions[:, :-1]                  # (B, T - 1)
+        positions = positions[:, :-1]                                   # (B, T - 1)
 
     def of_pass():
-        decoder = model.get_decoder()
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
         outputs = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
-        hidden = outputs.last_hidden_state             # (B, T - 1, H)
-        head = model.get_output_embeddings()
+        hidden = outputs.last_hidden_state                              # (B, T - 1, H)
         return token_losses(hidden[chosen], head, targets[chosen]).sum()
 
     return model.as_forward(of_pass)
@@ -201,16 +199,13 @@ def response_loss(model, batch):
 def learning_rate(step, steps, args):
     """Linear warm-up, then constant, cosine, or constant with a linear decay (WSD, arXiv:2404.06395)."""
     warm = min(1.0, step / max(args.warmup_steps, 1))
-    start = args.warmup_steps  # of the decay [steps]
+    start = args.warmup_steps  # of the decay
     if args.schedule == "wsd":
         start = max(start, round(steps * (1 - WSD_DECAY)))
     progress = (step - start) / max(steps - start, 1)
     progress = min(max(progress, 0.0), 1.0)
-    left = 1.0  # of the way from the peak down to the final rate: 1 is the peak
-    if args.schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * progress))
-    elif args.schedule == "wsd":
-        left = 1 - progress
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    left = {"constant": 1.0, "cosine": cosine, "wsd": 1 - progress}[args.schedule]
     low = args.final_learning_rate
     return args.learning_rate * warm * (low + (1 - low) * left)
 
@@ -361,14 +356,9 @@ def new_tokenizer(words):
     A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
     more tokens: encoding drops them, and decoding restores them for the verifier.
     """
-    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
-    if words:
-        tokens = [*special, *words, ":"]
-    else:
-        tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    ids = {}
-    for token in tokens:
-        ids.setdefault(token, len(ids))  # a word may be in the list twice
+    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])  # each once
+    ids = {token: number for number, token in enumerate(tokens)}
     if words:
         core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
         core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
@@ -434,8 +424,7 @@ def add_lora(model, args, checkpoint=""):
 @torch.no_grad()
 def check_packing(model, args):
     """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
-    length = 32  # of each of the two packed rows [tokens]
-    positions = torch.arange(length, device=model.device)
+    positions = torch.arange(32, device=model.device)  # of each of two rows
     row = positions % len(model.get_output_embeddings().weight)  # any tokens of the vocabulary
     hidden = []
     for first in (row, row.flip(0)):
@@ -444,9 +433,9 @@ def check_packing(model, args):
             position_ids=torch.cat([positions, positions])[None], use_cache=False)
         with precision(args, model.device):
             outputs = model.as_forward(forward)
-        hidden.append(outputs.last_hidden_state[0, length:].float())  # of the second row (32, H)
+        hidden.append(outputs.last_hidden_state[0, len(row):].float())                       # (32, H)
     change = (hidden[0] - hidden[1]).norm(dim=-1).max()
-    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than bfloat16's rounding
+    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
@@ -466,10 +455,8 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 def eos_ids(model, tokenizer):
     """Every id that ends a response: the tokenizer's eos and those of the generation config."""
     more = model.generation_config.eos_token_id  # one, several or None
-    if more is None:
-        more = []
-    elif not isinstance(more, list):
-        more = [more]
+    if not isinstance(more, list):
+        more = [] if more is None else [more]
     return [tokenizer.eos_token_id, *more]
 
 
@@ -483,8 +470,10 @@ def encode(parts, tokenizer):
     """
     ids, mask = [], []
     for text, learned in parts:
-        start = tokenizer.eos_token if ids else ""
-        part = tokenizer(start + text, add_special_tokens=False).input_ids[len(ids) > 0:]
+        if ids:
+            part = tokenizer(tokenizer.eos_token + text, add_special_tokens=False).input_ids[1:]
+        else:
+            part = tokenizer(text, add_special_tokens=False).input_ids
         ids += part
         mask += [learned] * len(part)
     return ids, mask
@@ -493,7 +482,8 @@ def encode(parts, tokenizer):
 def encode_response(messages, response, tokenizer):
     """A prompt and the response to it, which is learned with its eos unless it is blank.  -> (ids, mask)"""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return encode([(prompt, 0), (response + tokenizer.eos_token, int(bool(response.strip())))], tokenizer)
+    learned = 1 if response.strip() else 0
+    return encode([(prompt, 0), (response + tokenizer.eos_token, learned)], tokenizer)
 
 
 def encode_conversation(messages, tokenizer, eos):
@@ -506,18 +496,21 @@ def encode_conversation(messages, tokenizer, eos):
     tagged = bool(re.search(r"{%-?\s*generation\b", template))
     render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
     (text,), spans = render([messages], return_assistant_tokens_mask=tagged)
-    spans = spans[0] if tagged else []  # (start, end) of each turn in the text
-    for turn in [n for n, message in enumerate(messages) if message["role"] == "assistant" and not tagged]:
-        (before,), _ = render([messages[:turn]], add_generation_prompt=True)
-        (after,), _ = render([messages[:turn + 1]])
+    turns = spans[0] if tagged else []  # (start, end) of each in the text
+    for number, message in enumerate(messages):
+        if tagged or message["role"] != "assistant":
+            continue
+        (before,), _ = render([messages[:number]], add_generation_prompt=True)
+        (after,), _ = render([messages[:number + 1]])
         if not after.startswith(before) or not text.startswith(after):
-            raise BadInput(f"--chat-template: it renders message {turn + 1} differently when others follow "
+            raise BadInput(f"--chat-template: it renders message {number + 1} differently when others follow "
                            "or a reply begins; expected one that only appends, or {% generation %} tags")
-        spans.append((len(before), len(after.rstrip())))
+        turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
 
-    parts, done = [], 0
-    eos_pattern = "|".join(map(re.escape, filter(None, tokenizer.convert_ids_to_tokens(eos))))
-    for start, end in spans:
+    parts, done = [], 0  # done: characters of the text that are in parts
+    eos_tokens = filter(None, tokenizer.convert_ids_to_tokens(eos))
+    eos_pattern = "|".join(map(re.escape, eos_tokens))
+    for start, end in turns:
         content, num_eos = re.subn(eos_pattern, "", text[start:end])
         if not num_eos:
             raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
@@ -530,16 +523,24 @@ def encode_conversation(messages, tokenizer, eos):
 
 def text_of(content):
     """The text of a message's content: a string, null, or a list of text blocks."""
-    text = "\n".join(block["text"] for block in content) if isinstance(content, list) else content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        content = "\n".join(block["text"] for block in content)
     # JSON can hold unpaired UTF-16 surrogates, which tokenizers refuse.
-    return re.sub("[\ud800-\udfff]", "\ufffd", "" if text is None else text)
+    return re.sub("[\ud800-\udfff]", "\ufffd", content)
 
 
 def to_messages(value):
     """A list of chat messages or its JSON; contents become strings, null items (parquet's) are removed."""
-    messages = json.loads(value) if isinstance(value, str) else value
-    return [{key: item for key, item in message.items() if item is not None}
-            | dict(role=message["role"], content=text_of(message.get("content"))) for message in messages]
+    if isinstance(value, str):
+        value = json.loads(value)
+    messages = []
+    for given in value:
+        message = {key: item for key, item in given.items() if item is not None}
+        message |= dict(role=given["role"], content=text_of(given.get("content")))
+        messages.append(message)
+    return messages
 
 
 def encode_row(row, tokenizer, args, eos):
@@ -547,12 +548,13 @@ def encode_row(row, tokenizer, args, eos):
     if args.messages_key:
         return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos)
     prompt, response = row[args.prompt_key], row[args.response_key]
-    messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt)
-    return encode_response(messages, text_of(response), tokenizer)
+    if isinstance(prompt, str):
+        prompt = [dict(role="user", content=prompt)]
+    return encode_response(to_messages(prompt), text_of(response), tokenizer)
 
 
 def cut(ids, mask, args):
-    """Truncate to --max-length.  -> (ids, mask), of which nothing may be left to learn"""
+    """Truncate to --max-length.  -> (ids, mask), where perhaps nothing is left to learn"""
     if len(ids) > args.max_length and args.truncation == "error":
         raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
     kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
@@ -560,29 +562,37 @@ def cut(ids, mask, args):
 
 
 def encode_rows(args, side, path, tokenizer, eos, counts):
-    """Write the rows of --train-files, --val-files or a split as an Arrow file, a few in memory at a time."""
+    """Write the rows of --train-files, --val-files or a split as an Arrow file, a few in memory at a time.
+
+    side: train or val. counts: rows cut and rows left out are added.
+    """
+    names = getattr(args, f"{side}_files")
+    split = ""
+    if args.dataset:
+        names = [args.dataset]
+        split = args.splits[0] if side == "train" else args.splits[1]
+    keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
-    keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    split = args.splits[side == "val"] if args.dataset else ""
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
-        for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
+        for name in names:
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
             rows = envs.read_rows(name, where, split, keys, streaming=True)
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
-                    encoded = encode_row(row, tokenizer, args, eos)
-                    ids, mask = cut(*encoded, args)
+                    all_ids, all_mask = encode_row(row, tokenizer, args, eos)
+                    ids, mask = cut(all_ids, all_mask, args)
                 except BadInput as error:
                     raise BadInput(f"{where}, row {number}, {error}") from error
                 except Exception as error:  # a chat template may raise anything
                     raise BadInput(f"{where}, row {number}: expected text or messages in {' and '.join(keys)}"
                                    f", got {reprlib.repr(row)} ({error!r:.200})") from error
-                counts["data/truncated"] += len(ids) < len(encoded[0])
-                counts["data/dropped"] += not any(mask)
+                counts["data/truncated"] += len(ids) < len(all_ids)
                 if any(mask):
                     writer.write(dict(ids=ids, mask=mask))
+                else:
+                    counts["data/dropped"] += 1
         writer.finalize()
     flush_to_disk(temporary)
     temporary.replace(path)
@@ -590,27 +600,41 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
 
 def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> (function: index -> [(ids, mask)], number of rows, held-out rows, counts)"""
-    data, counts = [], {"data/truncated": 0, "data/dropped": 0}
-    for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
+    counts = {"data/truncated": 0, "data/dropped": 0}
+
+    def load(side):
         path = run.dir / "data" / f"{side}.arrow"
         try:
             if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
                 encode_rows(args, side, path, tokenizer, eos, counts)
         finally:
             gather([])  # the other processes wait for it; there is no file if a row was bad
-        data.append(datasets.Dataset.from_file(str(path)))
-    train, val = data[0], data[-1]
-    if len(data) == 1:
+        return datasets.Dataset.from_file(str(path))
+
+    train = load("train")
+    has_val = args.val_files or len(args.splits) == 2
+    if has_val:
+        val = load("val")
+    else:
+        num_val = 0
+        if args.val_ratio:
+            num_val = max(1, round(args.val_ratio * len(train)))
+            num_val = min(num_val, args.eval_tasks, len(train) - 1)
         order = np.random.default_rng(args.seed).permutation(len(train))
-        num_val = (min(max(1, round(args.val_ratio * len(train))), args.eval_tasks, len(train) - 1)
-                   if args.val_ratio else 0)
-        train, val = train.select(order[num_val:]), train.select(order[:num_val])
-    if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
+        val = train.select(order[:num_val])
+        train = train.select(order[num_val:])
+    if not len(train) or not len(val) and (has_val or args.val_ratio):
         where = args.dataset or " ".join(args.train_files + args.val_files)
         raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
                        f"got {len(train)} and {len(val)}; {counts}")
-    held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
-    return lambda index: [tuple(train[index].values())], len(train), held_out, counts
+
+    def example(index):
+        row = train[index]
+        return [(row["ids"], row["mask"])]
+
+    columns = val[:args.eval_tasks]
+    held_out = [*zip(columns["ids"], columns["mask"], strict=True)]
+    return example, len(train), held_out, counts
 
 
 def encode_demonstration(messages, num_prompt, tokenizer, args):
@@ -620,15 +644,19 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     oldest turns, as a rollout does at --max-context-tokens: contexts in training are those of sampling.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, start = [], 0  # start: the first turn of the current row
-    for number, turn in enumerate(turns):
-        before = start
-        for start in range(before, max(number, 1)):
-            history = messages[:num_prompt] + messages[turns[start]:turn]
-            ids, mask = encode_response(history, messages[turn]["content"], tokenizer)
-            if len(ids) <= args.max_length:
-                break
-        if rows and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
+
+    def encode_turn(number):
+        history = messages[:num_prompt] + messages[turns[oldest]:turns[number]]
+        return encode_response(history, messages[turns[number]]["content"], tokenizer)
+
+    rows, oldest = [], 0  # oldest: the first turn of the current row
+    for number in range(len(turns)):
+        before = oldest
+        ids, mask = encode_turn(number)
+        while len(ids) > args.max_length and oldest < number - 1:
+            oldest += 1
+            ids, mask = encode_turn(number)
+        if rows and oldest == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
             _, learned = rows.pop()
             mask = learned + mask[len(learned):]
         rows.append((ids, mask))
@@ -642,13 +670,16 @@ def examples_of_env(env, args, tokenizer):
         messages = env.demonstration(task)
         if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        rows = [cut(*r, args) for r in encode_demonstration(messages, len(task.messages), tokenizer, args)]
+        encoded = encode_demonstration(messages, len(task.messages), tokenizer, args)
+        rows = [cut(ids, mask, args) for ids, mask in encoded]
         if not all(any(mask) for _, mask in rows):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
         return rows
 
     env.training_task(0, args.seed)  # raises BadInput where there is none
-    held_out = [row for k in range(env.num_tasks("test"))[:args.eval_tasks] for row in example(k, "test")]
+    held_out = []
+    for index in range(min(args.eval_tasks, env.num_tasks("test"))):
+        held_out += example(index, "test")
     return example, env.num_tasks("train"), held_out, {}
 
 
@@ -656,15 +687,20 @@ def examples_of_env(env, args, tokenizer):
 
 
 def pack(rows, size):
-    """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first"""
+    """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first
+
+    size 0: each row stays alone.
+    """
     packed = []
-    for ids, mask in sorted(rows, key=lambda row: -len(row[0])):
-        fit = next((p for p in packed if len(p[0]) + len(ids) <= size), None) if size else None
-        if fit is None:
-            packed.append(fit := ([], [], []))
-        for joined, part in zip(fit, (ids, mask, range(len(ids))), strict=True):
-            joined.extend(part)
-    return sorted(packed, key=lambda row: -len(row[0]))
+    for ids, mask in sorted(rows, key=lambda row: len(row[0]), reverse=True):
+        row = next((row for row in packed if len(row[0]) + len(ids) <= size), None)
+        if row is None:
+            row = ([], [], [])
+            packed.append(row)
+        row[0].extend(ids)
+        row[1].extend(mask)
+        row[2].extend(range(len(ids)))
+    return sorted(packed, key=lambda row: len(row[0]), reverse=True)
 
 
 def batches(rows, args, pad_id, model):
@@ -674,21 +710,34 @@ def batches(rows, args, pad_id, model):
     row where the kernel computes masked attention too; kernels that skip it get one long row per pass.
     FSDP2 gathers weights in every pass, so a process with fewer passes than others adds ones of weight 0.
     """
-    skips = model.config._attn_implementation in SKIPPING_KERNELS
-    size = args.microbatch_tokens if skips else max([128, *(len(ids) for ids, _ in rows)])
-    passes, real = [], 0
-    for row in pack(rows, size if args.packing else 0):
-        real += len(row[0])  # tokens in the pass, without padding
-        computed = (len(passes[-1]) + 1) * len(passes[-1][0][0]) if passes else math.inf
-        if computed > args.microbatch_tokens or real < 0.75 * computed:
+    size = 0  # of packed rows [tokens]
+    if args.packing:
+        size = max([MIN_PACKED, *(len(ids) for ids, _ in rows)])
+        if model.config._attn_implementation in SKIPPING_KERNELS:
+            size = args.microbatch_tokens
+    passes, num_real = [], 0  # num_real: tokens of the last pass, without padding
+    for row in pack(rows, size):
+        num_real += len(row[0])
+        num_computed = math.inf
+        if passes:
+            longest = len(passes[-1][0][0])
+            num_computed = longest * (len(passes[-1]) + 1)
+        if num_computed > args.microbatch_tokens or num_real < 0.75 * num_computed:
             passes.append([])
-            real = len(row[0])
+            num_real = len(row[0])
         passes[-1].append(row)
-    passes += [[([pad_id] * 2, [0, 0], [0, 1])]] * (max(gather([len(passes)])) - len(passes))
+    most = max(gather([len(passes)]))
+    while len(passes) < most:
+        passes.append([([pad_id, pad_id], [0, 0], [0, 1])])  # a row of two tokens, none learned
 
-    return [dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
-                 position_ids=pad(positions, 0, model.device) if args.packing else None)
-            for ids, mask, positions in (zip(*part, strict=True) for part in passes)]
+    tensors = []
+    for rows_of_pass in passes:
+        ids, mask, positions = zip(*rows_of_pass, strict=True)
+        tensors.append(dict(
+            tokens=pad(ids, pad_id, model.device),        # (B, T)
+            response_mask=pad(mask, 0, model.device),     # (B, T)
+            position_ids=pad(positions, 0, model.device) if args.packing else None))
+    return tensors
 
 
 # Evaluate
@@ -699,50 +748,66 @@ def evaluate(model, tokenizer, env, held_out, args):
     """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics"""
     metrics = {}
     if held_out:
-        mine, loss = [held_out[index] for index in shard(len(held_out))], torch.zeros(()).double()
+        mine = [held_out[index] for index in shard(len(held_out))]
+        loss = torch.zeros((), dtype=torch.float64)
         with precision(args, model.device):
             for batch in batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
         metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
-    return metrics if env is None or env.multi_turn else metrics | accuracy(model, tokenizer, env, args)
+    if env is not None and not env.multi_turn:
+        metrics |= accuracy(model, tokenizer, env, args)
+    return metrics
+
+
+def sample_responses(model, tokenizer, tasks, args, **sampling):
+    """Token ids of the responses to tasks, padded; those to the same task follow one another.  -> lists"""
+    prompts = tokenizer.apply_chat_template(
+        [task.messages for task in tasks], add_generation_prompt=True, padding=True,
+        return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
+    tokens = model.generate(
+        **prompts, **sampling, max_new_tokens=args.max_response_tokens,
+        eos_token_id=eos_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id,
+        synced_gpus=False)  # waits for no other process
+    return tokens[:, prompts.input_ids.shape[1]:].tolist()
 
 
 def accuracy(model, tokenizer, env, args):
     """Correctness of responses to test tasks, sampled at temperature 1 and greedy.  -> metrics"""
-    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    eos, scores = eos_ids(model, tokenizer), []
-    at_temperature_1 = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    num_tasks = min(args.eval_tasks, env.num_tasks("test"))
+    tasks = [env.task("test", index) for index in range(num_tasks)]
+    eos = set(eos_ids(model, tokenizer))
 
     def is_correct(task, ids):
-        ended = not set(eos).isdisjoint(ids)  # else it was cut off by --max-response-tokens
+        if eos.isdisjoint(ids):
+            return 0.0  # it was cut off by --max-response-tokens
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        return float(ended and env.start(task, args.seed).step(text).info.get("correct", 0.0))
+        return float(env.start(task, args.seed).step(text).info.get("correct", 0.0))
 
+    n = args.eval_samples
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
-    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
-    starts = range(0, len(tasks), size)
+    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * n)))
+    starts = range(0, num_tasks, size)
+    scores = []
     with unsharded(model), precision(args, model.device):
-        for start in (starts[index] for index in shard(len(starts))):
+        for number in shard(len(starts)):
+            start = starts[number]
+            chunk = tasks[start:start + size]
             torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-            chunk, correct = tasks[start:start + size], []
-            inputs = tokenizer.apply_chat_template(
-                [task.messages for task in chunk], add_generation_prompt=True, padding=True,
-                return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
-            for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
-                responses = model.generate(
-                    **inputs, **sampling, max_new_tokens=args.max_response_tokens, eos_token_id=eos,
-                    num_return_sequences=samples, pad_token_id=tokenizer.pad_token_id,
-                    synced_gpus=False)[:, inputs.input_ids.shape[1]:]  # waits for no other process
-                asked = [task for task in chunk for _ in range(samples)]
-                correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
-            scores += [*np.hstack(correct)]
+            sampled = sample_responses(model, tokenizer, chunk, args, num_return_sequences=n,
+                                       do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+            greedy = sample_responses(model, tokenizer, chunk, args, do_sample=False)
+            for k, task in enumerate(chunk):
+                responses = [*sampled[k * n:(k + 1) * n], greedy[k]]
+                scores.append([is_correct(task, ids) for ids in responses])
 
-    scores, metrics = np.array(gather(scores)), {}  # (tasks, samples + 1): the last is the greedy one
-    for source in sorted({task.source for task in tasks}):
-        of = scores[[task.source == source for task in tasks]]
-        metrics |= {f"val/{source}/pass@1": float(of[:, :-1].mean()),
-                    f"val/{source}/pass@{args.eval_samples}": float(of[:, :-1].max(1).mean()),
-                    f"val/{source}/greedy": float(of[:, -1].mean())}
+    scores = np.array(gather(scores))                     # (tasks, n + 1): the last is the greedy one
+    sources = np.array([task.source for task in tasks])
+    metrics = {}
+    for source in np.unique(sources):
+        of_source = scores[sources == source]
+        metrics[f"val/{source}/pass@1"] = float(of_source[:, :-1].mean())
+        metrics[f"val/{source}/pass@{n}"] = float(of_source[:, :-1].max(1).mean())
+        metrics[f"val/{source}/greedy"] = float(of_source[:, -1].mean())
     return metrics
 
 
