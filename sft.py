@@ -20,6 +20,7 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -1002,52 +1003,74 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    # The default of --env-kwargs is for Countdown alone.
-    options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
-    env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
+    env = env_name = None
+    if not rows_given:
+        env_name, options = args.env, args.env_kwargs
+        if args.env != Args.env and options == Args.env_kwargs:
+            options = ()  # the default is for Countdown alone
+        env = envs.make(args.env, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
+    source = tokenizer.chat_template
     with as_bad_input("--train-files, --val-files: expected files"):
-        source = tokenizer.chat_template + "".join(map(sha256, map(Path, args.train_files + args.val_files)))
+        for name in args.train_files + args.val_files:
+            source += sha256(Path(name))
     lora = args.lora_rank or args.lora_adapter_path
-    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
-    base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
-    run = Run(args, "sft", env and args.env, model=args.model,
-              model_sha256=weights_sha256(base, args.lora_adapter_path),
+    if not args.model:
+        model = new_model(args, tokenizer)
+    elif lora and args.dtype == "bfloat16":
+        model = load_weights(args.model, torch.bfloat16)  # frozen; the adapter is float32
+    else:
+        model = load_weights(args.model)
+    run = Run(args, "sft", env_name, model=args.model,
+              model_sha256=weights_sha256(model, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))  # no row is longer
-    example, num_rows, held_out, counts = (
-        examples_of_env(env, args, tokenizer) if env
-        else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))
-    num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions:  # no row is longer; the log keeps the flag as it was given
+        args = dataclasses.replace(args, max_length=min(args.max_length, positions))
+    if env:
+        example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
+    else:
+        eos = eos_ids(model, tokenizer)
+        example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run)
+    num_steps = args.steps
+    if not num_steps:
+        num_steps = math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)  # 1e-9: rounding of a product
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    model = distribute(add_lora(base, args, run.checkpoint) if lora else
-                       load_weights(run.checkpoint) if run.checkpoint else base, device)
-    del base
+    if lora:
+        model = add_lora(model, args, run.checkpoint)
+    elif run.checkpoint:
+        model = load_weights(run.checkpoint)
+    model = distribute(model, device)
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # transformers' own switch works in training mode only, which would also enable dropout.
-        for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
-            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
-                                              use_reentrant=False, preserve_rng_state=False)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = functools.partial(
+                    torch.utils.checkpoint.checkpoint, layer.forward,
+                    use_reentrant=False, preserve_rng_state=False)
     if args.packing:
         check_packing(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     parameters = matrices + vectors
     optimizer = torch.optim.AdamW(
         [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)],
         lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
-    # window: loss and gradient norm of each step since the last record; best: checkpoint of lowest val/loss.
-    rows, window, best, stop = [], [], ("", math.inf), []
+    rows = []  # those of the current step
+    window = []  # loss and gradient norm of each step since the last record
+    best, best_loss = "", math.inf  # the checkpoint of lowest val/loss
+    stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     if run.checkpoint:
-        window, best = run.state["window"], (run.state["best"], run.state["best_loss"])
+        window = run.state["window"]
+        best, best_loss = run.state["best"], run.state["best_loss"]
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open(num_steps)
-    start = step = run.counters["iteration"]
+    start = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {start:,} to "
                  f"{num_steps:,}; {num_rows:,} rows, {len(held_out):,} held out")
@@ -1059,24 +1082,30 @@ def main(args):
     def save():
         with run.timed("checkpoint"):
             tensors = dcp.get_model_state_dict(model, options=FULL)
-            once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            tensors = {name: tensor for name, tensor in tensors.items() if lora or name in once}
+            if not lora:  # a tied head has two names, of which the model lists one
+                once = dict(model.named_parameters()) | dict(model.named_buffers())
+                tensors = {name: tensor for name, tensor in tensors.items() if name in once}
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
-            run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]),
+            run.save(dict(optimizer=state, window=window, best=best, best_loss=best_loss),
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
         if not run.checkpoint:
-            run.record({"data/rows": num_rows, "data/held_out": len(held_out)} | counts | evaluation())
+            sizes = {"data/rows": num_rows, "data/held_out": len(held_out)}
+            run.record(sizes | counts | evaluation())
         for step in range(start + 1, num_steps + 1):
             # 1. Batch: this process's share of the next rows of the epoch's permutation.
             with run.timed("update"):
-                places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
-                rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
+                rows = []
+                for i in shard(args.batch_size):
+                    place = (step - 1) * args.batch_size + i
+                    rows += example(envs.shuffled(place, args.seed, num_rows))
                 passes = batches(rows, args, tokenizer.pad_token_id, model)
-                num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
-                    sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
-                    sum(batch["tokens"].numel() for batch in passes)])).tolist()
+                num_tokens = sum(len(ids) for ids, _ in rows)
+                num_targets = sum(sum(mask) for _, mask in rows)
+                num_computed = sum(batch["tokens"].numel() for batch in passes)  # with padding
+                totals = all_reduce(torch.tensor([num_tokens, num_targets, num_computed]))
+                num_tokens, num_targets, num_computed = totals.tolist()
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the global batch.
                 loss = torch.zeros((), device=device)
@@ -1091,47 +1120,54 @@ def main(args):
                     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
 
                 # 3. Step.
+                rate = learning_rate(step, num_steps, args)
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, num_steps, args)
+                    group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
             # 4. Log the steps since the last record; evaluate every --eval-every steps and at epochs' ends.
-            run.counters = dict(iteration=step, opt_steps=step,
-                                env_steps=run.counters["env_steps"] + num_tokens)
-            name, last = f"step_{step:06d}", step == num_steps
+            env_steps = run.counters["env_steps"] + num_tokens
+            run.counters = dict(iteration=step, opt_steps=step, env_steps=env_steps)
+            name = f"step_{step:06d}"
+            last = step == num_steps
             epoch_ends = step * args.batch_size % num_rows < args.batch_size
             due = last or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
             if due or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
+                weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
+                new_tokens = env_steps - run.since[2]  # since the last record
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
-                    "train/weight_norm": float(full_tensor(torch.nn.utils.get_total_norm(parameters))),
-                    "train/learning_rate": learning_rate(step, num_steps, args),
+                    "train/weight_norm": float(weight_norm), "train/learning_rate": rate,
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
-                    "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["time/update"]}
-                metrics |= evaluation() if due else {}
+                    "train/throughput": new_tokens / run.times["time/update"]}
+                if due:
+                    metrics |= evaluation()
                 run.record(metrics)
                 window = []
-                if metrics.get("val/loss", math.inf) < best[1]:
-                    best = name, metrics["val/loss"]
+                if metrics.get("val/loss", math.inf) < best_loss:
+                    best, best_loss = name, metrics["val/loss"]
 
             # 5. Checkpoint; at SIGTERM, the last one.
             stopped = any(gather(stop))
-            if last or stopped or best[0] == name or step % args.checkpoint_every == 0:
+            if last or stopped or best == name or step % args.checkpoint_every == 0:
                 save()
             if stopped:
                 print_rank_0(f"SIGTERM: stopped after step {step}; go on with --run-dir {run.dir}")
                 break
     except (Exception, KeyboardInterrupt) as error:
-        run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
+        texts = [tokenizer.decode(ids) for ids, _ in rows[:64]]  # some of the rows that it happened at
+        run.fail(error, {"evidence.json": json.dumps(texts).encode()})
 
 
 if __name__ == "__main__":
     try:
-        real = any(word.partition("=")[0] == "--model" for word in sys.argv)
-        main(tyro.cli(Args, default=Args(**REAL_MODEL) if real else Args()))
+        defaults = Args()
+        if any(word.partition("=")[0] == "--model" for word in sys.argv):
+            defaults = Args(**REAL_MODEL)
+        main(tyro.cli(Args, default=defaults))
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
