@@ -20,7 +20,6 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -122,6 +121,7 @@ class Args:
     keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep beside that of least val/loss; 0: all
 
     def __post_init__(self):
+        # What must hold where a flag is not at its default.
         for flag, is_fine, expected in (
                 ("dataset", not self.train_files, "no --train-files"),
                 ("val_files", self.train_files, "--train-files"),
@@ -135,8 +135,10 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        length = {"steps", "epochs"} if self.schedule == "constant" else set()
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
+        if self.schedule == "constant":  # the others depend on the number of steps
+            flags |= {"steps", "epochs"}
+        return flags
 
 
 # The defaults where --model is given.
@@ -147,7 +149,7 @@ REAL_MODEL = dict(
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
-MIN_PACKED = 128  # a packed row takes at least so many tokens, however short the rows are [tokens]
+MIN_PACKED = 128  # rows are packed to at least this length, even if all are shorter [tokens]
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
@@ -190,9 +192,9 @@ def response_loss(model, batch):
 
     def of_pass():
         decoder, head = model.get_decoder(), model.get_output_embeddings()
-        outputs = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
-        hidden = outputs.last_hidden_state                              # (B, T - 1, H)
-        return token_losses(hidden[chosen], head, targets[chosen]).sum()
+        output = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
+        hidden = output.last_hidden_state[chosen]                       # (N, H)
+        return token_losses(hidden, head, targets[chosen]).sum()
 
     return model.as_forward(of_pass)
 
@@ -205,10 +207,9 @@ def learning_rate(step, steps, args):
         start = max(start, round(steps * (1 - WSD_DECAY)))
     progress = (step - start) / max(steps - start, 1)
     progress = min(max(progress, 0.0), 1.0)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    left = {"constant": 1.0, "cosine": cosine, "wsd": 1 - progress}[args.schedule]
+    left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
     low = args.final_learning_rate
-    return args.learning_rate * warm * (low + (1 - low) * left)
+    return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
 
 
 # Processes, under torchrun: each holds a shard of the weights (FSDP2) and learns from its share of the rows.
@@ -433,8 +434,8 @@ def check_packing(model, args):
             model.get_decoder(), input_ids=torch.cat([first, row])[None],
             position_ids=torch.cat([positions, positions])[None], use_cache=False)
         with precision(args, model.device):
-            outputs = model.as_forward(forward)
-        hidden.append(outputs.last_hidden_state[0, len(row):].float())                       # (32, H)
+            output = model.as_forward(forward)
+        hidden.append(output.last_hidden_state[0, len(row):].float())   # of the second row (32, H)
     change = (hidden[0] - hidden[1]).norm(dim=-1).max()
     if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
@@ -563,10 +564,7 @@ def cut(ids, mask, args):
 
 
 def encode_rows(args, side, path, tokenizer, eos, counts):
-    """Write the rows of --train-files, --val-files or a split as an Arrow file, a few in memory at a time.
-
-    side: train or val. counts: rows cut and rows left out are added.
-    """
+    """Write the rows of a side (train or val) as an Arrow file, a few in memory at a time; add to counts."""
     names = getattr(args, f"{side}_files")
     split = ""
     if args.dataset:
@@ -589,7 +587,8 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
                 except Exception as error:  # a chat template may raise anything
                     raise BadInput(f"{where}, row {number}: expected text or messages in {' and '.join(keys)}"
                                    f", got {reprlib.repr(row)} ({error!r:.200})") from error
-                counts["data/truncated"] += len(ids) < len(all_ids)
+                if len(ids) < len(all_ids):
+                    counts["data/truncated"] += 1
                 if any(mask):
                     writer.write(dict(ids=ids, mask=mask))
                 else:
@@ -617,10 +616,8 @@ def examples_of_rows(args, tokenizer, eos, run):
     if has_val:
         val = load("val")
     else:
-        num_val = 0
-        if args.val_ratio:
-            num_val = max(1, round(args.val_ratio * len(train)))
-            num_val = min(num_val, args.eval_tasks, len(train) - 1)
+        num_val = max(1, round(args.val_ratio * len(train))) if args.val_ratio else 0
+        num_val = min(num_val, args.eval_tasks, len(train) - 1)
         order = np.random.default_rng(args.seed).permutation(len(train))
         val = train.select(order[:num_val])
         train = train.select(order[num_val:])
@@ -629,13 +626,9 @@ def examples_of_rows(args, tokenizer, eos, run):
         raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
                        f"got {len(train)} and {len(val)}; {counts}")
 
-    def example(index):
-        row = train[index]
-        return [(row["ids"], row["mask"])]
-
-    columns = val[:args.eval_tasks]
-    held_out = [*zip(columns["ids"], columns["mask"], strict=True)]
-    return example, len(train), held_out, counts
+    # The columns are ids and mask.
+    held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
+    return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
 def encode_demonstration(messages, num_prompt, tokenizer, args):
@@ -646,17 +639,17 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
 
-    def encode_turn(number):
+    def encode_turn(number, oldest):  # a reply, after the task and the turns since the oldest
         history = messages[:num_prompt] + messages[turns[oldest]:turns[number]]
         return encode_response(history, messages[turns[number]]["content"], tokenizer)
 
     rows, oldest = [], 0  # oldest: the first turn of the current row
     for number in range(len(turns)):
         before = oldest
-        ids, mask = encode_turn(number)
+        ids, mask = encode_turn(number, oldest)
         while len(ids) > args.max_length and oldest < number - 1:
             oldest += 1
-            ids, mask = encode_turn(number)
+            ids, mask = encode_turn(number, oldest)
         if rows and oldest == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
             _, learned = rows.pop()
             mask = learned + mask[len(learned):]
@@ -688,10 +681,7 @@ def examples_of_env(env, args, tokenizer):
 
 
 def pack(rows, size):
-    """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first
-
-    size 0: each row stays alone.
-    """
+    """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first"""
     packed = []
     for ids, mask in sorted(rows, key=lambda row: len(row[0]), reverse=True):
         row = next((row for row in packed if len(row[0]) + len(ids) <= size), None)
@@ -711,7 +701,7 @@ def batches(rows, args, pad_id, model):
     row where the kernel computes masked attention too; kernels that skip it get one long row per pass.
     FSDP2 gathers weights in every pass, so a process with fewer passes than others adds ones of weight 0.
     """
-    size = 0  # of packed rows [tokens]
+    size = 0  # of packed rows: 0 packs none [tokens]
     if args.packing:
         size = max([MIN_PACKED, *(len(ids) for ids, _ in rows)])
         if model.config._attn_implementation in SKIPPING_KERNELS:
@@ -721,7 +711,7 @@ def batches(rows, args, pad_id, model):
         num_real += len(row[0])
         num_computed = math.inf
         if passes:
-            longest = len(passes[-1][0][0])
+            longest = len(passes[-1][0][0])  # ids of the first row
             num_computed = longest * (len(passes[-1]) + 1)
         if num_computed > args.microbatch_tokens or num_real < 0.75 * num_computed:
             passes.append([])
@@ -1006,35 +996,31 @@ def main(args):
     env = env_name = None
     if not rows_given:
         env_name, options = args.env, args.env_kwargs
-        if args.env != Args.env and options == Args.env_kwargs:
+        if env_name != Args.env and options == Args.env_kwargs:
             options = ()  # the default is for Countdown alone
-        env = envs.make(args.env, **envs.parse_options(options))
+        env = envs.make(env_name, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
     source = tokenizer.chat_template
     with as_bad_input("--train-files, --val-files: expected files"):
         for name in args.train_files + args.val_files:
             source += sha256(Path(name))
     lora = args.lora_rank or args.lora_adapter_path
-    if not args.model:
-        model = new_model(args, tokenizer)
-    elif lora and args.dtype == "bfloat16":
-        model = load_weights(args.model, torch.bfloat16)  # frozen; the adapter is float32
-    else:
-        model = load_weights(args.model)
+    # Of the frozen base, which halves its memory; the adapter is float32.
+    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32
+    model = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
     run = Run(args, "sft", env_name, model=args.model,
               model_sha256=weights_sha256(model, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions:  # no row is longer; the log keeps the flag as it was given
-        args = dataclasses.replace(args, max_length=min(args.max_length, positions))
+    # The run has logged the flags as they were given; a model may have fewer positions.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))
     if env:
         example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
     else:
         eos = eos_ids(model, tokenizer)
         example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run)
-    num_steps = args.steps
-    if not num_steps:
-        num_steps = math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)  # 1e-9: rounding of a product
+    # 1e-9: 1.1 * 100 is 110.00000000000001, which must not add a step.
+    num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if lora:
         model = add_lora(model, args, run.checkpoint)
@@ -1091,8 +1077,7 @@ def main(args):
 
     try:
         if not run.checkpoint:
-            sizes = {"data/rows": num_rows, "data/held_out": len(held_out)}
-            run.record(sizes | counts | evaluation())
+            run.record({"data/rows": num_rows, "data/held_out": len(held_out)} | counts | evaluation())
         for step in range(start + 1, num_steps + 1):
             # 1. Batch: this process's share of the next rows of the epoch's permutation.
             with run.timed("update"):
@@ -1103,17 +1088,17 @@ def main(args):
                 passes = batches(rows, args, tokenizer.pad_token_id, model)
                 num_tokens = sum(len(ids) for ids, _ in rows)
                 num_targets = sum(sum(mask) for _, mask in rows)
-                num_computed = sum(batch["tokens"].numel() for batch in passes)  # with padding
+                num_computed = sum(batch["tokens"].numel() for batch in passes)  # padding included
                 totals = all_reduce(torch.tensor([num_tokens, num_targets, num_computed]))
-                num_tokens, num_targets, num_computed = totals.tolist()
+                num_tokens, num_targets, num_computed = totals.tolist()  # of all processes
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the global batch.
                 loss = torch.zeros((), device=device)
                 for batch in passes:
                     with precision(args, device):
-                        part = response_loss(model, batch) / num_targets
-                    part.backward()
-                    loss += part.detach()
+                        loss_of_pass = response_loss(model, batch) / num_targets
+                    loss_of_pass.backward()
+                    loss += loss_of_pass.detach()
                 norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM))
                 window.append(torch.stack([all_reduce(loss), norm]).tolist())
                 if not math.isfinite(sum(window[-1])):
