@@ -121,6 +121,7 @@ class Args:
     keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep beside that of least val/loss; 0: all
 
     def __post_init__(self):
+        # What must hold where a flag is not at its default.
         for flag, is_fine, expected in (
                 ("dataset", not self.train_files, "no --train-files"),
                 ("val_files", self.train_files, "--train-files"),
@@ -134,8 +135,10 @@ class Args:
     @property
     def may_change(self) -> set[str]:
         """Flags that a continued run may change, since they do not affect what is learned."""
-        length = {"steps", "epochs"} if self.schedule == "constant" else set()
-        return length | {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
+        flags = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints"}
+        if self.schedule == "constant":  # the others depend on the number of steps
+            flags |= {"steps", "epochs"}
+        return flags
 
 
 # The defaults where --model is given.
@@ -146,6 +149,7 @@ REAL_MODEL = dict(
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
+MIN_PACKED = 128  # rows are packed to at least this length, even if all are shorter [tokens]
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
@@ -161,13 +165,16 @@ def token_losses(hidden, head, targets, chunk_elements=2**25):
     pass recomputes each chunk, so memory does not grow with N x vocabulary.
     """
     def of_chunk(hidden, targets):
-        return functional.cross_entropy(head(hidden).float(), targets, reduction="none")     # logits (n, V)
+        logits = head(hidden).float()                                   # (n, V)
+        return functional.cross_entropy(logits, targets, reduction="none")
 
-    size = max(1, chunk_elements // len(head.weight))
+    size = max(1, chunk_elements // len(head.weight))  # of a chunk [tokens]
     if len(targets) <= size:
         return of_chunk(hidden, targets)
-    return torch.cat([torch.utils.checkpoint.checkpoint(of_chunk, h, t, use_reentrant=False)
-                      for h, t in zip(hidden.split(size), targets.split(size), strict=True)])
+    losses = []
+    for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        losses.append(torch.utils.checkpoint.checkpoint(of_chunk, *chunk, use_reentrant=False))
+    return torch.cat(losses)
 
 
 def response_loss(model, batch):
@@ -176,14 +183,18 @@ def response_loss(model, batch):
     Rows are padded on the right, so causal attention needs no mask. In packed rows position_ids restart at
     each row, and transformers derives a block-diagonal mask from that (only without use_cache).
     """
-    tokens, positions = batch["tokens"], batch["position_ids"]
-    chosen = batch["response_mask"][:, 1:].bool()     # token t is predicted at position t - 1: the only shift
+    # Token t is predicted at position t - 1: the only shift.
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]   # (B, T - 1)
+    chosen = batch["response_mask"][:, 1:].bool()                       # (B, T - 1)
+    positions = batch["position_ids"]
+    if positions is not None:
+        positions = positions[:, :-1]                                   # (B, T - 1)
 
     def of_pass():
         decoder, head = model.get_decoder(), model.get_output_embeddings()
-        hidden = decoder(input_ids=tokens[:, :-1], use_cache=False,
-                         position_ids=None if positions is None else positions[:, :-1]).last_hidden_state
-        return token_losses(hidden[chosen], head, tokens[:, 1:][chosen]).sum()               # (B, T - 1, H)
+        output = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
+        hidden = output.last_hidden_state[chosen]                       # (N, H)
+        return token_losses(hidden, head, targets[chosen]).sum()
 
     return model.as_forward(of_pass)
 
@@ -191,8 +202,11 @@ def response_loss(model, batch):
 def learning_rate(step, steps, args):
     """Linear warm-up, then constant, cosine, or constant with a linear decay (WSD, arXiv:2404.06395)."""
     warm = min(1.0, step / max(args.warmup_steps, 1))
-    start = max(args.warmup_steps, round(steps * (1 - WSD_DECAY)) if args.schedule == "wsd" else 0)
-    progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    start = args.warmup_steps  # of the decay
+    if args.schedule == "wsd":
+        start = max(start, round(steps * (1 - WSD_DECAY)))
+    progress = (step - start) / max(steps - start, 1)
+    progress = min(max(progress, 0.0), 1.0)
     left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
     low = args.final_learning_rate
     return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
@@ -323,12 +337,13 @@ def weights_sha256(model, adapter=""):
 
 def new_model(args, tokenizer, **shape):
     """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape
+    config = LlamaConfig(
+        **shape, vocab_size=len(tokenizer), tie_word_embeddings=True,
+        max_position_embeddings=args.max_length, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(args.seed)
-    return LlamaForCausalLM(LlamaConfig(
-        **dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape,
-        vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=args.max_length,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)).eval()
+    return LlamaForCausalLM(config).eval()
 
 
 CHAT_TEMPLATE = (
@@ -344,7 +359,7 @@ def new_tokenizer(words):
     more tokens: encoding drops them, and decoding restores them for the verifier.
     """
     tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])
+    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])  # each once
     ids = {token: number for number, token in enumerate(tokens)}
     if words:
         core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -365,17 +380,24 @@ def new_tokenizer(words):
 
 def make_tokenizer(args, env):
     """The model's tokenizer, or a new one, with a padding token and the template of --chat-template."""
-    tokenizer = (from_pretrained(AutoTokenizer, args.model) if args.model
-                 else new_tokenizer(getattr(env, "vocabulary", None)))
+    if args.model:
+        tokenizer = from_pretrained(AutoTokenizer, args.model)
+    else:
+        tokenizer = new_tokenizer(getattr(env, "vocabulary", None))
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}" * (tokenizer.bos_token_id in tokenizer("").input_ids) + PLAIN_TEMPLATE
+    plain = PLAIN_TEMPLATE
+    if tokenizer.bos_token_id in tokenizer("").input_ids:  # it begins every text with its bos
+        plain = "{{ bos_token }}" + plain
     with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                       "template"):
-        named = {"model": tokenizer.get_chat_template() if tokenizer.chat_template else plain, "plain": plain}
-        tokenizer.chat_template = (
-            named.get(args.chat_template) or Path(args.chat_template).read_text(encoding="utf-8"))
+        if args.chat_template not in ("model", "plain"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        elif args.chat_template == "model" and tokenizer.chat_template:
+            tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
+        else:
+            tokenizer.chat_template = plain
         tokenizer.apply_chat_template([dict(role="user", content="hello")])
     return tokenizer
 
@@ -404,14 +426,18 @@ def add_lora(model, args, checkpoint=""):
 @torch.no_grad()
 def check_packing(model, args):
     """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
-    row = torch.arange(32, device=model.device) % len(model.get_output_embeddings().weight)
-    positions, hidden = torch.arange(32, device=model.device).repeat(2)[None], []
+    positions = torch.arange(32, device=model.device)  # of each of two rows
+    row = positions % len(model.get_output_embeddings().weight)  # any tokens of the vocabulary
+    hidden = []
     for first in (row, row.flip(0)):
-        packed = functools.partial(model.get_decoder(), input_ids=torch.cat([first, row])[None],
-                                   position_ids=positions, use_cache=False)
+        forward = functools.partial(
+            model.get_decoder(), input_ids=torch.cat([first, row])[None],
+            position_ids=torch.cat([positions, positions])[None], use_cache=False)
         with precision(args, model.device):
-            hidden.append(model.as_forward(packed).last_hidden_state[0, 32:].float())         # (32, H)
-    if (hidden[0] - hidden[1]).norm(dim=-1).max() > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
+            output = model.as_forward(forward)
+        hidden.append(output.last_hidden_state[0, len(row):].float())   # of the second row (32, H)
+    change = (hidden[0] - hidden[1]).norm(dim=-1).max()
+    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
@@ -430,8 +456,10 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 
 def eos_ids(model, tokenizer):
     """Every id that ends a response: the tokenizer's eos and those of the generation config."""
-    ids = model.generation_config.eos_token_id
-    return [tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    more = model.generation_config.eos_token_id  # one, several or None
+    if not isinstance(more, list):
+        more = [] if more is None else [more]
+    return [tokenizer.eos_token_id, *more]
 
 
 # Data: text to tokens. A row of tokens is (ids, mask), two lists; mask is 1 where a token is learned.
@@ -444,8 +472,10 @@ def encode(parts, tokenizer):
     """
     ids, mask = [], []
     for text, learned in parts:
-        start = tokenizer.eos_token if ids else ""
-        part = tokenizer(start + text, add_special_tokens=False).input_ids[len(ids) > 0:]
+        if ids:
+            part = tokenizer(tokenizer.eos_token + text, add_special_tokens=False).input_ids[1:]
+        else:
+            part = tokenizer(text, add_special_tokens=False).input_ids
         ids += part
         mask += [learned] * len(part)
     return ids, mask
@@ -454,7 +484,8 @@ def encode(parts, tokenizer):
 def encode_response(messages, response, tokenizer):
     """A prompt and the response to it, which is learned with its eos unless it is blank.  -> (ids, mask)"""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return encode([(prompt, 0), (response + tokenizer.eos_token, int(bool(response.strip())))], tokenizer)
+    learned = 1 if response.strip() else 0
+    return encode([(prompt, 0), (response + tokenizer.eos_token, learned)], tokenizer)
 
 
 def encode_conversation(messages, tokenizer, eos):
@@ -467,18 +498,21 @@ def encode_conversation(messages, tokenizer, eos):
     tagged = bool(re.search(r"{%-?\s*generation\b", template))
     render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
     (text,), spans = render([messages], return_assistant_tokens_mask=tagged)
-    spans = spans[0] if tagged else []  # (start, end) of each turn in the text
-    for turn in [n for n, message in enumerate(messages) if message["role"] == "assistant" and not tagged]:
-        (before,), _ = render([messages[:turn]], add_generation_prompt=True)
-        (after,), _ = render([messages[:turn + 1]])
+    turns = spans[0] if tagged else []  # (start, end) of each in the text
+    for number, message in enumerate(messages):
+        if tagged or message["role"] != "assistant":
+            continue
+        (before,), _ = render([messages[:number]], add_generation_prompt=True)
+        (after,), _ = render([messages[:number + 1]])
         if not after.startswith(before) or not text.startswith(after):
-            raise BadInput(f"--chat-template: it renders message {turn + 1} differently when others follow "
+            raise BadInput(f"--chat-template: it renders message {number + 1} differently when others follow "
                            "or a reply begins; expected one that only appends, or {% generation %} tags")
-        spans.append((len(before), len(after.rstrip())))
+        turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
 
-    parts, done = [], 0
-    eos_pattern = "|".join(map(re.escape, filter(None, tokenizer.convert_ids_to_tokens(eos))))
-    for start, end in spans:
+    parts, done = [], 0  # done: characters of the text that are in parts
+    eos_tokens = filter(None, tokenizer.convert_ids_to_tokens(eos))
+    eos_pattern = "|".join(map(re.escape, eos_tokens))
+    for start, end in turns:
         content, num_eos = re.subn(eos_pattern, "", text[start:end])
         if not num_eos:
             raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
@@ -491,16 +525,24 @@ def encode_conversation(messages, tokenizer, eos):
 
 def text_of(content):
     """The text of a message's content: a string, null, or a list of text blocks."""
-    text = "\n".join(block["text"] for block in content) if isinstance(content, list) else content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        content = "\n".join(block["text"] for block in content)
     # JSON can hold unpaired UTF-16 surrogates, which tokenizers refuse.
-    return re.sub("[\ud800-\udfff]", "\ufffd", "" if text is None else text)
+    return re.sub("[\ud800-\udfff]", "\ufffd", content)
 
 
 def to_messages(value):
     """A list of chat messages or its JSON; contents become strings, null items (parquet's) are removed."""
-    messages = json.loads(value) if isinstance(value, str) else value
-    return [{key: item for key, item in message.items() if item is not None}
-            | dict(role=message["role"], content=text_of(message.get("content"))) for message in messages]
+    if isinstance(value, str):
+        value = json.loads(value)
+    messages = []
+    for given in value:
+        message = {key: item for key, item in given.items() if item is not None}
+        message |= dict(role=given["role"], content=text_of(given.get("content")))
+        messages.append(message)
+    return messages
 
 
 def encode_row(row, tokenizer, args, eos):
@@ -508,12 +550,13 @@ def encode_row(row, tokenizer, args, eos):
     if args.messages_key:
         return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos)
     prompt, response = row[args.prompt_key], row[args.response_key]
-    messages = to_messages([dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt)
-    return encode_response(messages, text_of(response), tokenizer)
+    if isinstance(prompt, str):
+        prompt = [dict(role="user", content=prompt)]
+    return encode_response(to_messages(prompt), text_of(response), tokenizer)
 
 
 def cut(ids, mask, args):
-    """Truncate to --max-length.  -> (ids, mask), of which nothing may be left to learn"""
+    """Truncate to --max-length.  -> (ids, mask), where perhaps nothing is left to learn"""
     if len(ids) > args.max_length and args.truncation == "error":
         raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
     kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
@@ -521,29 +564,35 @@ def cut(ids, mask, args):
 
 
 def encode_rows(args, side, path, tokenizer, eos, counts):
-    """Write the rows of --train-files, --val-files or a split as an Arrow file, a few in memory at a time."""
+    """Write the rows of a side (train or val) as an Arrow file, a few in memory at a time; add to counts."""
+    names = getattr(args, f"{side}_files")
+    split = ""
+    if args.dataset:
+        names = [args.dataset]
+        split = args.splits[0] if side == "train" else args.splits[1]
+    keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
-    keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    split = args.splits[side == "val"] if args.dataset else ""
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
-        for name in [args.dataset] if args.dataset else getattr(args, f"{side}_files"):
+        for name in names:
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
             rows = envs.read_rows(name, where, split, keys, streaming=True)
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
-                    encoded = encode_row(row, tokenizer, args, eos)
-                    ids, mask = cut(*encoded, args)
+                    all_ids, all_mask = encode_row(row, tokenizer, args, eos)
+                    ids, mask = cut(all_ids, all_mask, args)
                 except BadInput as error:
                     raise BadInput(f"{where}, row {number}, {error}") from error
                 except Exception as error:  # a chat template may raise anything
                     raise BadInput(f"{where}, row {number}: expected text or messages in {' and '.join(keys)}"
                                    f", got {reprlib.repr(row)} ({error!r:.200})") from error
-                counts["data/truncated"] += len(ids) < len(encoded[0])
-                counts["data/dropped"] += not any(mask)
+                if len(ids) < len(all_ids):
+                    counts["data/truncated"] += 1
                 if any(mask):
                     writer.write(dict(ids=ids, mask=mask))
+                else:
+                    counts["data/dropped"] += 1
         writer.finalize()
     flush_to_disk(temporary)
     temporary.replace(path)
@@ -551,25 +600,33 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
 
 def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> (function: index -> [(ids, mask)], number of rows, held-out rows, counts)"""
-    data, counts = [], {"data/truncated": 0, "data/dropped": 0}
-    for side in ("train", "val") if args.val_files or args.splits[1:] else ("train",):
+    counts = {"data/truncated": 0, "data/dropped": 0}
+
+    def load(side):
         path = run.dir / "data" / f"{side}.arrow"
         try:
             if RANK == 0 and not (run.checkpoint and path.exists()):  # a continued run reuses its file
                 encode_rows(args, side, path, tokenizer, eos, counts)
         finally:
             gather([])  # the other processes wait for it; there is no file if a row was bad
-        data.append(datasets.Dataset.from_file(str(path)))
-    train, val = data[0], data[-1]
-    if len(data) == 1:
+        return datasets.Dataset.from_file(str(path))
+
+    train = load("train")
+    has_val = args.val_files or len(args.splits) == 2
+    if has_val:
+        val = load("val")
+    else:
+        num_val = max(1, round(args.val_ratio * len(train))) if args.val_ratio else 0
+        num_val = min(num_val, args.eval_tasks, len(train) - 1)
         order = np.random.default_rng(args.seed).permutation(len(train))
-        num_val = (min(max(1, round(args.val_ratio * len(train))), args.eval_tasks, len(train) - 1)
-                   if args.val_ratio else 0)
-        train, val = train.select(order[num_val:]), train.select(order[:num_val])
-    if not len(train) or not len(val) and (len(data) == 2 or args.val_ratio):
+        val = train.select(order[:num_val])
+        train = train.select(order[num_val:])
+    if not len(train) or not len(val) and (has_val or args.val_ratio):
         where = args.dataset or " ".join(args.train_files + args.val_files)
         raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
                        f"got {len(train)} and {len(val)}; {counts}")
+
+    # The columns are ids and mask.
     held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
@@ -581,15 +638,19 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     oldest turns, as a rollout does at --max-context-tokens: contexts in training are those of sampling.
     """
     turns = [k for k in range(num_prompt, len(messages)) if messages[k]["role"] == "assistant"]
-    rows, start = [], 0  # start: the first turn of the current row
-    for number, turn in enumerate(turns):
-        before = start
-        for start in range(before, max(number, 1)):
-            history = messages[:num_prompt] + messages[turns[start]:turn]
-            ids, mask = encode_response(history, messages[turn]["content"], tokenizer)
-            if len(ids) <= args.max_length:
-                break
-        if rows and start == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
+
+    def encode_turn(number, oldest):  # a reply, after the task and the turns since the oldest
+        history = messages[:num_prompt] + messages[turns[oldest]:turns[number]]
+        return encode_response(history, messages[turns[number]]["content"], tokenizer)
+
+    rows, oldest = [], 0  # oldest: the first turn of the current row
+    for number in range(len(turns)):
+        before = oldest
+        ids, mask = encode_turn(number, oldest)
+        while len(ids) > args.max_length and oldest < number - 1:
+            oldest += 1
+            ids, mask = encode_turn(number, oldest)
+        if rows and oldest == before and ids[:len(rows[-1][0])] == rows[-1][0]:  # it continues the row
             _, learned = rows.pop()
             mask = learned + mask[len(learned):]
         rows.append((ids, mask))
@@ -603,13 +664,16 @@ def examples_of_env(env, args, tokenizer):
         messages = env.demonstration(task)
         if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        rows = [cut(*r, args) for r in encode_demonstration(messages, len(task.messages), tokenizer, args)]
+        encoded = encode_demonstration(messages, len(task.messages), tokenizer, args)
+        rows = [cut(ids, mask, args) for ids, mask in encoded]
         if not all(any(mask) for _, mask in rows):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
         return rows
 
     env.training_task(0, args.seed)  # raises BadInput where there is none
-    held_out = [row for k in range(env.num_tasks("test"))[:args.eval_tasks] for row in example(k, "test")]
+    held_out = []
+    for index in range(min(args.eval_tasks, env.num_tasks("test"))):
+        held_out += example(index, "test")
     return example, env.num_tasks("train"), held_out, {}
 
 
@@ -619,13 +683,15 @@ def examples_of_env(env, args, tokenizer):
 def pack(rows, size):
     """First-fit decreasing into rows of at most `size` tokens.  -> [(ids, mask, positions)], longest first"""
     packed = []
-    for ids, mask in sorted(rows, key=lambda row: -len(row[0])):
-        fit = next((p for p in packed if len(p[0]) + len(ids) <= size), None) if size else None
-        if fit is None:
-            packed.append(fit := ([], [], []))
-        for joined, part in zip(fit, (ids, mask, range(len(ids))), strict=True):
-            joined.extend(part)
-    return sorted(packed, key=lambda row: -len(row[0]))
+    for ids, mask in sorted(rows, key=lambda row: len(row[0]), reverse=True):
+        row = next((row for row in packed if len(row[0]) + len(ids) <= size), None)
+        if row is None:
+            row = ([], [], [])
+            packed.append(row)
+        row[0].extend(ids)
+        row[1].extend(mask)
+        row[2].extend(range(len(ids)))
+    return sorted(packed, key=lambda row: len(row[0]), reverse=True)
 
 
 def batches(rows, args, pad_id, model):
@@ -635,21 +701,34 @@ def batches(rows, args, pad_id, model):
     row where the kernel computes masked attention too; kernels that skip it get one long row per pass.
     FSDP2 gathers weights in every pass, so a process with fewer passes than others adds ones of weight 0.
     """
-    skips = model.config._attn_implementation in SKIPPING_KERNELS
-    size = args.microbatch_tokens if skips else max([128, *(len(ids) for ids, _ in rows)])
-    passes, real = [], 0
-    for row in pack(rows, size if args.packing else 0):
-        real += len(row[0])  # tokens in the pass, without padding
-        computed = (len(passes[-1]) + 1) * len(passes[-1][0][0]) if passes else math.inf
-        if computed > args.microbatch_tokens or real < 0.75 * computed:
+    size = 0  # of packed rows: 0 packs none [tokens]
+    if args.packing:
+        size = max([MIN_PACKED, *(len(ids) for ids, _ in rows)])
+        if model.config._attn_implementation in SKIPPING_KERNELS:
+            size = args.microbatch_tokens
+    passes, num_real = [], 0  # num_real: tokens of the last pass, without padding
+    for row in pack(rows, size):
+        num_real += len(row[0])
+        num_computed = math.inf
+        if passes:
+            longest = len(passes[-1][0][0])  # ids of the first row
+            num_computed = longest * (len(passes[-1]) + 1)
+        if num_computed > args.microbatch_tokens or num_real < 0.75 * num_computed:
             passes.append([])
-            real = len(row[0])
+            num_real = len(row[0])
         passes[-1].append(row)
-    passes += [[([pad_id] * 2, [0, 0], [0, 1])]] * (max(gather([len(passes)])) - len(passes))
+    most = max(gather([len(passes)]))
+    while len(passes) < most:
+        passes.append([([pad_id, pad_id], [0, 0], [0, 1])])  # a row of two tokens, none learned
 
-    return [dict(tokens=pad(ids, pad_id, model.device), response_mask=pad(mask, 0, model.device),
-                 position_ids=pad(positions, 0, model.device) if args.packing else None)
-            for ids, mask, positions in (zip(*part, strict=True) for part in passes)]
+    tensors = []
+    for rows_of_pass in passes:
+        ids, mask, positions = zip(*rows_of_pass, strict=True)
+        tensors.append(dict(
+            tokens=pad(ids, pad_id, model.device),        # (B, T)
+            response_mask=pad(mask, 0, model.device),     # (B, T)
+            position_ids=pad(positions, 0, model.device) if args.packing else None))
+    return tensors
 
 
 # Evaluate
@@ -660,50 +739,66 @@ def evaluate(model, tokenizer, env, held_out, args):
     """Loss on held-out rows; with a single-turn environment, accuracy on its test tasks too.  -> metrics"""
     metrics = {}
     if held_out:
-        mine, loss = [held_out[index] for index in shard(len(held_out))], torch.zeros(()).double()
+        mine = [held_out[index] for index in shard(len(held_out))]
+        loss = torch.zeros((), dtype=torch.float64)
         with precision(args, model.device):
             for batch in batches(mine, args, tokenizer.pad_token_id, model):
                 loss += response_loss(model, batch).cpu()
         metrics["val/loss"] = float(all_reduce(loss)) / sum(sum(mask) for _, mask in held_out)
-    return metrics if env is None or env.multi_turn else metrics | accuracy(model, tokenizer, env, args)
+    if env is not None and not env.multi_turn:
+        metrics |= accuracy(model, tokenizer, env, args)
+    return metrics
+
+
+def sample_responses(model, tokenizer, tasks, args, **sampling):
+    """Token ids of the responses to tasks, padded; those to the same task follow one another.  -> lists"""
+    prompts = tokenizer.apply_chat_template(
+        [task.messages for task in tasks], add_generation_prompt=True, padding=True,
+        return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
+    tokens = model.generate(
+        **prompts, **sampling, max_new_tokens=args.max_response_tokens,
+        eos_token_id=eos_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id,
+        synced_gpus=False)  # waits for no other process
+    return tokens[:, prompts.input_ids.shape[1]:].tolist()
 
 
 def accuracy(model, tokenizer, env, args):
     """Correctness of responses to test tasks, sampled at temperature 1 and greedy.  -> metrics"""
-    tasks = [env.task("test", index) for index in range(min(args.eval_tasks, env.num_tasks("test")))]
-    eos, scores = eos_ids(model, tokenizer), []
-    at_temperature_1 = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    num_tasks = min(args.eval_tasks, env.num_tasks("test"))
+    tasks = [env.task("test", index) for index in range(num_tasks)]
+    eos = set(eos_ids(model, tokenizer))
 
     def is_correct(task, ids):
-        ended = not set(eos).isdisjoint(ids)  # else it was cut off by --max-response-tokens
+        if eos.isdisjoint(ids):
+            return 0.0  # it was cut off by --max-response-tokens
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        return float(ended and env.start(task, args.seed).step(text).info.get("correct", 0.0))
+        return float(env.start(task, args.seed).step(text).info.get("correct", 0.0))
 
+    n = args.eval_samples
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
-    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * args.eval_samples)))
-    starts = range(0, len(tasks), size)
+    size = min(64, max(1, 4 * args.microbatch_tokens // (args.max_response_tokens * n)))
+    starts = range(0, num_tasks, size)
+    scores = []
     with unsharded(model), precision(args, model.device):
-        for start in (starts[index] for index in shard(len(starts))):
+        for number in shard(len(starts)):
+            start = starts[number]
+            chunk = tasks[start:start + size]
             torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-            chunk, correct = tasks[start:start + size], []
-            inputs = tokenizer.apply_chat_template(
-                [task.messages for task in chunk], add_generation_prompt=True, padding=True,
-                return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
-            for samples, sampling in ((args.eval_samples, at_temperature_1), (1, dict(do_sample=False))):
-                responses = model.generate(
-                    **inputs, **sampling, max_new_tokens=args.max_response_tokens, eos_token_id=eos,
-                    num_return_sequences=samples, pad_token_id=tokenizer.pad_token_id,
-                    synced_gpus=False)[:, inputs.input_ids.shape[1]:]  # waits for no other process
-                asked = [task for task in chunk for _ in range(samples)]
-                correct.append(np.reshape([*map(is_correct, asked, responses.tolist())], (-1, samples)))
-            scores += [*np.hstack(correct)]
+            sampled = sample_responses(model, tokenizer, chunk, args, num_return_sequences=n,
+                                       do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+            greedy = sample_responses(model, tokenizer, chunk, args, do_sample=False)
+            for k, task in enumerate(chunk):
+                responses = [*sampled[k * n:(k + 1) * n], greedy[k]]
+                scores.append([is_correct(task, ids) for ids in responses])
 
-    scores, metrics = np.array(gather(scores)), {}  # (tasks, samples + 1): the last is the greedy one
-    for source in sorted({task.source for task in tasks}):
-        of = scores[[task.source == source for task in tasks]]
-        metrics |= {f"val/{source}/pass@1": float(of[:, :-1].mean()),
-                    f"val/{source}/pass@{args.eval_samples}": float(of[:, :-1].max(1).mean()),
-                    f"val/{source}/greedy": float(of[:, -1].mean())}
+    scores = np.array(gather(scores))                     # (tasks, n + 1): the last is the greedy one
+    sources = np.array([task.source for task in tasks])
+    metrics = {}
+    for source in np.unique(sources):
+        of_source = scores[sources == source]
+        metrics[f"val/{source}/pass@1"] = float(of_source[:, :-1].mean())
+        metrics[f"val/{source}/pass@{n}"] = float(of_source[:, :-1].max(1).mean())
+        metrics[f"val/{source}/greedy"] = float(of_source[:, -1].mean())
     return metrics
 
 
@@ -898,52 +993,70 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    # The default of --env-kwargs is for Countdown alone.
-    options = () if args.env != Args.env and args.env_kwargs == Args.env_kwargs else args.env_kwargs
-    env = None if rows_given else envs.make(args.env, **envs.parse_options(options))
+    env = env_name = None
+    if not rows_given:
+        env_name, options = args.env, args.env_kwargs
+        if env_name != Args.env and options == Args.env_kwargs:
+            options = ()  # the default is for Countdown alone
+        env = envs.make(env_name, **envs.parse_options(options))
     tokenizer = make_tokenizer(args, env)
+    source = tokenizer.chat_template
     with as_bad_input("--train-files, --val-files: expected files"):
-        source = tokenizer.chat_template + "".join(map(sha256, map(Path, args.train_files + args.val_files)))
+        for name in args.train_files + args.val_files:
+            source += sha256(Path(name))
     lora = args.lora_rank or args.lora_adapter_path
-    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32  # the adapter is float32
-    base = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
-    run = Run(args, "sft", env and args.env, model=args.model,
-              model_sha256=weights_sha256(base, args.lora_adapter_path),
+    # Of the frozen base, which halves its memory; the adapter is float32.
+    dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32
+    model = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
+    run = Run(args, "sft", env_name, model=args.model,
+              model_sha256=weights_sha256(model, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))  # no row is longer
-    example, num_rows, held_out, counts = (
-        examples_of_env(env, args, tokenizer) if env
-        else examples_of_rows(args, tokenizer, eos_ids(base, tokenizer), run))
+    # The run has logged the flags as they were given; a model may have fewer positions.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))
+    if env:
+        example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
+    else:
+        eos = eos_ids(model, tokenizer)
+        example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run)
+    # 1e-9: 1.1 * 100 is 110.00000000000001, which must not add a step.
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)
     torch.manual_seed(args.seed)  # of a new adapter's weights
-    model = distribute(add_lora(base, args, run.checkpoint) if lora else
-                       load_weights(run.checkpoint) if run.checkpoint else base, device)
-    del base
+    if lora:
+        model = add_lora(model, args, run.checkpoint)
+    elif run.checkpoint:
+        model = load_weights(run.checkpoint)
+    model = distribute(model, device)
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
         # transformers' own switch works in training mode only, which would also enable dropout.
-        for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
-            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
-                                              use_reentrant=False, preserve_rng_state=False)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = functools.partial(
+                    torch.utils.checkpoint.checkpoint, layer.forward,
+                    use_reentrant=False, preserve_rng_state=False)
     if args.packing:
         check_packing(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     parameters = matrices + vectors
     optimizer = torch.optim.AdamW(
         [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)],
         lr=args.learning_rate, betas=(0.9, args.beta2), fused=True)
 
-    # window: loss and gradient norm of each step since the last record; best: checkpoint of lowest val/loss.
-    rows, window, best, stop = [], [], ("", math.inf), []
+    rows = []  # those of the current step
+    window = []  # loss and gradient norm of each step since the last record
+    best, best_loss = "", math.inf  # the checkpoint of lowest val/loss
+    stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     if run.checkpoint:
-        window, best = run.state["window"], (run.state["best"], run.state["best_loss"])
+        window = run.state["window"]
+        best, best_loss = run.state["best"], run.state["best_loss"]
         dcp.set_optimizer_state_dict(model, optimizer, run.state.pop("optimizer"), options=FULL)
     run.open(num_steps)
-    start = step = run.counters["iteration"]
+    start = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {start:,} to "
                  f"{num_steps:,}; {num_rows:,} rows, {len(held_out):,} held out")
@@ -955,10 +1068,11 @@ def main(args):
     def save():
         with run.timed("checkpoint"):
             tensors = dcp.get_model_state_dict(model, options=FULL)
-            once = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied head has two names
-            tensors = {name: tensor for name, tensor in tensors.items() if lora or name in once}
+            if not lora:  # a tied head has two names, of which the model lists one
+                once = dict(model.named_parameters()) | dict(model.named_buffers())
+                tensors = {name: tensor for name, tensor in tensors.items() if name in once}
             state = dcp.get_optimizer_state_dict(model, optimizer, options=FULL)
-            run.save(dict(optimizer=state, window=window, best=best[0], best_loss=best[1]),
+            run.save(dict(optimizer=state, window=window, best=best, best_loss=best_loss),
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
     try:
@@ -967,67 +1081,78 @@ def main(args):
         for step in range(start + 1, num_steps + 1):
             # 1. Batch: this process's share of the next rows of the epoch's permutation.
             with run.timed("update"):
-                places = ((step - 1) * args.batch_size + i for i in shard(args.batch_size))
-                rows = [row for place in places for row in example(envs.shuffled(place, args.seed, num_rows))]
+                rows = []
+                for i in shard(args.batch_size):
+                    place = (step - 1) * args.batch_size + i
+                    rows += example(envs.shuffled(place, args.seed, num_rows))
                 passes = batches(rows, args, tokenizer.pad_token_id, model)
-                num_tokens, num_targets, num_computed = all_reduce(torch.tensor([
-                    sum(len(ids) for ids, _ in rows), sum(sum(mask) for _, mask in rows),
-                    sum(batch["tokens"].numel() for batch in passes)])).tolist()
+                num_tokens = sum(len(ids) for ids, _ in rows)
+                num_targets = sum(sum(mask) for _, mask in rows)
+                num_computed = sum(batch["tokens"].numel() for batch in passes)  # padding included
+                totals = all_reduce(torch.tensor([num_tokens, num_targets, num_computed]))
+                num_tokens, num_targets, num_computed = totals.tolist()  # of all processes
 
                 # 2. Gradient: sums over passes, divided by the response tokens of the global batch.
                 loss = torch.zeros((), device=device)
                 for batch in passes:
                     with precision(args, device):
-                        part = response_loss(model, batch) / num_targets
-                    part.backward()
-                    loss += part.detach()
+                        loss_of_pass = response_loss(model, batch) / num_targets
+                    loss_of_pass.backward()
+                    loss += loss_of_pass.detach()
                 norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM))
                 window.append(torch.stack([all_reduce(loss), norm]).tolist())
                 if not math.isfinite(sum(window[-1])):
                     raise FloatingPointError(f"loss {float(loss)}, gradient norm {float(norm)}")
 
                 # 3. Step.
+                rate = learning_rate(step, num_steps, args)
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, num_steps, args)
+                    group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
             # 4. Log the steps since the last record; evaluate every --eval-every steps and at epochs' ends.
-            run.counters = dict(iteration=step, opt_steps=step,
-                                env_steps=run.counters["env_steps"] + num_tokens)
-            name, last = f"step_{step:06d}", step == num_steps
+            env_steps = run.counters["env_steps"] + num_tokens
+            run.counters = dict(iteration=step, opt_steps=step, env_steps=env_steps)
+            name = f"step_{step:06d}"
+            last = step == num_steps
             epoch_ends = step * args.batch_size % num_rows < args.batch_size
             due = last or args.eval_every and (step % args.eval_every == 0 or epoch_ends)
             if due or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
+                weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
+                new_tokens = env_steps - run.since[2]  # since the last record
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
-                    "train/weight_norm": float(full_tensor(torch.nn.utils.get_total_norm(parameters))),
-                    "train/learning_rate": learning_rate(step, num_steps, args),
+                    "train/weight_norm": float(weight_norm), "train/learning_rate": rate,
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
-                    "train/throughput": (run.counters["env_steps"] - run.since[2]) / run.times["time/update"]}
-                metrics |= evaluation() if due else {}
+                    "train/throughput": new_tokens / run.times["time/update"]}
+                if due:
+                    metrics |= evaluation()
                 run.record(metrics)
                 window = []
-                if metrics.get("val/loss", math.inf) < best[1]:
-                    best = name, metrics["val/loss"]
+                if metrics.get("val/loss", math.inf) < best_loss:
+                    best, best_loss = name, metrics["val/loss"]
 
             # 5. Checkpoint; at SIGTERM, the last one.
             stopped = any(gather(stop))
-            if last or stopped or best[0] == name or step % args.checkpoint_every == 0:
+            if last or stopped or best == name or step % args.checkpoint_every == 0:
                 save()
             if stopped:
                 print_rank_0(f"SIGTERM: stopped after step {step}; go on with --run-dir {run.dir}")
                 break
     except (Exception, KeyboardInterrupt) as error:
-        run.fail(error, {"evidence.json": json.dumps([tokenizer.decode(r) for r, _ in rows[:64]]).encode()})
+        texts = [tokenizer.decode(ids) for ids, _ in rows[:64]]  # some of the rows that it happened at
+        run.fail(error, {"evidence.json": json.dumps(texts).encode()})
 
 
 if __name__ == "__main__":
     try:
-        real = any(word.partition("=")[0] == "--model" for word in sys.argv)
-        main(tyro.cli(Args, default=Args(**REAL_MODEL) if real else Args()))
+        defaults = Args()
+        if any(word.partition("=")[0] == "--model" for word in sys.argv):
+            defaults = Args(**REAL_MODEL)
+        main(tyro.cli(Args, default=defaults))
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:
