@@ -24,7 +24,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import os
 import re
 import reprlib
@@ -151,8 +150,12 @@ WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 MIN_PACKED = 128  # rows are packed to at least this length, even if all are shorter [tokens]
 
-TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
-SHOWN = ("train/loss", "train/grad_norm", "val/")  # printed
+
+
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it started this process
+RANK, WORLD_SIZE = 0, 1
+if UNDER_TORCHRUN:
+    RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 # Maths
@@ -210,256 +213,6 @@ def learning_rate(step, steps, args):
     left = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}
     low = args.final_learning_rate
     return args.learning_rate * warm * (low + (1 - low) * left[args.schedule])
-
-
-# Processes, under torchrun: each holds a shard of the weights (FSDP2) and learns from its share of the rows.
-
-
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if UNDER_TORCHRUN else (0, 1)
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
-
-
-def start_processes():
-    """Set up this process, and join the others if torchrun started it.  -> its device"""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
-    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
-    if UNDER_TORCHRUN:
-        # Each process sees its own GPU alone, as vLLM wants it too.
-        gpus, number = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ["LOCAL_RANK"])
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(number) if gpus is None else (gpus.split(",") * 64)[number]
-        # The store outlives a restart of the workers, which must not read what an earlier attempt wrote.
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], next(dist.rendezvous("env://"))[0])
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
-                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def print_rank_0(text):
-    if RANK == 0:
-        tqdm.write(text)  # beside the progress bar
-
-
-def gather(items):
-    """All-gather: the lists of all ranks, concatenated."""
-    parts = [items] * WORLD_SIZE
-    if UNDER_TORCHRUN:
-        dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    if UNDER_TORCHRUN:
-        dist.all_reduce(tensor, op)
-    return tensor
-
-
-def shard(size):
-    """This rank's contiguous part of range(size), all as equal as can be."""
-    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
-
-
-def full_tensor(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
-
-
-def distribute(model, device):
-    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
-    model.as_forward = operator.call  # runs a function that calls parts of the model: FSDP2 gathers them
-    if not UNDER_TORCHRUN:
-        return model.to(device)
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    modules = [*(m for m in model.modules() if type(m).__name__ in names and m is not model), model]
-    for before, module in zip([modules[0], *modules], modules, strict=False):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
-        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
-        # rollout the processes do not run equally many.
-        module.set_modules_to_backward_prefetch([before])
-        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
-    register_fsdp_forward_method(model, "as_forward")
-    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
-    return model
-
-
-@contextlib.contextmanager
-def unsharded(model):
-    """All weights on each process, so that sampling waits for no other process."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(True, recurse=False)
-            module.reshard()
-
-
-# Engine: load, generate
-
-
-def from_pretrained(kind, name, **options):
-    """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
-    beside = Path(__file__).parent / name  # so that the default model is found from any working directory
-    path = beside if beside.is_dir() and not Path(name).is_dir() else Path(name)
-    with as_bad_input(f"--model {name}: it cannot be loaded; expected a hub id, or a folder with config.json "
-                      "and weights"):
-        if (path.is_dir() or name.startswith(("models/", "runs/"))) and not (path / "config.json").is_file():
-            raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
-                             "adapter, expected its base, and the adapter as --lora-adapter-path")
-        return kind.from_pretrained(str(path), **options)
-
-
-@torch.no_grad()
-def load_weights(name, dtype=torch.float32):
-    """A causal language model, on the CPU. Of its generation config eos stays: the rest may not save."""
-    model, ids = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval(), torch.arange(4)[None]
-    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    with as_bad_input(f"--model {name}: it changes its logits after the head (a soft cap?), or has none"):
-        hidden, head = model.get_decoder()(ids).last_hidden_state, model.get_output_embeddings()
-        torch.testing.assert_close(head(hidden.to(dtype)), model(ids).logits, check_dtype=False)
-    return model
-
-
-def weights_sha256(model, adapter=""):
-    """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
-    weights = Path(adapter, "adapter_model.safetensors")
-    digest = hashlib.sha256(sha256(weights).encode() if adapter and weights.is_file() else b"")
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def new_model(args, tokenizer, **shape):
-    """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
-    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape
-    config = LlamaConfig(
-        **shape, vocab_size=len(tokenizer), tie_word_embeddings=True,
-        max_position_embeddings=args.max_length, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    torch.manual_seed(args.seed)
-    return LlamaForCausalLM(config).eval()
-
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }}{{ eos_token }}"
-    "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} : {% endif %}")
-PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-def new_tokenizer(words):
-    """A tokenizer for the small model: word-level, or byte-level without a list of words.
-
-    A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
-    more tokens: encoding drops them, and decoding restores them for the verifier.
-    """
-    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])  # each once
-    ids = {token: number for number, token in enumerate(tokens)}
-    if words:
-        core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-        core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        core.decoder = decoders.Sequence([
-            decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
-            decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
-            decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
-    else:
-        core = Tokenizer(models.BPE(ids, []))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
-
-
-def make_tokenizer(args, env):
-    """The model's tokenizer, or a new one, with a padding token and the template of --chat-template."""
-    if args.model:
-        tokenizer = from_pretrained(AutoTokenizer, args.model)
-    else:
-        tokenizer = new_tokenizer(getattr(env, "vocabulary", None))
-    if tokenizer.eos_token_id is None:
-        raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = PLAIN_TEMPLATE
-    if tokenizer.bos_token_id in tokenizer("").input_ids:  # it begins every text with its bos
-        plain = "{{ bos_token }}" + plain
-    with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
-                      "template"):
-        if args.chat_template not in ("model", "plain"):
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        elif args.chat_template == "model" and tokenizer.chat_template:
-            tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
-        else:
-            tokenizer.chat_template = plain
-        tokenizer.apply_chat_template([dict(role="user", content="hello")])
-    return tokenizer
-
-
-def add_lora(model, args, checkpoint=""):
-    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder, targets = checkpoint or args.lora_adapter_path, args.lora_target_modules
-    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
-    with as_bad_input(f"{flag}: no adapter for {args.model}"):
-        config = peft.LoraConfig.from_pretrained(folder) if folder else peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=args.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=targets if targets == "all-linear" else targets.replace(" ", "").split(","))
-        config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
-        config.inference_mode = False
-        assert not config.is_prompt_learning, "it prepends vectors to a prompt, which this script does not"
-        model = peft.get_peft_model(model, config)
-        # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
-        model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
-        if folder:
-            loaded = model.load_adapter(folder, "default", is_trainable=True)
-            if odd := [name for name in loaded.missing_keys + loaded.unexpected_keys if "lora_" in name]:
-                raise ValueError(f"{len(odd)} tensors are of another model, {min(odd)} among them")
-        return model
-
-
-@torch.no_grad()
-def check_packing(model, args):
-    """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
-    positions = torch.arange(32, device=model.device)  # of each of two rows
-    row = positions % len(model.get_output_embeddings().weight)  # any tokens of the vocabulary
-    hidden = []
-    for first in (row, row.flip(0)):
-        forward = functools.partial(
-            model.get_decoder(), input_ids=torch.cat([first, row])[None],
-            position_ids=torch.cat([positions, positions])[None], use_cache=False)
-        with precision(args, model.device):
-            output = model.as_forward(forward)
-        hidden.append(output.last_hidden_state[0, len(row):].float())   # of the second row (32, H)
-    change = (hidden[0] - hidden[1]).norm(dim=-1).max()
-    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
-        raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
-
-
-def precision(args, device):
-    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-def pad(rows, value, device, left=False, dtype=torch.long):
-    """Lists of different lengths -> (rows, longest), padded on the right or the left."""
-    width = max(map(len, rows))
-    rows = [([*row], [value] * (width - len(row))) for row in rows]
-    rows = [fill + row if left else row + fill for row, fill in rows]
-    return torch.tensor(rows, dtype=dtype, device=device)
-
-
-def eos_ids(model, tokenizer):
-    """Every id that ends a response: the tokenizer's eos and those of the generation config."""
-    more = model.generation_config.eos_token_id  # one, several or None
-    if not isinstance(more, list):
-        more = [] if more is None else [more]
-    return [tokenizer.eos_token_id, *more]
 
 
 # Data: text to tokens. A row of tokens is (ids, mask), two lists; mask is 1 where a token is learned.
@@ -802,7 +555,292 @@ def accuracy(model, tokenizer, env, args):
     return metrics
 
 
-# Run folder: the log, checkpoints, resume, receipts. The same to the letter in all four scripts.
+# Machinery: the model. It, its tokenizer and its adapter are loaded; what does not fit is one line of error.
+
+
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
+    path = Path(name)
+    beside = Path(__file__).parent / name  # so that the default model is found from any working directory
+    if beside.is_dir() and not path.is_dir():
+        path = beside
+    is_folder = path.is_dir() or name.startswith(("models/", "runs/"))  # no hub id begins like this
+    with as_bad_input(f"--model {name}: it cannot be loaded; expected a hub id, or a folder with config.json "
+                      "and weights"):
+        if is_folder and not (path / "config.json").is_file():
+            raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
+                             "adapter, expected its base, and the adapter as --lora-adapter-path")
+        return kind.from_pretrained(str(path), **options)
+
+
+@torch.no_grad()
+def load_weights(name, dtype=torch.float32):
+    """A causal language model, on the CPU."""
+    model = from_pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
+    # Only eos is needed of its generation config; save_pretrained refuses some of the rest.
+    eos = model.generation_config.eos_token_id
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos)
+    ids = torch.arange(4)[None]  # any four tokens
+    with as_bad_input(f"--model {name}: it changes its logits after the head (a soft cap?), or has none"):
+        hidden = model.get_decoder()(ids).last_hidden_state
+        logits = model.get_output_embeddings()(hidden.to(dtype))
+        torch.testing.assert_close(logits, model(ids).logits, check_dtype=False)
+    return model
+
+
+def weights_sha256(model, adapter=""):
+    """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
+    digest = hashlib.sha256()
+    weights = Path(adapter, "adapter_model.safetensors")
+    if adapter and weights.is_file():
+        digest.update(sha256(weights).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def new_model(args, tokenizer, **shape):
+    """A small Llama with random weights. vLLM on a CPU wants heads of at least 32 numbers."""
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2) | shape
+    config = LlamaConfig(
+        **shape, vocab_size=len(tokenizer), tie_word_embeddings=True,
+        max_position_embeddings=args.max_length, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(config).eval()
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} : {{ m.content }}{{ eos_token }}"
+    "{% else %} {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} : {% endif %}")
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def new_tokenizer(words):
+    """A tokenizer for the small model: word-level, or byte-level without a list of words.
+
+    A solution reads `18 + 14 = 32; 32 + 6 = 38`. Its `=` and `;` carry no information and would cost a third
+    more tokens: encoding drops them, and decoding restores them for the verifier.
+    """
+    tokens = [*words, ":"] if words else sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys(["<pad>", "<bos>", "<eos>", "<unk>", *tokens])  # each once
+    ids = {token: number for number, token in enumerate(tokens)}
+    if words:
+        core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+        core.normalizer = normalizers.Replace(Regex("[=;]"), " ")
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        core.decoder = decoders.Sequence([
+            decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(),  # a space between words
+            decoders.Replace(Regex(r"[-+*/] \d+\K (?=\d)"), " = "),
+            decoders.Replace(Regex(r"(?<=\d) (?=\d+ [-+*/] )"), "; ")])
+    else:
+        core = Tokenizer(models.BPE(ids, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
+
+
+def make_tokenizer(args, env):
+    """The model's tokenizer, or a new one, with a padding token and the template of --chat-template."""
+    if args.model:
+        tokenizer = from_pretrained(AutoTokenizer, args.model)
+    else:
+        tokenizer = new_tokenizer(getattr(env, "vocabulary", None))
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    plain = PLAIN_TEMPLATE
+    if tokenizer.bos_token_id in tokenizer("").input_ids:  # it begins every text with its bos
+        plain = "{{ bos_token }}" + plain
+    with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
+                      "template"):
+        if args.chat_template not in ("model", "plain"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        elif args.chat_template == "model" and tokenizer.chat_template:
+            tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
+        else:
+            tokenizer.chat_template = plain
+        tokenizer.apply_chat_template([dict(role="user", content="hello")])
+    return tokenizer
+
+
+def add_lora(model, args, checkpoint=""):
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    folder = checkpoint or args.lora_adapter_path
+    targets = args.lora_target_modules
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    if targets != "all-linear":
+        targets = targets.replace(" ", "").split(",")
+    with as_bad_input(f"{flag}: no adapter for {args.model}"):
+        if folder:
+            config = peft.LoraConfig.from_pretrained(folder)
+        else:
+            config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
+                                     task_type="CAUSAL_LM")
+        if config.is_prompt_learning:
+            raise ValueError("it prepends vectors to a prompt, which this script does not")
+        config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
+        config.inference_mode = False
+        model = peft.get_peft_model(model, config)
+        # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
+        model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
+        if folder:
+            loaded = model.load_adapter(folder, "default", is_trainable=True)
+            foreign = [n for n in loaded.missing_keys + loaded.unexpected_keys if "lora_" in n]
+            if foreign:
+                raise ValueError(f"{len(foreign)} tensors are of another model, {min(foreign)} among them")
+        return model
+
+
+@torch.no_grad()
+def check_packing(model, args):
+    """Raise BadInput where a packed row changes with the row before it, as recurrent layers let it."""
+    positions = torch.arange(32, device=model.device)  # of each of two rows
+    row = positions % len(model.get_output_embeddings().weight)  # any tokens of the vocabulary
+    hidden = []
+    for first in (row, row.flip(0)):
+        forward = functools.partial(
+            model.get_decoder(), input_ids=torch.cat([first, row])[None],
+            position_ids=torch.cat([positions, positions])[None], use_cache=False)
+        with precision(args, model.device):
+            output = model.as_forward(forward)
+        hidden.append(output.last_hidden_state[0, len(row):].float())   # of the second row (32, H)
+    change = (hidden[0] - hidden[1]).norm(dim=-1).max()
+    if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
+        raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
+
+
+def precision(args, device):
+    """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def pad(rows, value, device, left=False, dtype=torch.long):
+    """Lists of different lengths -> (rows, longest), padded on the right or the left."""
+    width = max(map(len, rows))
+    padded = []
+    for row in rows:
+        fill = [value] * (width - len(row))
+        padded.append([*fill, *row] if left else [*row, *fill])
+    return torch.tensor(padded, dtype=dtype, device=device)
+
+
+def eos_ids(model, tokenizer):
+    """Every id that ends a response: the tokenizer's eos and those of the generation config."""
+    more = model.generation_config.eos_token_id  # one, several or None
+    if not isinstance(more, list):
+        more = [] if more is None else [more]
+    return [tokenizer.eos_token_id, *more]
+
+
+# Machinery: processes, under torchrun. Each holds a shard of the weights (FSDP2) and learns from its share of
+# the rows; losses and gradients are those of one process.
+
+
+
+
+def start_processes():
+    """Set up this process, and join the others if torchrun started it.  -> its device"""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))  # more do not help a small model
+    torch.empty(8_000_000)  # 32 MB, freed at once: from then on glibc keeps freed memory for the next pass
+    if UNDER_TORCHRUN:
+        # Each process sees its own GPU alone, as vLLM wants it too; where GPUs are fewer, they are shared.
+        gpu = os.environ["LOCAL_RANK"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = visible.split(",")
+            gpu = gpus[int(gpu) % len(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        store, _, _ = next(dist.rendezvous("env://"))
+        # It outlives a restart of the workers, which must not read what an earlier attempt wrote.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE,
+                                timeout=timedelta(hours=2))  # a rollout, or encoding rows, may take long
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def print_rank_0(text):
+    if RANK == 0:
+        tqdm.write(text)  # beside the progress bar
+
+
+def gather(items):
+    """All-gather: the lists of all ranks, concatenated."""
+    if not UNDER_TORCHRUN:
+        return [*items]
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, items)
+    return sum(lists, [])
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    if UNDER_TORCHRUN:
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def shard(size):
+    """This rank's contiguous part of range(size), all as equal as can be."""
+    return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
+
+
+def full_tensor(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
+
+
+def distribute(model, device):
+    """Move a model to its device; under torchrun shard it with FSDP2, layer by layer."""
+    # Runs a function that calls parts of the model. FSDP2, registered for it below, gathers them around it.
+    model.as_forward = lambda function: function()
+    if not UNDER_TORCHRUN:
+        return model.to(device)
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
+    names = set()  # of the classes of layers
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    modules = [m for m in model.modules() if type(m).__name__ in names and m is not model]
+    modules.append(model)
+    before = modules[0]
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the root module, too
+        # By default the order of earlier forward passes decides what a backward pass prefetches, and in a
+        # rollout the processes do not run equally many.
+        module.set_modules_to_backward_prefetch([before])
+        before = module
+        module.set_gradient_divide_factor(1.0)  # the loss is a sum over all processes, not a mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+    register_fsdp_forward_method(model, "as_forward")
+    model.as_forward(lambda: None)  # FSDP2 takes the first module that runs a forward pass for the root
+    return model
+
+
+@contextlib.contextmanager
+def unsharded(model):
+    """All weights on each process, so that sampling waits for no other process."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+# Machinery: run folder. A kill at any moment loses at most the work since the last checkpoint, from which the
+# same command goes on exactly. The same to the letter in all four scripts.
+
+
+TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
+SHOWN = ("train/loss", "train/grad_norm", "val/")  # names that begin like this are printed
+# Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def sha256(path):
@@ -822,55 +860,65 @@ class Run:
 
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
+        self.args = args
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
-        self.args, self.meta = args, dict(
-            schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
-            args=json.loads(json.dumps(vars(args))), **identity)
+        self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
+                         args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
         # Of two runs that begin in the same second without a --run-dir, one ends here.
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
         self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
-        # Oldest first. Damaged ones are left out, so that they do not count in --keep-checkpoints.
-        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
-        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))
         self.log.seek(0)
         first_line = self.log.readline()
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
-        self.state = dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
-        for folder in self.checkpoints[::-1]:
-            try:
-                manifest = json.loads((folder / "manifest.json").read_text())
-                if bad := [name for name, digest in manifest.items() if sha256(folder / name) != digest]:
-                    raise ValueError(f"{bad[0]} is not what was written")
-                self.state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
-                if self.state["log_bytes"] > self.log.seek(0, os.SEEK_END):
-                    raise ValueError("the log ends before it")
-                break
-            except (OSError, ValueError, AttributeError) as error:
-                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
-                self.checkpoints.pop()
-                if not self.checkpoints:
-                    raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged") from error
+        self.state = self.load_state()
         self.checkpoint = str(self.checkpoints[-1]) if self.checkpoints else None
-        if len(seen := set(gather([self.checkpoint]))) > 1:
+        seen = set(gather([self.checkpoint]))
+        if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
-        self.since = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        self.times = dict.fromkeys(TIMES, 0.0)
+        self.begin_record(time.perf_counter())
 
     def check_same_run(self, first_line):
         """Refuse, by name, whatever would change the result of the run that is continued."""
         with as_bad_input(f"{self.log.name}: expected a meta line first"):
             old = json.loads(first_line)["meta"]
-            was, now, self.meta["run_id"] = old | old["args"], self.meta | self.meta["args"], old["run_id"]
+            self.meta["run_id"] = old["run_id"]
+            was = old | old["args"]
+        now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
-        told = [f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})" for name in now | flags
-                if name not in self.args.may_change | {"args", "run_id"} and was.get(name) != now.get(name)]
-        if told:
-            raise BadInput(f"{', '.join(told[:5])}: use another --run-dir than {self.dir}, or its own")
+        may_differ = self.args.may_change | {"args", "run_id"}
+        differ = []
+        for name in now | flags:
+            if name not in may_differ and was.get(name) != now.get(name):
+                differ.append(f"{flags.get(name, name)} {now.get(name)} (it was {was.get(name)})")
+        if differ:
+            raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
+
+    def load_state(self):
+        """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
+        if not self.checkpoints:
+            return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
+        while self.checkpoints:
+            folder = self.checkpoints[-1]
+            try:
+                manifest = json.loads((folder / "manifest.json").read_text())
+                for name, digest in manifest.items():
+                    if sha256(folder / name) != digest:
+                        raise ValueError(f"{name} is not what was written")
+                state = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                if state["log_bytes"] > self.log.seek(0, os.SEEK_END):
+                    raise ValueError("the log ends before it")
+                return state
+            except (OSError, ValueError, AttributeError) as error:
+                print(f"checkpoint {folder} is damaged ({error}): trying the one before", file=sys.stderr)
+                self.checkpoints.pop()
+        raise BadInput(f"--run-dir {self.dir}: every checkpoint in it is damaged")
 
     def open(self, total):
         """On rank 0 write the meta line; or cut the log at the checkpoint and write a resume line."""
@@ -878,8 +926,9 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
+        config = json.dumps(self.meta | dict(run_id=""))
         self.meta |= dict(
-            config_hash=hashlib.sha256(json.dumps(self.meta | dict(run_id="")).encode()).hexdigest(),
+            config_hash=hashlib.sha256(config.encode()).hexdigest(),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -888,7 +937,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'  # as fail and open begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -906,6 +955,12 @@ class Run:
         trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
         return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
 
+    def begin_record(self, now):
+        """From here on times and rates are those of the next record."""
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self.clock, self.processor_clock = now, time.process_time()
+        self.env_steps_before = self.counters["env_steps"]
+
     @contextlib.contextmanager
     def timed(self, name):
         began = time.perf_counter()
@@ -914,25 +969,29 @@ class Run:
 
     def record(self, values):
         """Log numbers, all finite, with the times since the last record; print some."""
-        now = time.perf_counter(), time.process_time(), self.counters["env_steps"]
-        seconds, processor, env_steps = np.subtract(now, self.since).tolist()
-        values = dict(wall_time_s=now[0] - self.started, sps=env_steps / seconds) | values | self.times
+        now = time.perf_counter()
+        seconds = now - self.clock
+        env_steps = self.counters["env_steps"] - self.env_steps_before
+        values = dict(wall_time_s=now - self.started, sps=env_steps / seconds) | values | self.times
+        processor = time.process_time() - self.processor_clock
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
-            raise FloatingPointError(f"{bad[0]} is {values[bad[0]]}")
-        self.times, self.since = dict.fromkeys(TIMES, 0.0), now
-        if RANK == 0:
-            iteration, wall_time = self.counters["iteration"], values["wall_time_s"]
-            # One event for all numbers: add_scalar would take longer than all else that is logged.
-            scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
-            self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
-            self.writer.flush()
-            self.write(self.place | values)
-            shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
-            self.progress.update(iteration - self.progress.n)
-            tqdm.write(f"{iteration}/{self.progress.total}, {wall_time:.0f} s: {', '.join(shown)}")
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                raise FloatingPointError(f"{name} is {value}")
+        self.begin_record(now)
+        if RANK:
+            return
+        iteration = self.counters["iteration"]
+        # One event for all numbers: add_scalar would take longer than all else that is logged.
+        scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
+        self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
+        self.writer.flush()
+        self.write(self.place | values)
+        shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
+        self.progress.update(iteration - self.progress.n)
+        tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
 
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
@@ -942,9 +1001,10 @@ class Run:
         if RANK:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
-        temporary, named = (folder.with_name(f".{name}.writing") for name in (folder.name, "state.json"))
+        temporary = folder.with_name(f".{folder.name}.writing")
+        named = folder.with_name(".state.json.writing")
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
-        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})
+        names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
             for part in parts:
@@ -969,17 +1029,20 @@ class Run:
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        path = self.dir / "receipts" / f"{self.place['trace_id']}{f':{RANK}' if RANK else ''}"
-        what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
+        trace_id = self.place["trace_id"]
+        kind = type(error).__name__
+        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
+        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
+        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in (evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}).items():
+            for name, data in files.items():
                 (path / name).write_bytes(data)
-            self.write({"trace_id": self.place["trace_id"], "error": what})
+            self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Main: set-up, then the loop
@@ -1121,7 +1184,7 @@ def main(args):
             if due or step % args.log_every == 0:
                 mean_loss, mean_norm = torch.tensor(window, dtype=torch.float64).mean(0).tolist()
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
-                new_tokens = env_steps - run.since[2]  # since the last record
+                new_tokens = env_steps - run.env_steps_before  # since the last record
                 metrics = {
                     "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
                     "train/weight_norm": float(weight_norm), "train/learning_rate": rate,

@@ -109,8 +109,8 @@ MUTANTS = {
         "rows are renamed before they are flushed": (
             "flush_to_disk(temporary)\n    temporary.replace(path)\n\n\ndef examples",
             "temporary.replace(path)\n\n\ndef examples"),
-        "a resume forgets the best": ('(run.state["best"], run.state["best_loss"])', '("", math.inf)'),
-        "rows from the second batch on": ("((step - 1) * args.batch_size + i", "(step * args.batch_size + i"),
+        "a resume forgets the best": ('run.state["best"], run.state["best_loss"]', '"", math.inf'),
+        "rows from the second batch on": ("(step - 1) * args.batch_size + i", "step * args.batch_size + i"),
         "val/loss by rows": ("/ sum(sum(mask) for _, mask in held_out)", "/ len(held_out)"),
         "the line break after a turn is learned": ("len(after.rstrip())", "len(after)"),
         "a log is not on the disk": (', named, self.dir / "train_log.jsonl")', ", named)"),
