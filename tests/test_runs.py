@@ -103,7 +103,7 @@ def start_weights():
 
 
 # At most, for all that a script promises: its lines, and the characters of a line of code.
-BOUNDS = {grpo_llm: (1868, 59), ppo_llm: (1975, 59), sft: (1225, 59.5), a2c: (700, 61)}
+BOUNDS = {grpo_llm: (1869, 59), ppo_llm: (1976, 59), sft: (1225, 59.5), a2c: (700, 61)}
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -111,7 +111,8 @@ def test_scripts_are_plain_and_short_and_have_few_flags(script):
     lines, width = BOUNDS[script]
     assert len(Path(script.__file__).read_text().splitlines()) <= lines
     found = density(script.__file__)
-    assert {name: found[name] for name, most in (MOST | dict(width=width)).items() if found[name] > most} == {}
+    too_many = [name for name, most in (MOST | dict(width=width)).items() if found[name] > most]
+    assert not too_many, found
     assert 10 < len(dataclasses.fields(script.Args)) <= (58 if script in RL else 45)
 
 
