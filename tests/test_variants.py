@@ -132,7 +132,8 @@ DISTILL = {
 
 def of_distill(s, response, flags, known):
     _, new, _ = response
-    advantages = known["taught"] - known["old"] + flags.get("reward_coef", 0.0) * s["advantage"]
+    of_reward = flags.get("reward_coef", 0.0) * torch.tensor(s["advantages"])
+    advantages = known["taught"] - known["old"] + of_reward
     loss, _ = updates.surrogate("clip", new, known["old"], advantages, None, 0.2, 0.28)
     return loss, {"kl/k1": new - known["taught"]}
 
