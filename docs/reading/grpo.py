@@ -1,19 +1,23 @@
 """GRPO for language models with verifiable rewards, to be read in one sitting.
 
-For each prompt, `group_size` responses are sampled. An advantage is a reward against its group's:
+For each prompt, `group_size` responses are sampled. An advantage is a reward
+against its group's:
 
-    A_i = r_i - mean(r_1..r_G)   [/ (std + 1e-6) if --scale-rewards]   GRPO, arXiv:2402.03300
-    L = - mean_t min(ratio A, clip(ratio, 1 - low, 1 + high) A)  PPO, arXiv:1707.06347 eq. 7
+    A_i = r_i - mean(r_1..r_G)                      GRPO, arXiv:2402.03300 sec. 4.1.2
+    L = - mean_t min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+                                                    PPO, arXiv:1707.06347 eq. 7
 
-Where the defaults differ from the GRPO paper: no division by the standard deviation (Dr. GRPO,
-arXiv:2503.20783), a mean over all tokens and an asymmetric clip (DAPO, arXiv:2503.14476), groups
-whose rewards are all equal are dropped, no KL penalty, a small entropy bonus.
+Where the defaults differ from the GRPO paper: no division by the standard
+deviation (Dr. GRPO, arXiv:2503.20783), a mean over all tokens and an asymmetric
+clip (DAPO, arXiv:2503.14476), groups whose rewards are all equal are dropped,
+no KL penalty, a small entropy bonus.
 
-    python docs/reading/grpo.py         # Countdown on a laptop CPU, offline, in about two minutes
-    python docs/reading/grpo.py --scale-rewards --clip-high 0.2 --kl-coef 0.04 --entropy-coef 0
+    python docs/reading/grpo.py    # Countdown on a laptop CPU, in two minutes
+    python docs/reading/grpo.py --scale-rewards --clip-high 0.2 --kl-coef 0.04
 
-This is grpo_llm.py on one device, for one turn, without resume: the same flags and defaults, and
-with the same random numbers the same rewards and losses. README.md beside it compares the two.
+This is grpo_llm.py on one device, for one turn, without resume: the same flags
+and defaults and, with the same random numbers, the same rewards and losses.
+README.md beside it compares the two.
 """
 
 import collections
@@ -37,7 +41,7 @@ import envs
 @dataclass
 class Args:
     # Task, model and sampling
-    env: str = "countdown"  # a name that envs.make knows, or path/to/file.py:Class; of one turn
+    env: str = "countdown"  # of one turn: a name that envs.make knows, or path/to/file.py:Class
     env_kwargs: tuple[str, ...] = ()  # its options, as key=value
     model: str = "models/countdown-tiny"  # folder or hub id of the model to start from
     prompts_per_iteration: int = 64  # different prompts in an iteration
@@ -50,10 +54,10 @@ class Args:
     iterations: int = 500  # rollouts, each followed by its updates
     epochs: int = 1  # optimiser steps on an iteration's responses
     microbatch_tokens: int = 4096  # response tokens per pass; changes memory alone [tokens]
-    learning_rate: float = 5e-4  # peak learning rate of AdamW
+    learning_rate: float = 5e-4  # peak learning rate of Adam
     warmup_iterations: int = 10  # linear warm-up [iterations]
     final_learning_rate: float = 0.1  # share of the peak at the end of the linear decay
-    beta2: float = 0.95  # AdamW's second decay rate; the first is 0.9
+    beta2: float = 0.95  # Adam's second decay rate; the first is 0.9
     max_grad_norm: float = 1.0  # gradient clipping, by global norm
 
     # Loss
@@ -71,7 +75,7 @@ class Args:
 
 
 PADDING = -1  # among token ids: on the left of prompts, on the right of responses
-SHOWN = ("iteration", "train/reward", "train/grad_norm", "val/")  # what is printed of the log
+SHOWN = ("iteration", "train/reward", "train/grad_norm", "val/")  # printed
 
 
 # Maths
@@ -172,7 +176,7 @@ def uniform(seeds, count):
 
 
 def sample(logits, temperature, uniform):
-    """A token for each row of logits (B, V) by a number in [0, 1) (B,).  -> tokens, logprobs (B,)"""
+    """A token for each row of logits (B, V).  uniform (B,) in [0, 1) -> tokens, logprobs (B,)"""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
         # The first token whose cumulative probability exceeds the number; float64 keeps a vocabulary's tail.
@@ -214,9 +218,9 @@ def generate(model, prompt_ids, seeds, temperature, eos, max_new_tokens):
 
 
 def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, first=0):
-    """Sample and score a response to each task for each of numbers, task by task.  -> {name: tensor}
+    """Sample and score a response to each task for each of numbers.  -> {name: tensor}
 
-    kind ("train" or "val"), the task's number, counted from first, and its own seed a response.
+    Its kind ("train" or "val"), its task's number, from first, and its own seed a response.
     """
     prompts = []
     seeds = []
@@ -224,11 +228,14 @@ def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, firs
         prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
         for number in numbers:
             prompts.append(prompt)
-            seeds.append(f"{args.seed} {kind} {position} {number} 0 0")  # 0 0: first try, first turn
+            # 0 0: the first try and turn, of which there are more in the full script.
+            seeds.append(f"{args.seed} {kind} {position} {number} 0 0")
     encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True)
-    prompt_ids = encoded.input_ids.masked_fill(encoded.attention_mask == 0, PADDING).to(model.device)
+    prompt_ids = encoded.input_ids.masked_fill(encoded.attention_mask == 0, PADDING)
+    prompt_ids = prompt_ids.to(model.device)
     eos = tokenizer.eos_token_id
-    response_ids, logprobs = generate(model, prompt_ids, seeds, temperature, eos, args.max_response_tokens)
+    response_ids, logprobs = generate(
+        model, prompt_ids, seeds, temperature, eos, args.max_response_tokens)
     rewards = torch.zeros(len(seeds))
     correct = torch.zeros(len(seeds))
     for row, ids in enumerate(response_ids.tolist()):
@@ -286,28 +293,23 @@ def main(args):
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     reference = copy.deepcopy(model) if args.kl_coef else None
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args.beta2), weight_decay=0.0)
-    new_folder = time.strftime(f"runs/reading/%Y%m%d_%H%M%S__grpo__s{args.seed}")
-    folder = Path(args.run_dir or new_folder)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, args.beta2))
+    folder = Path(args.run_dir or time.strftime(f"runs/reading/%Y%m%d_%H%M%S_grpo_s{args.seed}"))
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "train_log.jsonl").open("x", buffering=1)  # x: never another run's
     meta = dict(schema_version=1, run_id=folder.name, algo="grpo", env=args.env, args=vars(args))
     log.write(json.dumps({"meta": meta}) + "\n")
     started = time.perf_counter()
-    env_steps = 0  # generated tokens so far
-    opt_steps = 0  # optimiser steps so far
-    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}
+    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: sampled tokens
     record(log, counters | evaluate(model, tokenizer, env, args))
 
     for iteration in tqdm(range(1, args.iterations + 1), unit="it", disable=None):
         # 1. Rollout: group_size responses to each prompt, from the current policy.
-        began = time.perf_counter()
         first = (iteration - 1) * args.prompts_per_iteration
         cursors = range(first, first + args.prompts_per_iteration)
         tasks = [env.training_task(cursor, args.seed) for cursor in cursors]
         batch = rollout(model, tokenizer, env, tasks, range(args.group_size), args.temperature, args,
                         "train", first)
-        rollout_time = time.perf_counter() - began
 
         # 2. Advantages: each reward against its group's. Groups whose rewards are all equal are dropped.
         rewards = batch["rewards"].view(-1, args.group_size)  # (groups, G)
@@ -317,26 +319,23 @@ def main(args):
         rows = trainable.repeat_interleave(args.group_size)  # (B,)
         kept = {name: tensor[rows] for name, tensor in batch.items()}
 
-        # 3. Update.
+        # 3. Update: one optimiser step for each epoch.
         optimizer.param_groups[0]["lr"] = learning_rate(iteration, args)
         metrics = {}
         if trainable.any():
             metrics = update(model, reference, optimizer, kept, args)
-            opt_steps += args.epochs
+            counters["opt_steps"] += args.epochs
 
-        # 4. Evaluate, log.
+        # 4. Metrics; evaluate, log.
         lengths = batch["response_mask"].sum(1)  # (B,)
-        env_steps += int(lengths.sum())
-        metrics |= {
-            "iteration": iteration,
-            "env_steps": env_steps,
-            "opt_steps": opt_steps,
+        counters["iteration"] = iteration
+        counters["env_steps"] += int(lengths.sum())
+        metrics |= counters | {
             "wall_time_s": time.perf_counter() - started,
             "train/reward": rewards.mean().item(),
             "train/learning_rate": learning_rate(iteration, args),
             "response_length/mean": lengths.mean().item(),
             "rollout/groups_trainable": trainable.sum().item(),
-            "rollout/throughput": lengths.sum().item() / rollout_time,
         }
         if iteration == args.iterations or args.eval_every and iteration % args.eval_every == 0:
             metrics |= evaluate(model, tokenizer, env, args)
