@@ -12,7 +12,7 @@ deviation (Dr. GRPO, arXiv:2503.20783), a mean over all tokens and an asymmetric
 clip (DAPO, arXiv:2503.14476), groups whose rewards are all equal are dropped,
 no KL penalty, a small entropy bonus.
 
-    python docs/reading/grpo.py    # Countdown on a laptop CPU, in two minutes
+    python docs/reading/grpo.py    # Countdown on a laptop CPU, in a few minutes
     python docs/reading/grpo.py --scale-rewards --clip-high 0.2 --kl-coef 0.04
 
 This is grpo_llm.py on one device, for one turn, without resume: the same flags
@@ -71,7 +71,7 @@ class Args:
     eval_every: int = 50  # between evaluations [iterations]; 0: only first and last
     eval_tasks: int = 512  # held-out tasks, always the same ones
     eval_samples: int = 16  # responses per task, for pass@1 and pass@n
-    run_dir: str = ""  # folder for the log and the trained model (default: a new one)
+    run_dir: str = ""  # folder of log and trained model (default: a new one)
 
 
 PADDING = -1  # among token ids: on the left of prompts, on the right of responses

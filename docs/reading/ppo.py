@@ -10,7 +10,7 @@ The reward comes at a response's last token, a penalty for leaving the starting
 model at every token (--kl-coef, arXiv:1909.08593); advantages are whitened. The
 critic has a backbone of its own, is fitted before the policy, and alone at first.
 
-    python docs/reading/ppo.py    # Countdown on a laptop CPU, in four minutes
+    python docs/reading/ppo.py    # Countdown on a laptop CPU, in a few minutes
 
 This is ppo_llm.py on one device, for one turn, without resume: the same flags
 and defaults and, with the same random numbers, the same rewards and losses.
@@ -70,7 +70,7 @@ class Args:
     eval_every: int = 20  # between evaluations [iterations]; 0: only first and last
     eval_tasks: int = 512  # held-out tasks, always the same ones
     eval_samples: int = 16  # responses per task, for pass@1 and pass@n
-    run_dir: str = ""  # folder for the log and the trained model (default: a new one)
+    run_dir: str = ""  # folder of log and trained model (default: a new one)
 
 
 PADDING = -1  # among token ids: on the left of prompts, on the right of responses
