@@ -1,38 +1,70 @@
-"""How dense a Python file is: what makes a reader stop, counted by its syntax tree."""
+"""How much a reader has to unpack in a Python file: what several tests hold files to.
+
+    density(ROOT / "grpo_llm.py")["pairs"]  # tuples assigned to tuples, per 1,000 lines of code
+"""
 
 import ast
-from pathlib import Path
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# Per 1,000 lines of code, at most. nanochat, CleanRL, tinker-cookbook, open-instruct and TRL have 0 to
-# 8 pairs, 8 to 37 comprehensions and 1 to 26 conditionals.
+# Per 1,000 lines of code, at most; lengths and widths are each file's own. nanochat, CleanRL,
+# tinker-cookbook, open-instruct and TRL have 0 to 8 pairs, 8 to 37 comprehensions and 1 to 26 conditionals.
 MOST = {"pairs": 15, "unpacked": 0, "comprehensions": 50, "nested comprehensions": 3, "conditionals": 25,
-        "nested conditionals": 0, "repeated texts": 0}
+        "nested conditionals": 0, "products": 0}
 
 
-def density(path) -> dict[str, float]:
-    """Counts per 1,000 lines of code, comments and blank lines aside; and "width", characters a line of code.
+def density(path):
+    """-> {figure: number}; after four sizes, counts per 1,000 lines of code: neither blank nor a comment.
 
-    pairs: `a, b = x, y`; unpacked: a tuple taken apart from a generator or a conditional; conditionals:
-    `x if c else y`; repeated texts: a text, or a list that has not just one element, times a number.
+    lines: of the file
+    longest: columns of its longest line
+    width: columns of a line of code, on average
+    function: lines of its longest function, `main` aside
+    pairs: `a, b = x, y`
+    unpacked: `a, b =` a generator or a conditional
+    comprehensions: generators included
+    nested comprehensions: those that hold another, or a second `for`
+    conditionals: `x if c else y`
+    nested conditionals: those with another for one of their values
+    products: a text multiplied, or a list that has not exactly one element
     """
-    source = Path(path).read_text()
-    lines = [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
-    count = dict.fromkeys(MOST, 0)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            count["pairs"] += isinstance(node.value, ast.Tuple)
-            count["unpacked"] += isinstance(node.value, ast.GeneratorExp | ast.IfExp)
-        elif isinstance(node, COMPREHENSIONS):
-            within = [other for other in ast.walk(node) if isinstance(other, COMPREHENSIONS)]
-            count["comprehensions"] += 1
-            count["nested comprehensions"] += len(within) > 1 or len(node.generators) > 1
-        elif isinstance(node, ast.IfExp):
-            count["conditionals"] += 1
-            count["nested conditionals"] += any(isinstance(x, ast.IfExp) for x in (node.body, node.orelse))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            for side in (node.left, node.right):
-                is_text = isinstance(side, ast.JoinedStr) or isinstance(getattr(side, "value", None), str)
-                count["repeated texts"] += is_text or isinstance(side, ast.List) and len(side.elts) != 1
-    per_thousand = {name: 1000 * number / len(lines) for name, number in count.items()}
-    return per_thousand | {"width": sum(map(len, lines)) / len(lines)}
+    text = path.read_text(encoding="utf-8")
+    nodes = [*ast.walk(ast.parse(text))]
+    lines = text.splitlines()
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    comprehensions = [node for node in nodes if isinstance(node, COMPREHENSIONS)]
+    conditionals = [node for node in nodes if isinstance(node, ast.IfExp)]
+    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    to_tuples = [node.value for node in nodes
+                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    counts = {
+        "pairs": sum(isinstance(value, ast.Tuple) for value in to_tuples),
+        "unpacked": sum(isinstance(value, (ast.GeneratorExp, ast.IfExp)) for value in to_tuples),
+        "comprehensions": len(comprehensions),
+        "nested comprehensions": sum(map(is_nested, comprehensions)),
+        "conditionals": len(conditionals),
+        "nested conditionals": sum(isinstance(value, ast.IfExp) for node in conditionals
+                                   for value in (node.body, node.orelse)),
+        "products": sum(map(is_product, nodes)),
+    }
+    sizes = {
+        "lines": len(lines),
+        "longest": max(map(len, lines)),
+        "width": sum(map(len, code)) / len(code),
+        "function": max(node.end_lineno - node.lineno + 1 for node in functions if node.name != "main"),
+    }
+    return sizes | {name: 1000 * count / len(code) for name, count in counts.items()}
+
+
+def is_nested(node):
+    inside = [other for other in ast.walk(node) if isinstance(other, COMPREHENSIONS)]
+    return len(node.generators) > 1 or len(inside) > 1
+
+
+def is_product(node):
+    """A text or a list times something."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return False
+    sides = (node.left, node.right)
+    texts = any(isinstance(side, ast.JoinedStr) or isinstance(getattr(side, "value", None), str)
+                for side in sides)
+    return texts or any(isinstance(side, ast.List) and len(side.elts) != 1 for side in sides)

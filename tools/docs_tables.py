@@ -44,7 +44,7 @@ BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<
 PYDANTIC = {"PositiveInt": "Annotated[int, Field(ge=1)]", "NonNegativeInt": "Annotated[int, Field(ge=0)]",
             "PositiveFloat": "Annotated[float, Field(gt=0)]",
             "NonNegativeFloat": "Annotated[float, Field(ge=0)]"}  # pydantic's names
-LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)?(\w+\.py))(?:#L\d+)?\)")
+LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)*(\w+\.py))(?:#L\d+)?\)")
 FIGURE = re.compile(r"^\| `(\S+)` \| ([0-9a-f]{7,40}) \| (`.*`) \| \[", re.MULTILINE)
 OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
 
@@ -227,8 +227,10 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
 
     def link(match: re.Match) -> str:
         symbol, target, script = match.groups()
+        beside = (root / name).parent / target  # docs/reading/ has scripts of its own
+        path = beside if beside.is_file() else root / script
         defined = re.compile(rf"^\s*((def|class) {symbol}\b|{symbol}\b\s*[:=])", re.MULTILINE)
-        if not defined.search((root / script).read_text(encoding="utf-8")):
+        if not defined.search(path.read_text(encoding="utf-8")):
             raise DocsError(f"{name}: {script} defines no {symbol}")
         return f"[`{symbol}`]({target})"
 
