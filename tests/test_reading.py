@@ -68,13 +68,13 @@ FEWER = {"grpo": dict(iterations=2, prompts_per_iteration=16),
 DEFAULT = {"grpo": dict(iterations=6), "ppo": dict(iterations=6, critic_warmup=2)}
 OTHER = {  # every flag that is not the default, in little
     "grpo": dict(iterations=3, seed=2, prompts_per_iteration=8, group_size=4, microbatch_tokens=100, epochs=3,
-                 scale_rewards=True, clip_low=0.05, clip_high=0.1, kl_coef=0.1, temperature=0.8, beta2=0.9,
+                 scale_rewards=True, clip_low=0.05, clip_high=0.1, kl_coef=0.1, temperature=2.0, beta2=0.9,
                  max_grad_norm=0.1, warmup_iterations=1, final_learning_rate=0.5, learning_rate=1e-3,
-                 entropy_coef=0.1, max_response_tokens=9, eval_every=2),
+                 entropy_coef=0.1, max_response_tokens=12, eval_every=2),
     "ppo": dict(iterations=3, seed=2, prompts_per_iteration=24, epochs=2, minibatches=3, critic_epochs=2,
                 critic_minibatches=5, critic_warmup=1, critic_learning_rate=2e-3, critic_beta2=0.9, beta2=0.9,
-                gae_lambda=0.8, clip=0.05, kl_coef=0.1, temperature=0.8, warmup_iterations=1,
-                final_learning_rate=0.5, learning_rate=1e-3, entropy_coef=0.1, max_response_tokens=9,
+                gae_lambda=0.8, clip=0.05, kl_coef=0.1, temperature=2.0, warmup_iterations=1,
+                final_learning_rate=0.5, learning_rate=1e-3, entropy_coef=0.1, max_response_tokens=12,
                 eval_every=2),
 }
 EXACT = ("iteration", "env_steps", "opt_steps", "train/reward", "rollout/", "response_length/", "val/")

@@ -56,7 +56,7 @@ class Args:
     microbatch_tokens: int = 4096  # response tokens per pass; changes memory alone [tokens]
     learning_rate: float = 5e-4  # peak learning rate of Adam
     warmup_iterations: int = 10  # linear warm-up [iterations]
-    final_learning_rate: float = 0.1  # share of the peak at the end of the linear decay
+    final_learning_rate: float = 0.1  # share of the peak that the decay ends at
     beta2: float = 0.95  # Adam's second decay rate; the first is 0.9
     max_grad_norm: float = 1.0  # gradient clipping, by global norm
 
@@ -300,7 +300,7 @@ def main(args):
     meta = dict(schema_version=1, run_id=folder.name, algo="grpo", env=args.env, args=vars(args))
     log.write(json.dumps({"meta": meta}) + "\n")
     started = time.perf_counter()
-    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: sampled tokens
+    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: tokens
     record(log, counters | evaluate(model, tokenizer, env, args))
 
     for iteration in tqdm(range(1, args.iterations + 1), unit="it", disable=None):
@@ -330,7 +330,7 @@ def main(args):
         lengths = batch["response_mask"].sum(1)  # (B,)
         counters["iteration"] = iteration
         counters["env_steps"] += int(lengths.sum())
-        metrics |= counters | {
+        metrics = counters | metrics | {
             "wall_time_s": time.perf_counter() - started,
             "train/reward": rewards.mean().item(),
             "train/learning_rate": learning_rate(iteration, args),

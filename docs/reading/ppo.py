@@ -52,7 +52,7 @@ class Args:
     minibatches: int = 4  # the policy's optimiser steps per epoch
     learning_rate: float = 5e-4  # the policy's peak, of Adam
     warmup_iterations: int = 10  # linear warm-up of each rate [iterations]
-    final_learning_rate: float = 0.1  # share of the peak at the end of the linear decay
+    final_learning_rate: float = 0.1  # share of the peak that the decay ends at
     beta2: float = 0.95  # Adam's second decay rate; the first is 0.9
 
     # Critic and loss
@@ -162,9 +162,9 @@ def learning_rate(peak, iteration, start, args):
 def estimate_advantages(critic, reference, batch, args):
     """Add the critic's values, advantages and returns (B, T) to a batch.  -> metrics"""
     mask = batch["response_mask"]  # (B, T)
-    last = mask.sum(1).long() - 1  # (B,), index of the last token
+    last = mask.sum(1, keepdim=True).long() - 1  # (B, 1), index of the last token
     rewards = torch.zeros_like(mask)
-    rewards[torch.arange(len(mask)), last] = batch["rewards"]
+    rewards.scatter_(1, last, batch["rewards"][:, None])
     if args.kl_coef:
         ref_logprobs, _ = token_logprobs(reference, batch, args.temperature)
         rewards -= args.kl_coef * (batch["old_logprobs"] - ref_logprobs) * mask
@@ -350,7 +350,7 @@ def main(args):
     meta = dict(schema_version=1, run_id=folder.name, algo="ppo", env=args.env, args=vars(args))
     log.write(json.dumps({"meta": meta}) + "\n")
     started = time.perf_counter()
-    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: sampled tokens
+    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: tokens
     record(log, counters | evaluate(model, tokenizer, env, args))
 
     for iteration in tqdm(range(1, args.iterations + 1), unit="it", disable=None):
@@ -364,7 +364,7 @@ def main(args):
         metrics = estimate_advantages(critic, reference, batch, args)
 
         # 3. Fit the critic to the returns.
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # of the order of responses
+        torch.manual_seed(args.seed * 1_000_003 + iteration)  # the responses' order
         lr = learning_rate(args.critic_learning_rate, iteration, 1, args)
         critic_optimizer.param_groups[0]["lr"] = lr
         metrics |= update("critic", critic, value_terms, critic_optimizer, batch, args.critic_epochs,
@@ -383,7 +383,7 @@ def main(args):
         lengths = batch["response_mask"].sum(1)  # (B,)
         counters["iteration"] = iteration
         counters["env_steps"] += int(lengths.sum())
-        metrics |= counters | {
+        metrics = counters | metrics | {
             "wall_time_s": time.perf_counter() - started,
             "train/reward": batch["rewards"].mean().item(),
             "response_length/mean": lengths.mean().item(),
