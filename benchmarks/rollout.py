@@ -305,7 +305,7 @@ def overhead(repeats):
         return tokenizer(texts, add_special_tokens=False).input_ids
 
     def objects():
-        return [(grpo_llm.Rollout(task, (0, 0), ["", []]), grpo_llm.Segment([]))
+        return [(grpo_llm.Rollout(task, (0, 0), "", []), grpo_llm.Segment([]))
                 for task in tasks for _ in range(args.group_size)]
 
     def measure(what, function=play):
