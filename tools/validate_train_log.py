@@ -250,6 +250,8 @@ def name_of(algo: str, key: str) -> str | None:
 
 COMMON = required(_EVERY)
 REQUIRED = {algo: required(metrics) for algo, metrics in METRICS.items()}  # of a record of training
+# Of a record of GRPO with a trainable group, besides.
+REQUIRED_OF_UPDATE = required({name: _GRPO_AND_PPO[name] for name in _OF_UPDATE})
 ALGOS = tuple(METRICS)
 
 # Families of keys of which a training record needs at least one, whatever the name.
@@ -378,6 +380,8 @@ class Checker:
         needed = dict(COMMON)
         if self.algo and not is_validation_only(record, self.algo):
             needed |= REQUIRED[self.algo]
+            if self.algo == "grpo" and record.get("rollout/groups_trainable") != 0:
+                needed |= REQUIRED_OF_UPDATE
             for family, pattern in FAMILIES[self.algo].items():
                 if not any(re.fullmatch(pattern, key) for key in record):
                     self.wrong(line, family, "missing: at least one such key is required")
