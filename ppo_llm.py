@@ -68,6 +68,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import envs
 from envs import BadInput, as_bad_input, first_line
+from envs.chat import encode_within, for_template, opened_thought, parse_reply
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -594,9 +595,9 @@ class Rollout:
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
     children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
-    text: str = ""  # the last segment's, without the last reply
+    text: str = ""  # the last segment's, up to the last reply
     start: int = 0  # index of the last segment's first message after the task's
-    reply: str = ""  # the last one
+    reply: str = ""  # the last one, with the start of a thought that its prompt ends in
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
     reward: float = 0.0
@@ -660,14 +661,20 @@ def set_reward(r, rewards):
         r.segments[segment].rewards[end - 1] = float(reward)
 
 
-def render(messages, tokenizer, args):
-    """The text of the messages and of the start of a reply; empty where the template fails."""
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program
-        tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
-        return ""
-    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
+def render(messages, tokenizer, args, tools=None, otherwise=None):
+    """The text of the messages and of the start of a reply. Where the template fails on them, that of
+    `otherwise`, the same messages in another form; empty where it fails there too.
+    """
+    for history in (messages, otherwise):
+        if history is not None:
+            try:
+                text = tokenizer.apply_chat_template(for_template(history), tools=tools, tokenize=False,
+                                                     add_generation_prompt=True)
+                return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
+            except Exception as error:  # a template is a program
+                problem = error
+    tqdm.write(f"--chat-template {args.chat_template}: {problem!r:.300}", sys.stderr)
+    return ""
 
 
 def check_prompts(env, tokenizer, args):
@@ -676,7 +683,7 @@ def check_prompts(env, tokenizer, args):
         tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
     else:
         tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
-    texts = [render(task.messages, tokenizer, args) for task in tasks]
+    texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
     prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
     if not all(prompts):
         raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
@@ -705,8 +712,7 @@ def extension(text, r, tokenizer):
         added = closing
     elif closing.strip():  # such as the empty thought that a template adds to an empty reply
         return None
-    # Encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
-    ids = tokenizer(tokenizer.eos_token + added, add_special_tokens=False).input_ids[1:]
+    ids = encode_within(added, tokenizer)
     if ids[:1] == r.segments[-1].response_ids[-1:]:  # it is one of several eos tokens, and was sampled
         return ids[1:]
     return ids
@@ -716,10 +722,17 @@ def observe(r, tokenizer, args):
     """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
     template has rewritten the history or its oldest turns must go.  -> whether another reply fits
     """
+    tools = r.task.tools
     for start in range(r.start, len(r.messages)):
         if r.messages[start]["role"] != "assistant":
             continue  # the kept part of the history starts with a reply
-        text = render(r.task.messages + r.messages[start:], tokenizer, args)
+        as_sampled = r.task.messages + r.messages[start:]
+        in_parts = [*r.task.messages]  # some templates want calls and thoughts in fields of their own
+        for message in r.messages[start:]:
+            if message["role"] == "assistant":
+                message, _ = parse_reply(message["content"], "", tokenizer, tools)
+            in_parts.append(message)
+        text = render(as_sampled, tokenizer, args, tools, in_parts)
         if not text:  # not an error: a retry would be a second chance
             return False
         segment = r.segments[-1]
@@ -751,12 +764,12 @@ class Player:
 
     def __post_init__(self):
         self.call = envs.Calls(self.env)
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        self.decode = functools.lru_cache(10_000)(decode)  # replies of a small model are often equal
+        # Special tokens stay: thoughts and calls may be written with them. Replies are often equal.
+        self.decode = functools.lru_cache(10_000)(self.tokenizer.decode)
 
     def prompts(self, tasks):
         """Yield (task, rendered text, ids)."""
-        texts = [render(task.messages, self.tokenizer, self.args) for task in tasks]
+        texts = [render(task.messages, self.tokenizer, self.args, task.tools) for task in tasks]
         ids = self.tokenizer(texts, add_special_tokens=False).input_ids if texts else []
         return zip(tasks, texts, ids, strict=True)
 
@@ -817,11 +830,20 @@ class Player:
             ids, logprobs = await self.engine.sample(segment.ids, sampling)
             segment.append(ids, 1, logprobs)
             r.turns.append((len(r.segments) - 1, start, start + len(ids)))
-            r.reply = self.decode(tuple(ids))
+            has_ended = ids[-1] in self.engine.eos
+            sampled = self.decode(tuple(ids[:-1] if has_ended else ids))
+            prompt = r.text
+            opening = opened_thought(prompt)
+            r.text = prompt.removesuffix(opening)
+            r.reply = opening + sampled
             r.messages.append({"role": "assistant", "content": r.reply})
-            if ids[-1] not in self.engine.eos:
+            if not has_ended:
                 return "length"
-            step = await self.call(episode.step, r.reply)
+            given = [r.reply]
+            if r.task.tools:
+                _, calls = parse_reply(sampled, prompt, self.tokenizer, r.task.tools)
+                given.append(calls)
+            step = await self.call(episode.step, *given)
             while step.children:
                 step = await self.call(episode.resume, await self.play_children(r, step.children))
             r.steps.append(step)
@@ -880,7 +902,12 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
     for r in rollouts:
-        set_reward(r, score(r) if r.termination != "error" else 0.0)
+        rewards = score(r) if r.termination != "error" else 0.0
+        of_turns = rewards if isinstance(rewards, (list, tuple)) else [rewards]
+        if not all(map(envs.is_number, of_turns)):
+            raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
+                           f"{r.task.id}, or one for each turn, got {rewards!r:.80}")
+        set_reward(r, rewards)
         for child in r.family[1:]:
             set_reward(child, r.reward)
     return rollouts
@@ -926,6 +953,8 @@ def from_pretrained(kind, name, **options):
         if is_folder and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
+        if name.endswith(".gguf"):
+            raise ValueError("a GGUF file: tools/get_smollm2.py --gguf makes a folder of one")
         return kind.from_pretrained(str(path), **options)
 
 

@@ -62,6 +62,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
 from envs import BadInput, as_bad_input
+from envs.chat import decoded, encode_within, for_template, opened_thought
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -219,14 +220,11 @@ def learning_rate(step, steps, args):
 
 
 def encode(parts, tokenizer):
-    """[(text, 1 if learned, else 0)] -> (ids, mask). As at sampling, no token spans two parts.
-
-    A later part is encoded behind an eos, which is cut off again: some tokenizers put a space before a text.
-    """
+    """[(text, 1 if learned, else 0)] -> (ids, mask). As at sampling, no token spans two parts."""
     ids, mask = [], []
     for text, learned in parts:
         if ids:
-            part = tokenizer(tokenizer.eos_token + text, add_special_tokens=False).input_ids[1:]
+            part = encode_within(text, tokenizer)
         else:
             part = tokenizer(text, add_special_tokens=False).input_ids
         ids += part
@@ -234,43 +232,92 @@ def encode(parts, tokenizer):
     return ids, mask
 
 
-def encode_response(messages, response, tokenizer):
-    """A prompt and the response to it, which is learned with its eos unless it is blank.  -> (ids, mask)"""
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    learned = 1 if response.strip() else 0
-    return encode([(prompt, 0), (response + tokenizer.eos_token, learned)], tokenizer)
+def text_and_turns(messages, tokenizer, tools=None, **options):
+    """What the template writes, and [start, end) of the turns in it that it tags."""
+    (text,), turns = render_jinja_template(
+        [for_template(messages)], tools=tools, chat_template=tokenizer.get_chat_template(), **options,
+        **tokenizer.special_tokens_map)
+    return text, turns[0] if turns else []
 
 
-def encode_conversation(messages, tokenizer, eos):
+def eos_pattern(tokenizer, eos):
+    return "|".join(re.escape(text) for text in tokenizer.convert_ids_to_tokens(eos) if text)
+
+
+def check_no_eos(message, tokenizer, eos):
+    """The text of an eos within a reply would teach to end in the middle."""
+    found = re.search(eos_pattern(tokenizer, eos), message["content"])
+    if found:
+        raise BadInput(f"a response holds {found[0]!r}, which ends a turn; expected none, since the template "
+                       "writes it")
+
+
+def is_wanted(message):
+    """Whether an assistant's turn shall be learned: not with OpenAI's weight 0, nor with train false."""
+    weight = message.get("weight", message.get("train", 1))
+    if weight not in (0, 1):
+        raise BadInput(f"the weight of a message: expected 0 or 1, got {weight!r}")
+    return bool(weight)
+
+
+def says_something(turn, tokenizer, eos):
+    """Whether there is more than an eos and an empty thought, which a template may write."""
+    return bool(re.sub(f"</?think>|{eos_pattern(tokenizer, eos)}", "", turn).strip())
+
+
+def encode_response(messages, response, tokenizer, eos, tools=None):
+    """A prompt and an assistant message, which is learned unless it is blank.  -> (ids, mask)
+
+    What is learned is what the template writes behind the generation prompt, up to its eos; where it writes
+    none, the tokenizer's is added.
+    """
+    check_no_eos(response, tokenizer, eos)
+    prompt, _ = text_and_turns(messages, tokenizer, tools, add_generation_prompt=True)
+    text, _ = text_and_turns([*messages, response], tokenizer, tools)
+    if not text.startswith(prompt):
+        raise BadInput("--chat-template: it writes a reply that does not begin with the generation prompt; "
+                       "expected one that does, or whole conversations with --messages-key")
+    turn = text[len(prompt):]
+    ends = [match.end() for match in re.finditer(eos_pattern(tokenizer, eos), turn)]
+    turn = turn[:ends[-1]] if ends else turn + tokenizer.eos_token
+    learned = 1 if says_something(turn, tokenizer, eos) else 0
+    return encode([(prompt, 0), (turn, learned)], tokenizer)
+
+
+def encode_conversation(messages, tokenizer, eos, tools=None):
     """Assistant turns are learned, each with the eos that ends it, unless they are blank.  -> (ids, mask)
 
     A turn is what the template puts between {% generation %} tags. Without tags it is what the template adds
     to the earlier messages and the generation prompt, up to its eos, and must never rewrite earlier text.
     """
-    template = tokenizer.get_chat_template()
-    tagged = bool(re.search(r"{%-?\s*generation\b", template))
-    render = functools.partial(render_jinja_template, chat_template=template, **tokenizer.special_tokens_map)
-    (text,), spans = render([messages], return_assistant_tokens_mask=tagged)
-    turns = spans[0] if tagged else []  # (start, end) of each in the text
+    tagged = bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
+    text, turns = text_and_turns(messages, tokenizer, tools, return_assistant_tokens_mask=tagged)
+    wanted = []  # of each turn
     for number, message in enumerate(messages):
-        if tagged or message["role"] != "assistant":
+        if message["role"] != "assistant":
             continue
-        (before,), _ = render([messages[:number]], add_generation_prompt=True)
-        (after,), _ = render([messages[:number + 1]])
+        check_no_eos(message, tokenizer, eos)
+        wanted.append(is_wanted(message))
+        if tagged:
+            continue
+        before, _ = text_and_turns(messages[:number], tokenizer, tools, add_generation_prompt=True)
+        after, _ = text_and_turns(messages[:number + 1], tokenizer, tools)
         if not after.startswith(before) or not text.startswith(after):
             raise BadInput(f"--chat-template: it renders message {number + 1} differently when others follow "
                            "or a reply begins; expected one that only appends, or {% generation %} tags")
         turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
+    if len(turns) != len(wanted):  # a template may tag some turns, or parts of them
+        if not all(wanted):
+            raise BadInput(f"--chat-template: it tags {len(turns)} turns for {len(wanted)} assistant messages, "
+                           "so that weight and train of one cannot be kept")
+        wanted = [True] * len(turns)
 
     parts, done = [], 0  # done: characters of the text that are in parts
-    eos_tokens = filter(None, tokenizer.convert_ids_to_tokens(eos))
-    eos_pattern = "|".join(map(re.escape, eos_tokens))
-    for start, end in turns:
-        content, num_eos = re.subn(eos_pattern, "", text[start:end])
-        if not num_eos:
+    for (start, end), is_learned in zip(turns, wanted, strict=True):
+        if not re.search(eos_pattern(tokenizer, eos), text[start:end]):
             raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
                            "without an eos token")
-        if re.sub("</?think>", "", content).strip():  # a template may write an empty thought
+        if is_learned and says_something(text[start:end], tokenizer, eos):
             parts += [(text[done:start], 0), (text[start:end], 1)]
             done = end
     return encode([*parts, (text[done:], 0)], tokenizer)
@@ -288,10 +335,8 @@ def text_of(content):
 
 def to_messages(value):
     """A list of chat messages or its JSON; contents become strings, null items (parquet's) are removed."""
-    if isinstance(value, str):
-        value = json.loads(value)
     messages = []
-    for given in value:
+    for given in decoded(value):
         message = {key: item for key, item in given.items() if item is not None}
         message |= dict(role=given["role"], content=text_of(given.get("content")))
         messages.append(message)
@@ -300,12 +345,16 @@ def to_messages(value):
 
 def encode_row(row, tokenizer, args, eos):
     """A row of a file or data set -> (ids, mask), before truncation. A malformed row raises any exception."""
+    tools = decoded(row.get("tools"))  # JSON schemas of functions
     if args.messages_key:
-        return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos)
+        return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos, tools)
     prompt, response = row[args.prompt_key], row[args.response_key]
     if isinstance(prompt, str):
         prompt = [dict(role="user", content=prompt)]
-    return encode_response(to_messages(prompt), text_of(response), tokenizer)
+    if not prompt:
+        raise ValueError("the prompt is an empty list")
+    reply = dict(role="assistant", content=text_of(response))
+    return encode_response(to_messages(prompt), reply, tokenizer, eos, tools)
 
 
 def cut(ids, mask, args):
@@ -330,7 +379,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
         for name in names:
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
-            rows = envs.read_rows(name, where, split, keys, streaming=True)
+            rows = envs.read_rows(name, where, split, keys, streaming=True, optional=["tools"])
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
                     all_ids, all_mask = encode_row(row, tokenizer, args, eos)
@@ -384,7 +433,7 @@ def examples_of_rows(args, tokenizer, eos, run):
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
-def encode_demonstration(messages, num_prompt, tokenizer, args):
+def encode_demonstration(messages, num_prompt, tokenizer, args, eos, tools=None):
     """Messages, of which the first num_prompt are the task -> [(ids, mask)]; each reply is learned once.
 
     They are one row if it fits --max-length. Otherwise a turn that does not fit begins a new row without the
@@ -394,7 +443,7 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
 
     def encode_turn(number, oldest):  # a reply, after the task and the turns since the oldest
         history = messages[:num_prompt] + messages[turns[oldest]:turns[number]]
-        return encode_response(history, messages[turns[number]]["content"], tokenizer)
+        return encode_response(history, messages[turns[number]], tokenizer, eos, tools)
 
     rows, oldest = [], 0  # oldest: the first turn of the current row
     for number in range(len(turns)):
@@ -410,14 +459,14 @@ def encode_demonstration(messages, num_prompt, tokenizer, args):
     return rows
 
 
-def examples_of_env(env, args, tokenizer):
+def examples_of_env(env, args, tokenizer, eos):
     """Demonstrations.  -> (function: index -> [(ids, mask)], number of tasks, held-out rows, counts)"""
     def example(index, split="train"):
         task = env.task(split, index)
         messages = env.demonstration(task)
         if messages is None:
             raise BadInput(f"--env {args.env}: task {task.id} has no reference solution to learn from")
-        encoded = encode_demonstration(messages, len(task.messages), tokenizer, args)
+        encoded = encode_demonstration(messages, len(task.messages), tokenizer, args, eos, task.tools)
         rows = [cut(ids, mask, args) for ids, mask in encoded]
         if not all(any(mask) for _, mask in rows):
             raise BadInput(f"--max-length {args.max_length}: nothing is left of task {task.id}")
@@ -503,11 +552,10 @@ def evaluate(model, tokenizer, env, held_out, args):
     return metrics
 
 
-def sample_responses(model, tokenizer, tasks, args, **sampling):
-    """Token ids of the responses to tasks, padded; those to the same task follow one another.  -> lists"""
-    prompts = tokenizer.apply_chat_template(
-        [task.messages for task in tasks], add_generation_prompt=True, padding=True,
-        return_tensors="pt", tokenizer_kwargs=dict(padding_side="left")).to(model.device)
+def sample_responses(model, tokenizer, texts, args, **sampling):
+    """Token ids of the responses to prompts, padded; those to the same one follow one another.  -> lists"""
+    prompts = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left",
+                        return_tensors="pt").to(model.device)
     tokens = model.generate(
         **prompts, **sampling, max_new_tokens=args.max_response_tokens,
         eos_token_id=eos_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id,
@@ -521,11 +569,12 @@ def accuracy(model, tokenizer, env, args):
     tasks = [env.task("test", index) for index in range(num_tasks)]
     eos = set(eos_ids(model, tokenizer))
 
-    def is_correct(task, ids):
-        if eos.isdisjoint(ids):
+    def is_correct(task, prompt, ids):
+        end = next((place for place, token in enumerate(ids) if token in eos), None)
+        if end is None:
             return 0.0  # it was cut off by --max-response-tokens
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return float(env.start(task, args.seed).step(text).info.get("correct", 0.0))
+        reply = opened_thought(prompt) + tokenizer.decode(ids[:end])
+        return float(env.start(task, args.seed).step(reply).info.get("correct", 0.0))
 
     n = args.eval_samples
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
@@ -536,13 +585,17 @@ def accuracy(model, tokenizer, env, args):
         for number in shard(len(starts)):
             start = starts[number]
             chunk = tasks[start:start + size]
+            prompts = []
+            for task in chunk:
+                text, _ = text_and_turns(task.messages, tokenizer, task.tools, add_generation_prompt=True)
+                prompts.append(text)
             torch.manual_seed(args.seed * 1_000_003 + start)  # the same draws at every evaluation
-            sampled = sample_responses(model, tokenizer, chunk, args, num_return_sequences=n,
+            sampled = sample_responses(model, tokenizer, prompts, args, num_return_sequences=n,
                                        do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-            greedy = sample_responses(model, tokenizer, chunk, args, do_sample=False)
+            greedy = sample_responses(model, tokenizer, prompts, args, do_sample=False)
             for k, task in enumerate(chunk):
                 responses = [*sampled[k * n:(k + 1) * n], greedy[k]]
-                scores.append([is_correct(task, ids) for ids in responses])
+                scores.append([is_correct(task, prompts[k], ids) for ids in responses])
 
     scores = np.array(gather(scores))                     # (tasks, n + 1): the last is the greedy one
     sources = np.array([task.source for task in tasks])
@@ -570,6 +623,8 @@ def from_pretrained(kind, name, **options):
         if is_folder and not (path / "config.json").is_file():
             raise ValueError("no config.json; of a run, expected one of its checkpoints/step_*; of an "
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
+        if name.endswith(".gguf"):
+            raise ValueError("a GGUF file: tools/get_smollm2.py --gguf makes a folder of one")
         return kind.from_pretrained(str(path), **options)
 
 
@@ -1077,10 +1132,10 @@ def main(args):
     # The run has logged the flags as they were given; a model may have fewer positions.
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     args = Args(**vars(args) | dict(max_length=min(args.max_length, positions)))
+    eos = eos_ids(model, tokenizer)
     if env:
-        example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer)
+        example, num_rows, held_out, counts = examples_of_env(env, args, tokenizer, eos)
     else:
-        eos = eos_ids(model, tokenizer)
         example, num_rows, held_out, counts = examples_of_rows(args, tokenizer, eos, run)
     # 1e-9: 1.1 * 100 is 110.00000000000001, which must not add a step.
     num_steps = args.steps or math.ceil(args.epochs * num_rows / args.batch_size - 1e-9)

@@ -31,7 +31,9 @@ import warnings
 import zlib
 from pathlib import Path
 
-Message = dict  # OpenAI chat form: {"role": "system" | "user" | "assistant", "content": str}
+# OpenAI's chat form: {"role": "system" | "user" | "assistant" | "tool", "content": str}, and for an assistant
+# perhaps {"tool_calls": [{"type": "function", "function": {"name": str, "arguments": dict}}]}.
+Message = dict
 
 ENVS = {
     "arcagi3": "envs.arcagi3:ArcAgi3",
@@ -44,6 +46,9 @@ ENVS = {
 MIXTURE = "envs.mixture:Mixture"  # of several of them
 
 MAX_REPLY = 20_000  # characters that `final_part` keeps: bounds the time of a verifier
+# How models write thoughts before an answer: what opens one, and behind what the answer begins.
+THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>",
+            "<|channel|>analysis": "<|channel|>final<|message|>"}
 
 
 class BadInput(ValueError):
@@ -75,6 +80,7 @@ class Task:
     source: str  # names the metric: val/<source>/pass@1
     messages: list[Message]
     data: dict
+    tools: list | None = None  # JSON schemas of functions that a reply may call, in OpenAI's form
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,8 +105,11 @@ class Step:
 class Episode:
     """One attempt at one task."""
 
-    def step(self, reply: str) -> Step:
-        """Score a reply. Total: any text returns in bounded time, and none raises or is executed here."""
+    def step(self, reply: str, calls: list[dict] | None = None) -> Step:
+        """Score a reply. Total: any text returns in bounded time, and none raises or is executed here.
+
+        calls: given where the task has tools: {"name": str, "arguments": dict} of each call in the reply.
+        """
         raise NotImplementedError
 
     def resume(self, replies: list[str]) -> Step:
@@ -258,9 +267,12 @@ def _permutation(seed: int, size: int):
 
 
 def final_part(reply: str) -> str:
-    """What follows the last </think>, at most MAX_REPLY characters from its end; nothing while one thinks."""
-    text = reply[reply.rfind("</think>") + len("</think>"):] if "</think>" in reply else reply
-    return "" if "<think>" in text else text[-MAX_REPLY:]
+    """What follows the last thought, at most MAX_REPLY characters from its end; nothing while one thinks."""
+    for opening, closing in THOUGHTS.items():
+        reply = reply.rpartition(closing)[2]  # all of it, where none is closed
+        if opening in reply:
+            return ""
+    return reply[-MAX_REPLY:]
 
 
 def hold_out(names: list[str], is_test: typing.Callable[[str], bool], what: str) -> dict[str, list[str]]:
@@ -356,17 +368,18 @@ def source_of(obj) -> str:
 
 
 def read_rows(name: str, where: str, split: str = "train", columns: typing.Collection[str] = (),
-              streaming: bool = False) -> typing.Iterator[tuple]:
+              streaming: bool = False, optional: typing.Collection[str] = ()) -> typing.Iterator[tuple]:
     """(number from 1, row) of a .jsonl, .json or .parquet file, or of a data set of the hub, owner/name or
     owner/name:config. Of .jsonl, .parquet and what is streamed, a few rows are in memory at a time.
 
-    where: what errors (BadInput) begin with. columns: those to read; none: all. streaming: leave no copy of
-    the data set on the disk. Blank lines of JSONL are left out and counted.
+    where: what errors (BadInput) begin with. columns: those to read; none: all. optional: more of them, where
+    they exist. streaming: leave no copy of the data set on the disk. Blank lines of JSONL are left out and
+    counted.
     """
     path, number = Path(name), 0
     try:
         if path.suffix == ".parquet":
-            rows = _parquet_rows(path, columns)
+            rows = _parquet_rows(path, columns, optional)
         elif path.suffix in (".json", ".jsonl"):
             rows = _json_rows(path)
         elif not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?", name) or path.is_file():
@@ -376,8 +389,9 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
 
             repository, _, config = name.partition(":")
             data = datasets.load_dataset(repository, config or None, split=split, streaming=streaming)
-            if columns and set(columns) <= set(data.column_names or ()):
-                data = data.select_columns(list(columns))
+            names = data.column_names or ()
+            if columns and set(columns) <= set(names):
+                data = data.select_columns([*columns, *(name for name in optional if name in names)])
             rows = map(_without_nulls, data if streaming else data.to_list())
         for number, row in enumerate(rows, 1):
             if not isinstance(row, bytes):
@@ -397,7 +411,7 @@ def _json_rows(path):
         yield from json.load(file) if start.startswith(b"[") else file
 
 
-def _parquet_rows(path, columns):
+def _parquet_rows(path, columns, optional):
     import pyarrow.parquet  # with `datasets`
 
     file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, buffer_size=2**16,
@@ -405,7 +419,8 @@ def _parquet_rows(path, columns):
     number, names = 0, file.schema_arrow.names
     if missing := set(columns).difference(names):
         raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
-    for table in file.iter_batches(batch_size=64, columns=list(columns) or None):
+    chosen = [*columns, *(name for name in optional if name in names)] if columns else None
+    for table in file.iter_batches(batch_size=64, columns=chosen):
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
         for row in table.to_pylist():
             yield _without_nulls({name: from_arrow(value, types[name]) for name, value in row.items()})

@@ -468,7 +468,8 @@ def test_a_conversation_is_cut_only_where_it_does_not_fit():
         messages += [dict(role="assistant", content=f"a {number}"), dict(role="user", content=f"hi {number}")]
 
     def rows(most):
-        found = sft.encode_demonstration(messages[:-1], 1, tokenizer, sft.Args(max_length=most))
+        found = sft.encode_demonstration(messages[:-1], 1, tokenizer, sft.Args(max_length=most),
+                                         [tokenizer.eos_token_id])
         return [f"{tokenizer.decode(ids)} {sum(mask)}" for ids, mask in found]
 
     a, b, c, d = "<bos> hi : a 1 <eos>", " hi 1 : a 2 <eos>", " hi 2 : a 3 <eos>", " hi 3 : a 4 <eos>"

@@ -105,7 +105,7 @@ GOOD = [  # a line of JSONL, the texts of its messages, its response
     (pair("", " 4 \n"), [""], " 4 \n"),
     (pair("👩‍👩‍👧 漢字 \u202eשלום", "e\u0301 ﬁ\0\u2028"), ["👩‍👩‍👧 漢字 \u202eשלום"], "e\u0301 ﬁ\0\u2028"),
     (b'{"prompt": "\\ud83d\\ude00 \\ud83d", "response": "\\ude00\\ud83d"}', ["😀 \ufffd"], "\ufffd\ufffd"),
-    (b'{"prompt": "<eos><bos>", "response": "<eos> : <pad>"}\r', ["<eos><bos>"], "<eos> : <pad>"),
+    (b'{"prompt": "<eos><bos>", "response": "<bos> : <pad>"}\r', ["<eos><bos>"], "<bos> : <pad>"),
     (b'\xef\xbb\xbf {"prompt": "a", "response": "\xe2\x80\xa8 b", "more": [NaN, 1e999, 9999999999999999999]}',
      ["a"], "\u2028 b"),
     (pair([system("be brief"), user("hi")], "yo"), ["be brief", "hi"], "yo"),
@@ -123,6 +123,7 @@ BAD = {  # a line of JSONL, what the message says
     "a number": (b"7", ": .* got 7 "),
     "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', " .RecursionError"),
     "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', " .UnicodeDecodeError"),
+    "eos": (pair("a", "b<eos>"), ", a response holds '<eos>', which ends a turn; "),
     "long": (pair("a" * 400, "a"), r", --max-length 300: .* 40\d tokens"),
 }
 
@@ -252,6 +253,7 @@ CONTENTS = [
     "yes", "yes", "yes", "a", "assistant\n", "user\nyes", "\n\nyes\n\n", "  lead", "trail  ", "\0",
     "👩‍👩‍👧 漢字 e\u0301 שלום \u202e", "the cat\nthe cat\nthe cat", "<think>\nhm\n</think>\n\nyes",
     "{{ messages }}", "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nyes", "no<eos>", "", None, " ", "\n"]
+REPLIES = [text for text in CONTENTS if not re.search(r"<eos>|<\|im_end", text or "")]
 CALL = {"function": {"name": "sum", "arguments": {"of": [1, "two"]}}}
 
 
@@ -259,7 +261,8 @@ def conversation(rng):
     """Any roles in any order, after a first turn that is no assistant's."""
     roles = [rng.choice(["user", "system"]), *rng.choices(
         ["user", "assistant", "assistant", "assistant", "system", "tool"], k=rng.randint(1, 7))]
-    messages = [{"role": role, "content": rng.choice(CONTENTS)} for role in roles]
+    messages = [{"role": role, "content": rng.choice(CONTENTS if role != "assistant" else REPLIES)}
+                for role in roles]
     for message in messages:
         if message["role"] == "assistant" and rng.random() < 0.2:
             message["tool_calls"] = [CALL] * rng.randint(1, 2)
@@ -307,7 +310,7 @@ def test_what_is_learned_of_a_conversation_is_what_the_assistant_wrote(template,
         spanning += found[0] != ids_of(text, tokenizer)
 
         # As a prompt, which a response follows.
-        response = rng.choice(CONTENTS)
+        response = rng.choice(REPLIES)
         before = ids_of(text + "<|im_start|>assistant\n", tokenizer)
         after = [*ids_of(response or "", tokenizer), tokenizer.eos_token_id]
         flag = int(bool((response or "").strip()))

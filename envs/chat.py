@@ -1,0 +1,120 @@
+"""What chat models add to messages: function calls and thoughts, and the tokens of a text within another.
+
+The scripts own prompts and tokens. Here is what is known of other people's formats: what a template wants to
+get, and what a reply in its form holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from envs import THOUGHTS, final_part
+
+MAX_CALLS = 16  # that are read of a reply: bounds the time of a step
+
+
+def decoded(value):
+    """A list or an object, or the one that a JSON text holds. Raises ValueError."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def for_template(messages: list[dict]) -> list[dict]:
+    """Messages with the arguments of calls as objects: OpenAI's wire form has them as JSON text, which
+    templates quote once more, or refuse.
+    """
+    result = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            message = message | {"tool_calls": [_with_object(call) for call in decoded(calls)]}
+        result.append(message)
+    return result
+
+
+def _with_object(call: dict) -> dict:
+    function = call.get("function")
+    if not isinstance(function, dict):  # some rows have the function's fields in the call itself
+        return call | {"arguments": decoded(call.get("arguments", {}))}
+    arguments = decoded(function.get("arguments", {}))
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def opened_thought(prompt: str) -> str:
+    """The end of a prompt that leaves a thought open, such as "<think>\\n"; empty where none is."""
+    for opening in THOUGHTS:
+        start = prompt.rfind(opening)
+        if start >= 0 and not prompt[start + len(opening):].strip():
+            return prompt[start:]
+    return ""
+
+
+def parse_reply(sampled: str, prompt: str, tokenizer, tools: list[dict]) -> tuple[dict, list[dict]]:
+    """What was sampled after a prompt with tools -> its message in parts, as a template wants it; its calls.
+
+    By the tokenizer's `response_template` where it has one; else calls in the common form, JSON within
+    <tool_call> </tool_call>, or an answer that is nothing but the JSON of one (Llama 3). Calls are
+    {"name": str, "arguments": dict}. Total: where nothing can be read, the message is the text.
+    """
+    reply = opened_thought(prompt) + sampled
+    message = {"role": "assistant", "content": ""}
+    functions = []
+    if getattr(tokenizer, "response_template", None):
+        try:
+            message |= tokenizer.parse_response(sampled, prefix=prompt, tools=tools)
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+        except Exception:  # what a model writes may fit no form
+            functions = []
+    else:
+        answer = final_part(reply)  # no call is made in a thought
+        text, *pieces = answer.split("<tool_call>")
+        for piece in pieces:
+            call, _, after = piece.partition("</tool_call>")
+            functions.append(_json(call))
+            text += after
+        bare = answer.strip().removeprefix("<|python_tag|>")
+        if bare.startswith("{"):
+            functions = [_json(bare)]
+            text = ""
+        message["content"] = reply.removesuffix(answer) + text.strip()
+    calls = []
+    for function in functions[:MAX_CALLS]:
+        if isinstance(function, dict):
+            arguments = function.get("arguments", function.get("parameters"))
+            if isinstance(function.get("name"), str) and isinstance(arguments, dict):
+                calls.append({"name": function["name"], "arguments": arguments})
+    if not calls:
+        return {"role": "assistant", "content": reply}, []
+    message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message, calls
+
+
+def _json(text):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def encode_within(text: str, tokenizer) -> list[int]:
+    """The ids of a text that follows another.
+
+    Encoded by itself, it would get a space in front from some tokenizers. So it is encoded behind a piece
+    of text that is cut off again.
+    """
+    before, length = _piece_before(tokenizer)
+    return tokenizer(before + text, add_special_tokens=False).input_ids[length:]
+
+
+@functools.lru_cache(8)
+def _piece_before(tokenizer) -> tuple[str, int]:
+    """-> a piece of text behind which a tokenizer adds no space, and the number of its tokens"""
+    def ids_of(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    # Llama 2's kind puts a space behind a special token too, but none behind a line break.
+    for piece in (tokenizer.eos_token, "\n"):
+        before, both = ids_of(piece), ids_of(piece + "a")
+        if both[:len(before)] == before and tokenizer.decode(both) == tokenizer.decode(before) + "a":
+            return piece, len(before)
+    return tokenizer.eos_token, 1  # of words alone: their spaces are not tokens
