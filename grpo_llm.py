@@ -59,6 +59,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
 from envs import BadInput, as_bad_input, first_line
@@ -84,6 +85,7 @@ class Args:
     lora_alpha: PositiveInt = 32  # LoRA scale: the adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
+    gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
 
     # Engine
     engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights, vllm with a copy of them
@@ -94,7 +96,7 @@ class Args:
     # The three sizes
     prompts_per_iteration: PositiveInt = 64  # different prompts in an iteration
     group_size: Annotated[int, Field(ge=2)] = 8  # responses sampled per prompt; a group is its baseline
-    microbatch_tokens: PositiveInt = 4096  # response tokens per pass [tokens]; affects memory, not gradients
+    microbatch_tokens: PositiveInt = 8192  # tokens per pass, padded [tokens]; affects memory, not gradients
 
     # Rollout
     max_response_tokens: PositiveInt = 16  # longest reply in one turn, eos included [tokens]
@@ -328,31 +330,51 @@ def trainable_groups(rollouts, args):
 
 
 def passes(segments, args, device):
-    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens response
-    tokens, padding included.  Yields (segments, their tensors).
+    """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens, prompts
+    and padding included.  Yields (segments, their tensors).
 
     Equal segments have equal log-probabilities and are one row. A rank that has fewer passes than others adds
     some of weight 0, since FSDP2's forward is collective.
     """
     rows = {}  # equal segments, by their tokens
-    for s in sorted(segments, key=lambda s: len(s.response_ids)):
+    for s in sorted(segments, key=lambda s: len(s.ids)):
         tokens = tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)
         rows.setdefault(tokens, []).append(s)
-    parts = []  # the rows of each pass
+    parts = [[]]  # the rows of each pass
+    prompts, longest_prompt, longest_response = set(), 0, 0  # of the last one
     for row in rows.values():
-        longest = len(row[0].response_ids)  # so far
-        if not parts or longest * (len(parts[-1]) + 1) > args.microbatch_tokens:
+        prompt, response = tuple(row[0].prompt_ids), row[0].response_ids
+        prompts.add(prompt)
+        longest_prompt = max(longest_prompt, len(prompt))
+        longest_response = max(longest_response, len(response))
+        num_rows = len(parts[-1]) + 1
+        num_tokens = num_rows * (longest_prompt + longest_response)
+        num_tokens -= saved_tokens(num_rows, len(prompts), longest_prompt, args)
+        if parts[-1] and num_tokens > args.microbatch_tokens:
             parts.append([])
+            prompts, longest_prompt, longest_response = {prompt}, len(prompt), len(response)
         parts[-1].append(row)
+    parts = [part for part in parts if part]
     nothing = Segment([0], response_ids=[0], response_mask=[0], rollout_logprobs=[0.0], advantages=[0.0])
     num_passes = max(gather([len(parts)]))
     while len(parts) < num_passes:
         parts.append([[nothing]])
     for part in parts:
-        yield make_batch(part, device)
+        yield make_batch(part, args, device)
 
 
-def make_batch(rows, device):
+MIN_SHARED_TOKENS = 256  # prompt tokens that sharing must save to be worth a second call of the model
+
+
+def saved_tokens(num_rows, num_prompts, longest, args):
+    """Tokens that a pass does not compute, since rows share their prompts, padded to the longest."""
+    if UNDER_TORCHRUN or args.gradient_checkpointing:  # FSDP2 would gather each layer twice
+        return 0
+    saved = (num_rows - num_prompts) * (longest - 1)
+    return saved if saved > MIN_SHARED_TOKENS else 0
+
+
+def make_batch(rows, args, device):
     """The tensors of a pass.  rows: R lists of equal segments, B in all -> the segments, {name: tensor}
 
     U different prompts (U, P), padded with -1 on the left, responses (R, T), on the right; all else that is
@@ -364,7 +386,9 @@ def make_batch(rows, device):
         row_of_segment += [number] * len(row)
     firsts = [row[0] for row in rows]
     prompts, prompt_of_row = unique([s.prompt_ids for s in firsts])
+    longest = max(map(len, prompts))
     batch = dict(
+        shares_prompts=saved_tokens(len(rows), len(prompts), longest, args) > 0,
         prompts=pad(prompts, -1, device, left=True),
         prompt_of_row=torch.tensor(prompt_of_row, device=device),
         responses=pad([s.response_ids for s in firsts], -1, device),
@@ -384,14 +408,11 @@ def unique(lists):
     return [*numbers], [numbers[tuple(ids)] for ids in lists]
 
 
-MIN_SHARED_TOKENS = 256  # prompt tokens that sharing must save to be worth a second call of the model
-
-
 def hidden_states(decoder, batch):
     """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
 
-    That shift by one happens here and nowhere else. A prompt that several responses share is computed once,
-    and its keys and values are copied to them, with gradient.
+    That shift by one happens here and nowhere else. With shares_prompts, a prompt of several responses is
+    computed once, and its keys and values are copied to them, with gradient.
     """
     prompts, prompt_of_row = batch["prompts"], batch["prompt_of_row"]  # (U, P), (R,)
     tokens = torch.cat([prompts[prompt_of_row], batch["responses"][:, :-1]], 1)  # (R, P + T - 1)
@@ -401,8 +422,7 @@ def hidden_states(decoder, batch):
     last_of_prompt = prompts.shape[1] - 1
     cache = DynamicCache(config=decoder.config)
     recurrent = any(hasattr(layer, "conv_states") for layer in cache.layers)  # no state to go on from
-    saved = (len(prompt_of_row) - len(prompts)) * last_of_prompt  # [tokens]
-    if saved <= MIN_SHARED_TOKENS or UNDER_TORCHRUN or recurrent:  # FSDP2 would gather each layer twice
+    if recurrent or not batch["shares_prompts"]:
         hidden = decoder(input_ids=tokens, attention_mask=valid, position_ids=positions,
                          use_cache=False).last_hidden_state
         return hidden[:, last_of_prompt:]
@@ -936,6 +956,22 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
+@torch.no_grad()
+def check_cache(model, args):
+    """Refuse a model that a step from the cache takes elsewhere than the whole text does, such as Mamba."""
+    ids = torch.arange(8)[None] % len(model.get_output_embeddings().weight)  # any tokens
+    decoder = model.get_decoder()
+    with as_bad_input(f"--model {args.model}: sampling needs a cache of keys and values, and this "
+                      "architecture has another"):
+        whole = decoder(ids, use_cache=False).last_hidden_state[:, -1]
+        cache = DynamicCache(config=decoder.config)
+        decoder(ids[:, :-1], past_key_values=cache, use_cache=True)
+        step = decoder(ids[:, -1:], past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        difference = float((step - whole).norm() / whole.norm())
+        if not difference < 0.05:  # more than bfloat16's rounding
+            raise ValueError(f"a cached step differs by {difference:.0%}")
+
+
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     digest = hashlib.sha256()
@@ -953,19 +989,28 @@ def add_lora(model, args, checkpoint=""):
     folder = checkpoint or args.lora_adapter_path
     targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    parameters = []  # experts are often parameters of a module that is no linear layer
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
+        known = [name for name, _ in model.named_parameters()]
+        parameters = [target for target in targets if any(name.endswith(f".{target}") for name in known)]
+        targets = [target for target in targets if target not in parameters]
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
         else:
             config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     task_type="CAUSAL_LM")
+                                     target_parameters=parameters or None, task_type="CAUSAL_LM")
         if config.is_prompt_learning:
             raise ValueError("it prepends vectors to a prompt, which this script does not")
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
+        adapted = {id(layer.get_base_layer()) for layer in lora_layers(model)}
+        if is_tied and adapted & {id(embedding), id(head)}:
+            raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
         model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
         if folder:
@@ -974,6 +1019,32 @@ def add_lora(model, args, checkpoint=""):
             if foreign:
                 raise ValueError(f"{len(foreign)} tensors are of another model, {min(foreign)} among them")
         return model
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+
+
+def lora_share(model):
+    """A line: the share of the frozen weights that have an adapter, and where most of the others are."""
+    adapted = set()
+    for layer in lora_layers(model):
+        named = getattr(layer, "parameter_name", "weight")  # target_parameters: one parameter of a module
+        adapted.add(id(getattr(layer.get_base_layer(), named)))
+    sizes = collections.Counter()  # of the others, by the ends of their names
+    total = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            total += parameter.numel()
+            if id(parameter) not in adapted:
+                sizes[".".join(name.split(".")[-2:])] += parameter.numel()
+    line = f"LoRA adapts {1 - sizes.total() / total:.0%} of the weights"
+    if sizes:
+        name, size = sizes.most_common(1)[0]
+        line += f"; most of the others, {size / total:.0%}, are in {name}"
+    if sizes.total() > total / 2:
+        line += ": more names in --lora-target-modules, of modules or of parameters, would adapt more"
+    return line
 
 
 def precision(args, device):
@@ -1391,6 +1462,14 @@ def shard(size):
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
 
 
+def checkpoint_layers(model):
+    """--gradient-checkpointing; transformers' own switch works in training mode only, with its dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                              use_reentrant=False, preserve_rng_state=False)
+
+
 def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a shard of it
 
@@ -1743,6 +1822,7 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
+    check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template)
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
@@ -1753,9 +1833,12 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if args.lora:
         model = add_lora(model, args, run.checkpoint)
+        print_rank_0(lora_share(model))
     elif run.checkpoint:
         model = load_weights(run.checkpoint)
     model = distribute(model, device)
+    if args.gradient_checkpointing:
+        checkpoint_layers(model)
     sampler = HfEngine
     if args.engine == "vllm":
         sampler = VllmServers if args.vllm_url else VllmEngine

@@ -19,6 +19,7 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 """
 
 import atexit
+import collections
 import contextlib
 import functools
 import hashlib
@@ -150,7 +151,6 @@ MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
 MIN_PACKED = 128  # rows are packed to at least this length, even if all are shorter [tokens]
-
 
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it started this process
@@ -308,8 +308,8 @@ def encode_conversation(messages, tokenizer, eos, tools=None):
         turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
     if len(turns) != len(wanted):  # a template may tag some turns, or parts of them
         if not all(wanted):
-            raise BadInput(f"--chat-template: it tags {len(turns)} turns for {len(wanted)} assistant messages, "
-                           "so that weight and train of one cannot be kept")
+            raise BadInput(f"--chat-template: it tags {len(turns)} turns for {len(wanted)} assistant "
+                           "messages, so that weight and train of one cannot be kept")
         wanted = [True] * len(turns)
 
     parts, done = [], 0  # done: characters of the text that are in parts
@@ -727,19 +727,28 @@ def add_lora(model, args, checkpoint=""):
     folder = checkpoint or args.lora_adapter_path
     targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
+    parameters = []  # experts are often parameters of a module that is no linear layer
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
+        known = [name for name, _ in model.named_parameters()]
+        parameters = [target for target in targets if any(name.endswith(f".{target}") for name in known)]
+        targets = [target for target in targets if target not in parameters]
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
         else:
             config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     task_type="CAUSAL_LM")
+                                     target_parameters=parameters or None, task_type="CAUSAL_LM")
         if config.is_prompt_learning:
             raise ValueError("it prepends vectors to a prompt, which this script does not")
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
+        adapted = {id(layer.get_base_layer()) for layer in lora_layers(model)}
+        if is_tied and adapted & {id(embedding), id(head)}:
+            raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
         model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
         if folder:
@@ -768,6 +777,32 @@ def check_packing(model, args):
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
 
 
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+
+
+def lora_share(model):
+    """A line: the share of the frozen weights that have an adapter, and where most of the others are."""
+    adapted = set()
+    for layer in lora_layers(model):
+        named = getattr(layer, "parameter_name", "weight")  # target_parameters: one parameter of a module
+        adapted.add(id(getattr(layer.get_base_layer(), named)))
+    sizes = collections.Counter()  # of the others, by the ends of their names
+    total = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            total += parameter.numel()
+            if id(parameter) not in adapted:
+                sizes[".".join(name.split(".")[-2:])] += parameter.numel()
+    line = f"LoRA adapts {1 - sizes.total() / total:.0%} of the weights"
+    if sizes:
+        name, size = sizes.most_common(1)[0]
+        line += f"; most of the others, {size / total:.0%}, are in {name}"
+    if sizes.total() > total / 2:
+        line += ": more names in --lora-target-modules, of modules or of parameters, would adapt more"
+    return line
+
+
 def precision(args, device):
     """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -793,8 +828,6 @@ def eos_ids(model, tokenizer):
 
 # Machinery: processes, under torchrun. Each holds a shard of the weights (FSDP2) and learns from its share of
 # the rows; losses and gradients are those of one process.
-
-
 
 
 def start_processes():
@@ -841,6 +874,14 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 def shard(size):
     """This rank's contiguous part of range(size), all as equal as can be."""
     return range(RANK * size // WORLD_SIZE, (RANK + 1) * size // WORLD_SIZE)
+
+
+def checkpoint_layers(model):
+    """--gradient-checkpointing; transformers' own switch works in training mode only, with its dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                              use_reentrant=False, preserve_rng_state=False)
 
 
 def full_tensor(tensor):
@@ -1142,18 +1183,14 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if lora:
         model = add_lora(model, args, run.checkpoint)
+        print_rank_0(lora_share(model))
     elif run.checkpoint:
         model = load_weights(run.checkpoint)
     model = distribute(model, device)
     if model.device.type != "cpu" and args.dtype == "bfloat16" and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
     if args.gradient_checkpointing:
-        # transformers' own switch works in training mode only, which would also enable dropout.
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = functools.partial(
-                    torch.utils.checkpoint.checkpoint, layer.forward,
-                    use_reentrant=False, preserve_rng_state=False)
+        checkpoint_layers(model)
     if args.packing:
         check_packing(model, args)
     trained = [p for p in model.parameters() if p.requires_grad]
