@@ -96,7 +96,7 @@ class Args:
     # The three sizes
     prompts_per_iteration: PositiveInt = 64  # different prompts in an iteration
     group_size: Annotated[int, Field(ge=2)] = 8  # responses sampled per prompt; a group is its baseline
-    microbatch_tokens: PositiveInt = 8192  # tokens per pass, padded [tokens]; affects memory, not gradients
+    microbatch_tokens: PositiveInt = 4096  # tokens per pass, padded [tokens]; affects memory, not gradients
 
     # Rollout
     max_response_tokens: PositiveInt = 16  # longest reply in one turn, eos included [tokens]
@@ -467,7 +467,8 @@ def store_logprobs(model, groups, name, args):
 
 
 def pass_loss(model, batch, num_tokens, num_segments, args):
-    """This pass's part of the minibatch's loss.  -> loss, sums over tokens for the log, largest mismatch
+    """This pass's part of the minibatch's loss.  -> loss, sums over tokens for the log, and of each sampled
+    token the log-probability before the update and that of the sampler (2, N)
 
     A metric is added here and nowhere else, with its meaning in tools/validate_train_log.py.
     """
@@ -491,13 +492,65 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
                "mismatch/kl": k3(old_logprobs - batch["rollout_logprobs"]),
                "mismatch/frac_capped": mismatch > (args.tis_cap or math.inf)}
     sums = {name: (value.detach() * mask).double().sum() for name, value in metrics.items()}
-    return loss, sums, (mismatch * mask).detach().max()
+    both = torch.stack([old_logprobs, batch["rollout_logprobs"]])
+    return loss, sums, both[:, mask.bool()].double()
 
 
-MISMATCH_TOLERANCE = {"float32": 1e-6, "bfloat16": 0.05}  # of mismatch/kl [nats/token]
+@torch.no_grad()
+def mismatch_tolerance(model, groups, args):
+    """How large mismatch/kl may be [nats/token]: in bfloat16 ten times what rounding does to these groups."""
+    if args.dtype == "float32":
+        return 1e-6
+    total = count = 0.0
+    for _, batch in passes(itertools.chain(*groups), args, model.device):
+        with precision(args, model.device):
+            rounded, _ = token_logprobs(model, batch, args.temperature)
+        with in_float32(model):
+            exact, _ = token_logprobs(model, batch, args.temperature)
+        total += float((k3(rounded - exact) * batch["response_mask"]).sum())
+        count += float(batch["response_mask"].sum())
+    of_ranks = np.array(gather([(total, count)])).sum(0)
+    return max(10 * of_ranks[0] / of_ranks[1], 1e-5)
 
 
-def update(model, reference, optimizer, groups, args):
+def check_sampler(trainer, sampler, tolerance):
+    """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
+
+    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, in float64. Where both are
+    of one distribution: (1) they differ by rounding; (2) the mean of trainer / sampler is 1, since the tokens
+    are the sampler's: it is less where that draws from fewer words (top-p); (3) their difference does not
+    grow with the log-probability, as it does with another temperature. A fault is what exceeds five standard
+    errors and a fiftieth of the tolerated size.
+    """
+    difference = trainer - sampler
+    ratio = torch.exp(difference)
+    level = (trainer + sampler) / 2
+    terms = [torch.ones_like(ratio), k3(difference), ratio, ratio**2, difference, difference**2, level,
+             level**2, level * difference]
+    sums = np.array(gather([[float(term.sum()) for term in terms]])).sum(0)
+    num_tokens = sums[0]
+    _, kl, mean, square, shift, shift_square, place, place_square, product = sums / num_tokens
+    error = math.sqrt(max(square - mean**2, 0.0) / num_tokens)
+    variance = max(place_square - place**2, 1e-9)
+    slope = (product - place * shift) / variance
+    residual = max(shift_square - shift**2 - slope**2 * variance, 0.0)
+    slope_error = math.sqrt(residual / variance / num_tokens)
+    slack = math.sqrt(tolerance) / 50
+    fault = ""
+    if not kl <= tolerance:  # it may be nan
+        fault = f"mismatch/kl is {kl:.2g} nats per token; tolerated are {tolerance:.2g}"
+    elif num_tokens >= 100:
+        if abs(mean - 1) > 5 * error + slack:
+            fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
+        elif abs(slope) > 5 * slope_error + slack:
+            fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature?"
+    if fault:
+        raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
+    largest = max(gather([float(ratio.max()) if len(ratio) else 0.0]))
+    return {"mismatch/ratio_max": largest, "mismatch/ratio_mean": mean, "mismatch/slope": slope}
+
+
+def update(model, reference, optimizer, groups, tolerance, args):
     """All optimiser steps of an iteration on groups of segments.  -> metrics, number of steps."""
     if args.epochs * args.minibatches > 1:  # else the policy is the one that sampled, and the ratio is 1
         store_logprobs(model, groups, "old_logprobs", args)
@@ -507,27 +560,23 @@ def update(model, reference, optimizer, groups, args):
             store_logprobs(reference or model, groups, "ref_logprobs", args)
     totals = collections.defaultdict(float)  # sums over the tokens of all steps
     num_seen = 0  # those tokens
-    norms, largest_ratios = [], []  # of each step, of each pass
+    norms = []  # of each step
     minibatches = min(args.minibatches, max(gather([len(groups)])))
     orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
     for chosen in itertools.chain(*orders):
         segments = [*itertools.chain(*(groups[index] for index in chosen.tolist()))]
         lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
         num_tokens = sum(lengths)
+        logprobs = []  # of each pass, of trainer and sampler
         for _, batch in passes(segments, args, model.device):
             with precision(args, model.device):
-                loss, sums, ratio = pass_loss(model, batch, num_tokens, len(lengths), args)
+                loss, sums, both = pass_loss(model, batch, num_tokens, len(lengths), args)
             loss.backward()
             for name, value in sums.items():
                 totals[name] += value
-            largest_ratios.append(ratio)
-        if not norms:
-            # Before the first step: a sampler that disagrees on its own tokens has stale weights, a wrong
-            # head or a stale prefix cache.
-            mismatch = sum(gather([float(totals["mismatch/kl"])])) / num_tokens
-            if math.isnan(mismatch) or mismatch > MISMATCH_TOLERANCE[args.dtype]:
-                raise EngineError(f"mismatch/kl is {mismatch:.2g} nats per token; tolerated are "
-                                  f"{MISMATCH_TOLERANCE[args.dtype]} in {args.dtype} (docs/engines.md)")
+            logprobs.append(both)
+        if not norms:  # before the first step: stale weights, a wrong head or a stale prefix cache show
+            metrics = check_sampler(*torch.cat(logprobs, 1), tolerance)
         norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
         # The sum is finite if both are.
         if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
@@ -536,13 +585,11 @@ def update(model, reference, optimizer, groups, args):
         optimizer.zero_grad(set_to_none=True)
         num_seen += num_tokens
     of_ranks = gather([torch.stack([*totals.values()]).tolist()])
-    metrics = {}
     for name, total in zip(totals, np.sum(of_ranks, 0).tolist(), strict=True):
         metrics[name] = total / num_seen
         if name == "train/policy_loss":  # its weights have divided it already
             metrics[name] = total / len(norms)
     metrics["train/grad_norm"] = float(torch.stack(norms).mean())
-    metrics["mismatch/ratio_max"] = max(gather([float(torch.stack(largest_ratios).max())]))
     return metrics, len(norms)
 
 
@@ -1050,6 +1097,33 @@ def lora_share(model):
 def precision(args, device):
     """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+@contextlib.contextmanager
+def in_float32(model):
+    """A module with bfloat16 weights has them in float32 while it computes, so that few are at any time."""
+    kept = {}  # module -> its weights in bfloat16
+
+    def widen(module, *_):
+        kept[module] = []
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == torch.bfloat16:
+                kept[module].append((parameter, parameter.data))
+                parameter.data = parameter.data.float()
+
+    def narrow(module, *_):
+        for parameter, data in kept.pop(module):
+            parameter.data = data
+
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(widen))
+        hooks.append(module.register_forward_hook(narrow))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def pad(rows, value, device, left=False, dtype=torch.long):
@@ -1865,6 +1939,7 @@ def main(args):
                  f"{num_steps} optimiser step(s) on them in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
     rollouts = []
+    tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
@@ -1936,7 +2011,9 @@ def main(args):
             with run.timed("update"):
                 if num_trainable:
                     engine.sleep()
-                    measured, steps = update(model, reference, optimizer, groups, args)
+                    if tolerance is None:
+                        tolerance = mismatch_tolerance(model, groups, args)
+                    measured, steps = update(model, reference, optimizer, groups, tolerance, args)
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
 
             # 4. Metrics of the iteration, over all processes.

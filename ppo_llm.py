@@ -102,7 +102,7 @@ class Args:
     # The three sizes
     prompts_per_iteration: PositiveInt = 512  # different prompts in an iteration
     group_size: PositiveInt = 1  # responses sampled per prompt; the critic is the baseline, so one is enough
-    microbatch_tokens: PositiveInt = 8192  # tokens per pass, padded [tokens]; affects memory, not gradients
+    microbatch_tokens: PositiveInt = 4096  # tokens per pass, padded [tokens]; affects memory, not gradients
 
     # Rollout
     max_response_tokens: PositiveInt = 16  # longest reply in one turn, eos included [tokens]
