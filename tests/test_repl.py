@@ -668,8 +668,8 @@ def test_tools_are_told_by_schemas_alone(prompt):
 
 
 @pytest.mark.parametrize("wrong, name, says", [
-    (call("python", code="1"), "python", "there is no function python; expected run_python(code) or finish()"),
-    (call("<|im_end|>"), "unknown", "there is no function unknown; expected"),
+    (call("python", code="1"), "python", "no function python; expected run_python(code) or finish()"),
+    (call("<|im_end|>"), "unknown", "there is no function unknown;"),
     *[(call(name), "unknown", "no function") for name in ("", "x" * 10**6, "\ud800", None, 7, [], {})],
     *[(wrong, "unknown", "no function") for wrong in ({}, None, "finish", ["finish"])],
     (run_python(), "run_python", "Not called: expected as arguments of run_python: code."),
@@ -707,7 +707,8 @@ def test_replies_without_a_call_and_with_too_many(shop):
         step = play.episode.step("", [])
     assert step.truncated and not step.terminated and step.info["no_block"] == step.info["repl_turns"] == 5
 
-    said = ["Hello", dict(role="assistant", content=None), repl.call_message("end"), repl.call_message("finish")]
+    nothing = dict(role="assistant", content=None)
+    said = ["Hello", nothing, repl.call_message("end"), repl.call_message("finish")]
     messages = envs.play(env.start(task, 1), task, iter(said).__next__)
     assert [message["role"] for message in messages[2:]] == [
         "assistant", "user", "assistant", "user", "assistant", "tool", "assistant"]
@@ -719,10 +720,11 @@ def test_replies_without_a_call_and_with_too_many(shop):
 def test_calls_run_in_order_in_one_interpreter_until_finish(shop):
     with Play(*shop(tools=True)) as play:
         step = play.episode.step("I look.", [run_python(code="x = 41"), run_python(code="1 / 0"),
-                                             call("open"), run_python(code="print('\ud800'); x + 1")])
+                                             call("open"), run_python(code="'\ud800'"), run_python(code="x + 1")])
         names, texts = zip(*answers(step), strict=True)
-        assert names == ("run_python", "run_python", "open", "run_python")
-        assert texts[0] == "(no output)" and "ZeroDivisionError" in texts[1] and texts[3] == "\\ud800\n42"
+        assert names == ("run_python", "run_python", "open", "run_python", "run_python")
+        assert "ZeroDivisionError" in texts[1] and "surrogates not allowed" in texts[3]
+        assert texts[0] == "(no output)" and texts[4] == "42"
         assert printed(play.episode.step("", [run_python(code="x")])) == ["41"]
         step = play.episode.step("", [run_python(code=f"{FIX_TOTAL}; {FIX_CHEAPEST}"), FINISH,
                                       run_python(code=UNDO), call("open")])
@@ -733,22 +735,22 @@ def test_calls_run_in_order_in_one_interpreter_until_finish(shop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codes", [
-    [], [FIX_TOTAL], [FIX_TOTAL, FIX_CHEAPEST], [FIX_TOTAL, UNDO], CHEATS["tests and configuration"].split("|"),
-    ["import os, signal; os.kill(os.getppid(), signal.SIGKILL)"]])
+    [], [FIX_TOTAL], [FIX_TOTAL, FIX_CHEAPEST], [FIX_TOTAL, UNDO], [CHEATS["tests and configuration"]],
+    [FIX_TOTAL, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"]])
 def test_calls_score_as_blocks_do(shop, codes):
-    env, task = shop(reward_mode="partial", max_turns=4)
-    in_blocks = outcome(env, task, *codes, "finish()")
-    env, task = shop(reward_mode="partial", max_turns=4, tools=True)
-    for last in (FINISH, run_python(code="finish()")):
-        with Play(env, task) as play:
-            for made in [*map(lambda code: run_python(code=code), codes), last]:
-                step = play.episode.step("", [made])
+    def last_step(replies, **options):
+        with Play(*shop(reward_mode="partial", **options)) as play:
+            for reply in replies:
+                step = play.episode.step(*reply)
                 if step.terminated or step.truncated:
-                    break
-        assert dataclasses.asdict(step) == dataclasses.asdict(in_blocks)
-    with Play(env, task) as play:  # in one reply
-        step = play.episode.step("", [*map(lambda code: run_python(code=code), codes), FINISH])
-    assert step.info == in_blocks.info | dict(repl_turns=1) and step.terminated == in_blocks.terminated
+                    return step
+
+    in_blocks = last_step([(fenced(code),) for code in [*codes, "finish()"]])
+    calls = [run_python(code=code) for code in codes]
+    for last in (FINISH, run_python(code="finish()")):
+        assert last_step([("", [made]) for made in [*calls, last]], tools=True) == in_blocks
+        step = last_step([("", [*calls, last])], tools=True)  # in one reply
+        assert step == dataclasses.replace(in_blocks, info=in_blocks.info | dict(repl_turns=1))
 
 
 @pytest.mark.slow
@@ -758,7 +760,8 @@ def test_the_calls_of_a_reply_share_the_time_of_a_block(shop):
         step = play.episode.step("", [run_python(code="import time; time.sleep(1)"),
                                       *[run_python(code="while True: pass")] * 9])
         first, second, *others = printed(step)
-        assert first == "(no output)" and second.startswith("(stopped after ") and time.monotonic() - start < 5
+        assert first == "(no output)" and second.startswith("(stopped after ")
+        assert time.monotonic() - start < 5
         assert others == ["Not called: the calls of a reply have 2 s in all."] * 8
         assert printed(play.episode.step("", [run_python(code="1 + 1")])) == ["2"]
 

@@ -648,15 +648,15 @@ def schema(name: str, description: str, **parameters: str) -> dict:
 
 
 def functions_of_fixing(queries: str) -> list[dict]:
-    run = f"""Run Python code in an interpreter that keeps its variables, in the repository's folder. The answer
-is what it printed. The code can call:{HELPERS}{queries}"""
+    run = f"""Run Python code in an interpreter that keeps its variables, in the repository's folder.
+The answer is what it printed. The code can call:{HELPERS}{queries}"""
     return [schema("run_python", run, code="Python code"),
             schema("finish", "The bug is fixed: the last call.")]
 
 
 def functions_of_answering() -> list[dict]:
-    run = """Run Python code in an interpreter that keeps its variables, in a copy of the repository. The answer
-is what it printed. The code can call ls, read, grep, bash and run_tests."""
+    run = """Run Python code in an interpreter that keeps its variables, in a copy of the repository.
+The answer is what it printed. The code can call ls, read, grep, bash and run_tests."""
     return [schema("run_python", run, code="Python code"),
             schema("finish", "Answer the question: the last call.", answer="The answer")]
 
