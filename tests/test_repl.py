@@ -719,8 +719,9 @@ def test_replies_without_a_call_and_with_too_many(shop):
 @pytest.mark.slow
 def test_calls_run_in_order_in_one_interpreter_until_finish(shop):
     with Play(*shop(tools=True)) as play:
-        step = play.episode.step("I look.", [run_python(code="x = 41"), run_python(code="1 / 0"),
-                                             call("open"), run_python(code="'\ud800'"), run_python(code="x + 1")])
+        calls = [run_python(code="x = 41"), run_python(code="1 / 0"), call("open"),
+                 run_python(code="'\ud800'"), run_python(code="x + 1")]
+        step = play.episode.step("I look.", calls)
         names, texts = zip(*answers(step), strict=True)
         assert names == ("run_python", "run_python", "open", "run_python", "run_python")
         assert "ZeroDivisionError" in texts[1] and "surrogates not allowed" in texts[3]
@@ -761,7 +762,7 @@ def test_the_calls_of_a_reply_share_the_time_of_a_block(shop):
                                       *[run_python(code="while True: pass")] * 9])
         first, second, *others = printed(step)
         assert first == "(no output)" and second.startswith("(stopped after ")
-        assert time.monotonic() - start < 5
+        assert float(second.split()[2]) <= 1 and time.monotonic() - start < 4
         assert others == ["Not called: the calls of a reply have 2 s in all."] * 8
         assert printed(play.episode.step("", [run_python(code="1 + 1")])) == ["2"]
 
