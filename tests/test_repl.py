@@ -830,10 +830,12 @@ def test_demonstrations_of_the_bundled_scenarios_are_what_happens():
             assert replayed(env, task, messages[:-1])[0] == messages[:-1]
 
 
-def test_what_has_no_known_fix_has_no_demonstration(tmp_path):
-    row = {name: value for name, value in ROW.items() if name != "patch"}
-    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": row}), tools=True)
-    assert env.demonstration(task) is None
+@pytest.mark.parametrize("patch, messages", [
+    ("", None), ("--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+x\n", 5)])  # there is nothing to be read
+def test_demonstrations_of_no_known_fix_and_of_new_files(tmp_path, patch, messages):
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW | dict(patch=patch)}), tools=True)
+    made = env.demonstration(task)
+    assert messages == (made if made is None else len(made))
 
 
 # ---- Options and files

@@ -289,10 +289,10 @@ class Repl(Env):
         for path in paths:  # with the ends of lines that the sandbox's read() gives
             file = io.TextIOWrapper(io.BytesIO(scenario.files.get(path, b"")), "utf-8", errors="replace")
             shown += file.read() + "\n"
-        if self.config.max_turns >= 3 and len(shown) <= self.config.max_output_chars:
+        fits = self.config.max_turns >= 3 and len(shown) <= self.config.max_output_chars
+        if fits and (shown := shown.strip("\n")):  # a fix may be of new files alone
             code = "\n".join(f"print(read({path!r}))" for path in paths)
-            look = [call_message("run_python", code=code), answer_to("run_python", shown.strip("\n"))]
-            messages = [*look, *messages]
+            messages = [call_message("run_python", code=code), answer_to("run_python", shown), *messages]
         return [*task.messages, *messages]
 
     def score(self, scenario: Scenario, files: dict[str, bytes]) -> dict[str, float]:
