@@ -830,6 +830,27 @@ def test_demonstrations_of_the_bundled_scenarios_are_what_happens():
             assert replayed(env, task, messages[:-1])[0] == messages[:-1]
 
 
+@pytest.mark.slow
+def test_what_sft_learns_of_a_demonstration_of_calls_solves_a_rollouts_episode(shop):
+    import sft
+    from tests import test_chat, test_rollout
+
+    env, task = shop(tools=True)
+    tokenizer = test_chat.tokenizer_of(test_chat.CLOSED)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    args = sft.Args(env="repl", max_length=20_000)
+    learned = []
+    for ids, mask in sft.encode_demonstration(
+            env.demonstration(task), len(task.messages), tokenizer, args, [eos], task.tools):
+        assert "run_python" in tokenizer.decode(ids[:mask.index(1)])  # the template shows the tools
+        learned += [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    replies = [tokenizer(f"{text}<|im_end|>", add_special_tokens=False).input_ids
+               for text in tokenizer.decode(learned).split("<|im_end|>")[:-1]]
+    r, _ = test_rollout.play(tokenizer, env, replies, max_response_tokens=1500, max_context_tokens=30_000)
+    assert len(replies) == 3 and r.termination == "done" and r.reward == 1 and r.info["no_block"] == 0
+    assert [message["role"] for message in r.messages[2:]] == ["assistant", "tool"] * 2 + ["assistant"]
+
+
 @pytest.mark.parametrize("patch, messages", [
     ("", None), ("--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+x\n", 5)])  # there is nothing to be read
 def test_demonstrations_of_no_known_fix_and_of_new_files(tmp_path, patch, messages):
