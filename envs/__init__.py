@@ -31,8 +31,9 @@ import warnings
 import zlib
 from pathlib import Path
 
-# OpenAI's chat form: {"role": "system" | "user" | "assistant" | "tool", "content": str}, and for an assistant
-# perhaps {"tool_calls": [{"type": "function", "function": {"name": str, "arguments": dict}}]}.
+# OpenAI's chat form: {"role": "system" | "user" | "assistant" | "tool", "content": str}. One of role "tool"
+# has the "name" of the function that answers; an assistant's may have "tool_calls":
+# [{"type": "function", "function": {"name": str, "arguments": dict}}].
 Message = dict
 
 ENVS = {
@@ -80,7 +81,9 @@ class Task:
     source: str  # names the metric: val/<source>/pass@1
     messages: list[Message]
     data: dict
-    tools: list | None = None  # JSON schemas of functions that a reply may call, in OpenAI's form
+    # Functions that the model may call, for its chat template: schemas in OpenAI's form, {"type": "function",
+    # "function": {"name", "description", "parameters"}}. Where there are some, Episode.step gets the calls.
+    tools: list[dict] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,7 +111,10 @@ class Episode:
     def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         """Score a reply. Total: any text returns in bounded time, and none raises or is executed here.
 
-        calls: given where the task has tools: {"name": str, "arguments": dict} of each call in the reply.
+        calls: given if the task has tools, and only then, so that others need not take it: what the caller
+        found in the reply (the whole text that was sampled), as {"name": str, "arguments": dict}; [] for
+        none. The model wrote them, so any name, keys and values may come, and get an answer as any text does.
+        It is of role "tool", with the function's name.
         """
         raise NotImplementedError
 
@@ -163,7 +169,8 @@ class Env:
         raise NotImplementedError
 
     def solution(self, task: Task) -> str | None:
-        """A reference reply that scores full marks (None: there is none at hand)."""
+        """A reference reply that scores full marks (None: there is none at hand, or it is not a text alone,
+        as where tools are called)."""
         return None
 
     def demonstration(self, task: Task) -> list[Message] | None:
@@ -172,13 +179,21 @@ class Env:
         return None if reply is None else [*task.messages, {"role": "assistant", "content": reply}]
 
 
-def play(episode: Episode, task: Task, reply: typing.Callable[[], str]) -> list[Message]:
-    """The conversation of an episode in which reply() is each time the model's next reply."""
+def play(episode: Episode, task: Task, reply: typing.Callable[[], str | Message]) -> list[Message]:
+    """The conversation of an episode in which reply() is each time the model's next reply: its text, or an
+    assistant's message, whose tool_calls go to the episode if the task has tools."""
     messages, step = list(task.messages), None
     try:
         while step is None or not (step.terminated or step.truncated):
-            messages.append({"role": "assistant", "content": reply()})
-            step = episode.step(messages[-1]["content"])
+            said = reply()
+            if isinstance(said, str):
+                said = {"role": "assistant", "content": said}
+            messages.append(said)
+            if task.tools is None:
+                step = episode.step(said["content"])
+            else:
+                calls = [call["function"] for call in said.get("tool_calls") or ()]
+                step = episode.step(said.get("content") or "", calls)
             messages += step.messages
     finally:
         episode.close()

@@ -168,6 +168,9 @@ MUTANTS = {
         "a failing test is expected in vain": (
             "results.get(name) == outcome for", 'results.get(name) in (outcome, "PASSED") for'),
         "the same files earn": ("if left == original:", "if False:"),
+        "a call with other arguments is done": ("given.keys() != {*needed}", "not given.keys() >= {*needed}"),
+        "each call has the time of a block": (
+            '(arguments["code"], self.left)', '(arguments["code"], self.config.turn_timeout)'),
     },
     "envs/code/swe.py": {
         "no reward without PASS_TO_PASS": ('kept = kept if row["PASS_TO_PASS"] else 1.0', "pass"),

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -144,7 +145,9 @@ def test_tasks_are_the_same_in_every_process(options, pinned):
         for index in reversed(range(min(env.num_tasks(split), 30))):
             task = env.task(split, index)
             files = sorted(env.scenario(task).files.items())
-            digest.update(repr((sorted(vars(task).items()), files, env.solution(task))).encode())
+            parts = dict(id=task.id, source=task.source, messages=task.messages, data=task.data)
+            assert task == envs.Task(**parts)
+            digest.update(repr((sorted(parts.items()), files, env.solution(task))).encode())
     assert digest.hexdigest()[:16] == pinned  # Python hashes texts differently in each process
 
 
@@ -621,6 +624,241 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
         assert "no more than 3 sub-agents in an episode" in play("llm_query('e')")
 
 
+# ---- Calls of functions: tools=true
+
+
+def call(name, **arguments):
+    return dict(name=name, arguments=arguments)
+
+
+run_python = functools.partial(call, "run_python")
+FINISH = call("finish")
+
+
+def answers(step):
+    """What calls are answered, each with its function's name."""
+    assert not (step.terminated or step.truncated or step.children) and step.reward == 0, step
+    assert all(message.keys() == {"role", "name", "content"} for message in step.messages)
+    assert {message["role"] for message in step.messages} == {"tool"}
+    return [(message["name"], message["content"]) for message in step.messages]
+
+
+def printed(step):
+    names, texts = zip(*answers(step), strict=True)
+    assert {*names} == {"run_python"}
+    return list(texts)
+
+
+@pytest.mark.parametrize("prompt", ["default", "minimal", "cot"])
+def test_tools_are_told_by_schemas_alone(prompt):
+    env, task = alone("ledger-cents", prompt=prompt, max_turns=7, tools=True)
+    _, in_blocks = alone("ledger-cents", prompt=prompt, max_turns=7)
+    system, report = task.messages
+    assert "block" not in system["content"] and "```" not in system["content"]
+    assert "7 replies" in system["content"] and "\n\n\n" not in system["content"]
+    assert in_blocks.tools is None and env.solution(task) is None
+    assert (task.id, task.data, report) == (in_blocks.id, in_blocks.data, in_blocks.messages[1])
+    run, finish = (tool["function"] for tool in json.loads(json.dumps(dataclasses.asdict(task)))["tools"])
+    assert (run["name"], finish["name"]) == ("run_python", "finish")
+    assert run["parameters"]["required"] == ["code"] == [*run["parameters"]["properties"]]
+    assert finish["parameters"] == dict(type="object", properties={}, required=[])
+    assert all(word in run["description"] for word in ("apply_patch(", "run_tests(", "llm_query("))
+    _, task = alone("ledger-cents", max_sub_agent_depth=0, tools=True)
+    assert "llm_query" not in json.dumps(task.tools)
+
+
+@pytest.mark.parametrize("wrong, name, says", [
+    (call("python", code="1"), "python", "no function python; expected run_python(code) or finish()"),
+    (call("<|im_end|>"), "unknown", "there is no function unknown;"),
+    *[(call(name), "unknown", "no function") for name in ("", "x" * 10**6, "\ud800", None, 7, [], {})],
+    *[(wrong, "unknown", "no function") for wrong in ({}, None, "finish", ["finish"])],
+    (run_python(), "run_python", "Not called: expected as arguments of run_python: code."),
+    (run_python(code="1", path="x"), "run_python", "of run_python: code."),
+    (run_python(text="1"), "run_python", "of run_python: code."),
+    (dict(name="run_python"), "run_python", "of run_python: code."),
+    *[(dict(name="run_python", arguments=wrong), "run_python", "of run_python: code.")
+      for wrong in (None, "finish()", ["code"], {1: 2})],
+    *[(run_python(code=code), "run_python", f"code: expected a text, got {kind}")
+      for code, kind in ((1, "int"), (None, "NoneType"), (["1"], "list"), ({"code": "1"}, "dict"))],
+    (run_python(code="x" * 20_001), "run_python", "code: 20001 characters, expected at most 20000"),
+    (call("finish", answer="done"), "finish", "expected as arguments of finish: none."),
+    (dict(name="finish", arguments=[]), "finish", "of finish: none."),
+])
+def test_calls_that_cannot_be_done_are_told(shop, wrong, name, says):
+    with Play(*shop(tools=True)) as play:
+        ((answered, text),) = answers(play.episode.step("<tool_call>", [wrong]))
+        assert answered == name and says in text and len(text) < 200 and text.startswith("Not called: ")
+        text.encode()
+        assert len(answers(play.episode.step("", [wrong, wrong]))) == 2
+        step = play.episode.step("", [wrong, FINISH, wrong])
+    assert step.terminated and step.messages == [] and step.reward == 0
+    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, repl_turns=3, no_block=3,
+                             sub_queries=0)
+
+
+def test_replies_without_a_call_and_with_too_many(shop):
+    env, task = shop(tools=True, max_turns=5)
+    with Play(env, task) as play:
+        nudges = [play.text(play.episode.step(reply, [])) for reply in ("Hello", fenced("finish()"))]
+        nudges.append(play.text(play.episode.step("finish()")))
+        assert nudges == [*repl.CALL_NUDGES[:1] * 2, repl.CALL_NUDGES[1]] and "```" not in "".join(nudges)
+        *told, (name, last) = answers(play.episode.step("", [call("finish", x=1)] * 100_000))
+        assert len(told) == 16 and name == "finish" and "a reply may have 16 calls, got 100000" in last
+        step = play.episode.step("", [])
+    assert step.truncated and not step.terminated and step.info["no_block"] == step.info["repl_turns"] == 5
+
+    nothing = dict(role="assistant", content=None)
+    said = ["Hello", nothing, repl.call_message("end"), repl.call_message("finish")]
+    messages = envs.play(env.start(task, 1), task, iter(said).__next__)
+    assert [message["role"] for message in messages[2:]] == [
+        "assistant", "user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert messages[-1]["tool_calls"] == [
+        dict(type="function", function=dict(name="finish", arguments={}))]
+
+
+@pytest.mark.slow
+def test_calls_run_in_order_in_one_interpreter_until_finish(shop):
+    with Play(*shop(tools=True)) as play:
+        calls = [run_python(code="x = 41"), run_python(code="1 / 0"), call("open"),
+                 run_python(code="'\ud800'"), run_python(code="x + 1")]
+        step = play.episode.step("I look.", calls)
+        names, texts = zip(*answers(step), strict=True)
+        assert names == ("run_python", "run_python", "open", "run_python", "run_python")
+        assert "ZeroDivisionError" in texts[1] and "surrogates not allowed" in texts[3]
+        assert texts[0] == "(no output)" and texts[4] == "42"
+        assert printed(play.episode.step("", [run_python(code="x")])) == ["41"]
+        step = play.episode.step("", [run_python(code=f"{FIX_TOTAL}; {FIX_CHEAPEST}"), FINISH,
+                                      run_python(code=UNDO), call("open")])
+    assert step.terminated and step.messages == [] and step.reward == 1
+    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=3, no_block=2,
+                             sub_queries=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [
+    [], [FIX_TOTAL], [FIX_TOTAL, FIX_CHEAPEST], [FIX_TOTAL, UNDO], [CHEATS["tests and configuration"]],
+    [FIX_TOTAL, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"]])
+def test_calls_score_as_blocks_do(shop, codes):
+    def last_step(replies, **options):
+        with Play(*shop(reward_mode="partial", **options)) as play:
+            for reply in replies:
+                step = play.episode.step(*reply)
+                if step.terminated or step.truncated:
+                    return step
+
+    in_blocks = last_step([(fenced(code),) for code in [*codes, "finish()"]])
+    calls = [run_python(code=code) for code in codes]
+    for last in (FINISH, run_python(code="finish()")):
+        assert last_step([("", [made]) for made in [*calls, last]], tools=True) == in_blocks
+        step = last_step([("", [*calls, last])], tools=True)  # in one reply
+        assert step == dataclasses.replace(in_blocks, info=in_blocks.info | dict(repl_turns=1))
+
+
+@pytest.mark.slow
+def test_the_calls_of_a_reply_share_the_time_of_a_block(shop):
+    with Play(*shop(tools=True, turn_timeout=2.0)) as play:
+        start = time.monotonic()
+        step = play.episode.step("", [run_python(code="import time; time.sleep(1)"),
+                                      *[run_python(code="while True: pass")] * 9])
+        first, second, *others = printed(step)
+        assert first == "(no output)" and second.startswith("(stopped after ")
+        assert float(second.split()[2]) <= 1 and time.monotonic() - start < 4
+        assert others == ["Not called: the calls of a reply have 2 s in all."] * 8
+        assert printed(play.episode.step("", [run_python(code="1 + 1")])) == ["2"]
+
+
+@pytest.mark.slow
+def test_sub_agents_are_asked_between_calls_and_call_themselves(shop):
+    with Play(*shop(tools=True, max_queries=2)) as play:
+        code = "a, b = llm_query_batched(['one', 'two'])"
+        step = play.episode.step("", [run_python(code=code), run_python(code=code), run_python(code="a + b")])
+        (task, child), (_, other) = step.children
+        assert [tool["function"]["name"] for tool in task.tools] == ["run_python", "finish"]
+        assert "```" not in task.messages[0]["content"] and task.messages[1]["content"] == "one"
+        assert json.loads(json.dumps(dataclasses.asdict(task))) == dataclasses.asdict(task)
+        assert [text for _, text in answers(child.step("", [FINISH, call("finish", answer=1)]))] == [
+            "Not called: expected as arguments of finish: answer.",
+            "Not called: answer: expected a text, got int."]
+        ((leaf_task, leaf),) = child.step("", [run_python(code="c = llm_query('three')")]).children
+        assert leaf_task.tools is None and leaf.step("<tool_call>").terminated
+        assert printed(child.resume(["?"])) == ["(no output)"]
+        assert printed(child.step("", [run_python(code="c")])) == ["<tool_call>"]
+        assert child.step("", [call("finish", answer="\ud800 1"), FINISH]).terminated
+        assert other.step("<think>hm</think> 2", []).terminated
+        for episode in (child, other, leaf):
+            episode.close()
+        step = play.episode.resume(["", ""])  # the second of the three calls asks again
+        assert len(step.children) == 2
+        for _, episode in step.children:
+            episode.close()
+        assert printed(play.episode.resume(["3", "4"])) == ["(no output)", "(no output)", "34"]
+        assert printed(play.episode.step("", [run_python(code="b")])) == ["4"]
+        assert play.episode.step("", [FINISH]).info["sub_queries"] == 4
+
+
+def replayed(env, task, messages):
+    """The conversation that the replies of another make, and its last step."""
+    replies = [message for message in messages if message["role"] == "assistant"]
+    talk = [*task.messages]
+    with contextlib.closing(env.start(task, 1)) as episode:
+        for reply in replies:
+            step = episode.step("", [made["function"] for made in reply["tool_calls"]])
+            talk += [reply, *step.messages]
+    return talk, step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options, replies", [
+    ({}, 3), (dict(max_turns=2), 2), (dict(max_turns=1), 1), (dict(max_output_chars=50), 2)])
+def test_a_demonstration_of_calls_is_what_happens(shop, options, replies):
+    env, task = shop(tools=True, **options)
+    messages = env.demonstration(task)
+    assert json.loads(json.dumps(messages)) == messages and len(messages) == 2 + 2 * replies - 1
+    talk, step = replayed(env, task, messages)
+    assert talk == messages and step.reward == step.info["correct"] == 1 and step.info["no_block"] == 0
+    assert step.terminated == (options.get("max_turns") != 1)
+
+
+@pytest.mark.slow
+def test_demonstrations_of_the_bundled_scenarios_are_what_happens():
+    env = make(tools=True)
+    for split in env.splits:
+        for index in range(env.num_tasks(split)):
+            task = env.task(split, index)
+            messages = env.demonstration(task)
+            assert len(messages) in (5, 7)  # the file may be too long to be shown
+            assert replayed(env, task, messages[:-1])[0] == messages[:-1]
+
+
+@pytest.mark.slow
+def test_what_sft_learns_of_a_demonstration_of_calls_solves_a_rollouts_episode(shop):
+    import sft
+    from tests import test_chat, test_rollout
+
+    env, task = shop(tools=True)
+    tokenizer = test_chat.tokenizer_of(test_chat.CLOSED)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    args = sft.Args(env="repl", max_length=20_000)
+    learned = []
+    for ids, mask in sft.encode_demonstration(
+            env.demonstration(task), len(task.messages), tokenizer, args, [eos], task.tools):
+        assert "run_python" in tokenizer.decode(ids[:mask.index(1)])  # the template shows the tools
+        learned += [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
+    replies = [tokenizer(f"{text}<|im_end|>", add_special_tokens=False).input_ids
+               for text in tokenizer.decode(learned).split("<|im_end|>")[:-1]]
+    r, _ = test_rollout.play(tokenizer, env, replies, max_response_tokens=1500, max_context_tokens=30_000)
+    assert len(replies) == 3 and r.termination == "done" and r.reward == 1 and r.info["no_block"] == 0
+    assert [message["role"] for message in r.messages[2:]] == ["assistant", "tool"] * 2 + ["assistant"]
+
+
+@pytest.mark.parametrize("patch, messages", [
+    ("", None), ("--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+x\n", 5)])  # there is nothing to be read
+def test_demonstrations_of_no_known_fix_and_of_new_files(tmp_path, patch, messages):
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW | dict(patch=patch)}), tools=True)
+    made = env.demonstration(task)
+    assert messages == (made if made is None else len(made))
+
+
 # ---- Options and files
 
 
@@ -629,6 +867,7 @@ def test_an_episode_and_its_sub_agents_share_a_budget(shop):
     (dict(test_timeout="nan"), "test_timeout: expected seconds above 0"),
     (dict(max_sub_agent_depth=9), "max_sub_agent_depth: expected 0 to 8"),
     (dict(scenarios="tiny"), "short and tiny go together"),
+    (dict(tools=True, **TINY), "option tools: expected false with prompt=short, got True"),
     (dict(dataset="x.jsonl"), "dataset: needs cache_dir"),
     (dict(dataset="/nowhere.jsonl", cache_dir="/nowhere"), "option dataset=/nowhere.jsonl: cannot be read"),
     (dict(executor_url="http://a:1"), "executor_url: needs cache_dir, with a docker_image"),

@@ -8,7 +8,9 @@
 
 The code of each reply runs in one interpreter of the sandbox (sandbox.py), where `ls`, `read`, `grep`,
 `apply_patch`, `bash`, `run_tests`, `llm_query` and `finish` can be called. At the end the tests as they were
-(not as the model left them) run on the files as the model left them, in a sandbox of their own.
+(not as the model left them) run on the files as the model left them, in a sandbox of their own. With
+tools=true the code comes in calls of a function `run_python`, of which a reply may have several, and `finish`
+is a function, too. A sub-agent works in the same way.
 docs/repl.md has the formats of scenarios, the prompts and what is scored.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
@@ -43,6 +46,7 @@ MOST_FILES = 20_000  # of a tree
 MOST_BYTES = 32 * sandbox.MIB  # in them
 MOST_TEXT = 20_000  # characters of a question, or of a sub-agent's answer
 MOST_NOTE = 200  # characters of what is said about a block
+MOST_CALLS = 16  # of a reply that are answered
 GRACE = 10.0  # for its messages, beyond the time of a block [s]
 TREE_TIME = 20.0  # to hand over the files at the end [s]
 NOTHING = dict(correct=0.0, partial=0.0, modified=0.0, suspicious=0.0)
@@ -51,14 +55,16 @@ OUTCOMES = ("PASSED", "FAILED", "ERROR")
 BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```[ \t]*(?=\r?\n|\Z)|\Z)",
                    re.DOTALL)
 
-TOOLS = """Every reply holds one block of Python code, fenced by ```python and ```. It runs in an interpreter
-that keeps its variables, in the repository's folder; the next message shows what it printed. Call there:
+HELPERS = """
     ls(path)                 the entries of a folder
     read(path, start, end)   a file's text, or some of its lines
     grep(pattern, path)      lines that a regular expression matches
     apply_patch(diff)        apply a unified diff; or apply_patch(path, old, new): a text that occurs once
     bash(command)            run a shell command (no network)
-    run_tests(paths...)      run the tests
+    run_tests(paths...)      run the tests"""
+TOOLS = f"""Every reply holds one block of Python code, fenced by ```python and ```. It runs in an interpreter
+that keeps its variables, in the repository's folder; the next message shows what it printed. Call there:\
+{HELPERS}
     finish()                 the bug is fixed: the last call"""
 QUERIES = """
     llm_query(prompt), llm_query_batched(prompts)   ask sub-agents, which can read the repository too"""
@@ -66,15 +72,14 @@ RESTORED = "Tests are restored before the result is judged, so changing them is 
 PROMPTS = {
     "default": f"""You fix bugs in a Python repository.
 
-{{tools}}
-
+{{tools}}\
 Find the cause, change the source files and run the tests. {RESTORED} You have {{turns}} replies.""",
-    "minimal": "Fix the bug described below.\n\n{tools}\n\n{turns} replies.",
+    "minimal": "Fix the bug described below.\n\n{tools}{turns} replies.",
     "cot": f"""You fix bugs in a Python repository.
 
-{{tools}}
-
-Before each block, think aloud: what do you know, what could be the cause, which one look or test would tell?
+{{tools}}\
+Before each {{block}}, think aloud: what do you know, what could be the cause, which one look or test would \
+tell?
 Reproduce the bug before you change anything, change as little as possible, and run the tests before you call
 finish(). {RESTORED} You have {{turns}} replies.""",
 }
@@ -85,6 +90,10 @@ SUB_TOOLS = """
 A reply may hold one block of Python code, fenced by ```python and ```, which runs in a copy of the
 repository: ls, read, grep, bash and run_tests can be called there. A reply without a block is your
 answer, and so is finish(answer). You have {turns} replies."""
+SUB_CALLS = """
+
+You may run code in a copy of the repository before. A reply without a call is your answer, and so is what you
+give to finish. You have {turns} replies."""
 NUDGES = (
     "No code block was found. Put Python code between ```python and ```.",
     """There is still no code block. Only code between ```python and ``` is run, and nothing is judged but the
@@ -92,6 +101,10 @@ files. If the bug is fixed, reply with:
 ```python
 finish()
 ```""")
+CALL_NUDGES = (
+    "No call was found. Call run_python, or finish if the bug is fixed.",
+    """There is still no call. Only the code that is given to run_python is run, and nothing is judged but the
+files. If the bug is fixed, call finish.""")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +125,8 @@ class Config:
     """their test tasks"""
     prompt: Literal["default", "minimal", "cot", "short"] = "default"
     """how the task is put; short is for tiny scenarios and word-level models, without fences"""
+    tools: bool = False
+    """code and the end come in calls of functions, as the model's chat template has them, not in blocks"""
     max_turns: int = 15
     """replies of an episode, and of a sub-agent"""
     max_output_chars: int = 3000
@@ -125,7 +140,7 @@ class Config:
     reward_mode: Literal["correct", "partial"] = "correct"
     """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
     turn_timeout: float = 60.0
-    """longest run of a block [s]"""
+    """longest run of a block, or of all calls of a reply [s]"""
     test_timeout: float = 120.0
     """longest run of the tests [s]"""
     memory: int = 1024
@@ -146,6 +161,7 @@ class Config:
         if (self.prompt == "short") != (self.scenarios == "tiny" and not self.cache_dir):
             raise BadInput(f"environment repl: option prompt: {self.prompt} with scenarios={self.scenarios}; "
                            "short and tiny go together, and without cache_dir")
+        check(not self.tools or self.prompt != "short", "tools", "false with prompt=short")
         if self.dataset and not self.cache_dir:
             raise BadInput("environment repl: option dataset: needs cache_dir, where its repositories lie")
         if self.executor_url and not self.cache_dir:
@@ -223,11 +239,15 @@ class Repl(Env):
             messages = [{"role": "user", "content": scenario.problem_statement}]
             return Task(name, "repl/tiny", messages, dict(tiny=list(seed)))
         row = self._rows[self._ids[split][index]]
-        tools = TOOLS + (QUERIES if self.config.max_sub_agent_depth else "")
-        system = PROMPTS[self.config.prompt].format(tools=tools, turns=self.config.max_turns)
-        messages = [{"role": "system", "content": system},
-                    {"role": "user", "content": row["problem_statement"]}]
-        return Task(f"repl-{row['instance_id']}", "repl", messages, dict(instance_id=row["instance_id"]))
+        queries = QUERIES if self.config.max_sub_agent_depth else ""
+        if self.config.tools:  # the chat template shows them
+            text, block, tools = "", "call", functions_of_fixing(queries)
+        else:
+            text, block, tools = f"{TOOLS}{queries}\n\n", "block", None
+        system = PROMPTS[self.config.prompt].format(tools=text, block=block, turns=self.config.max_turns)
+        messages = [{"role": "system", "content": system}, user(row["problem_statement"])]
+        data = dict(instance_id=row["instance_id"])
+        return Task(f"repl-{row['instance_id']}", "repl", messages, data, tools)
 
     def scenario(self, task: Task) -> Scenario:
         """The repository and the tests of a task."""
@@ -239,24 +259,41 @@ class Repl(Env):
         return ReplEpisode(self, task, self.scenario(task), self.scenario(task).files, depth=0)
 
     def solution(self, task: Task) -> str | None:
-        """A block that makes the fix and finishes (None: the fix is not known)."""
+        """A block that makes the fix and finishes (None: the fix is not known, or tools are called)."""
         if "tiny" in task.data:
             return tiny_fix(tuple(task.data["tiny"]))
-        scenario = self.scenario(task)
-        if not scenario.patch:
-            return None
-        quoted = scenario.patch.replace("\\", "\\\\").replace("\r", "\\r")
-        quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), quoted)
-        quoted = quoted.replace("```", r"\x60\x60\x60")  # three would end the block
-        return f'```python\napply_patch("""\n{quoted}""")\nfinish()\n```'
+        patch = self.scenario(task).patch
+        return f"```python\n{patching(patch)}\nfinish()\n```" if patch and task.tools is None else None
 
     def demonstration(self, task: Task) -> list[Message] | None:
         """Read the file, then fix it; the answer in between is what the sandbox would print."""
+        if task.tools is not None:
+            return self._demonstration_of_calls(task)
         if "tiny" not in task.data:
             return super().demonstration(task)
         return [*task.messages, {"role": "assistant", "content": "read ( 'm.py' )"},
                 {"role": "user", "content": self.scenario(task).files["m.py"].decode().strip()},
                 {"role": "assistant", "content": self.solution(task)}]
+
+    def _demonstration_of_calls(self, task: Task) -> list[Message] | None:
+        """Read what the fix changes, apply it, finish: as much of it as max_turns and the output allow."""
+        scenario = self.scenario(task)
+        if not scenario.patch:
+            return None
+        messages = [call_message("run_python", code=patching(scenario.patch))]
+        if self.config.max_turns == 1:  # after which the files are judged
+            return [*task.messages, *messages]
+        messages += [answer_to("run_python", "True"), call_message("finish")]
+        paths = re.findall(r"^--- a/(.+?)[\t\n]", scenario.patch, re.MULTILINE)
+        shown = ""
+        for path in paths:  # with the ends of lines that the sandbox's read() gives
+            file = io.TextIOWrapper(io.BytesIO(scenario.files.get(path, b"")), "utf-8", errors="replace")
+            shown += file.read() + "\n"
+        fits = self.config.max_turns >= 3 and len(shown) <= self.config.max_output_chars
+        if fits and (shown := shown.strip("\n")):  # a fix may be of new files alone
+            code = "\n".join(f"print(read({path!r}))" for path in paths)
+            messages = [call_message("run_python", code=code), answer_to("run_python", shown), *messages]
+        return [*task.messages, *messages]
 
     def score(self, scenario: Scenario, files: dict[str, bytes]) -> dict[str, float]:
         """Named parts for the files that an episode left. Raises SandboxError where nothing could be run."""
@@ -318,23 +355,62 @@ class ReplEpisode(Episode):
         self.deadline, self.heard = 0.0, bytearray()  # of this step; what the worker said and nobody read
         self.turns = self.without_block = self.queries = self.asked = 0
         self.box, self.answer, self.closed, self.children = None, None, False, []
+        self.calls = []  # of this reply, those that are still to be done
+        self.answers = []  # to those that are done
+        self.left = 0.0  # time for the others [s]
         self.lock = threading.Lock()  # of box and closed: close() may come from another thread
 
-    def step(self, reply: str) -> Step:
+    def step(self, reply: str, calls: list[dict] | None = None) -> Step:
         self.turns += 1
-        self.asked = 0
+        if self.task.tools is not None:
+            return self._step_of_calls(reply, calls or [])
         code = reply if self.config.prompt == "short" and not self.depth else find_block(reply)
         if code is None or self.depth and self.depth >= self.config.max_sub_agent_depth:
             if self.depth:  # a sub-agent's answer
                 self.answer = final_part(reply)
                 return self._end()
             self.without_block += 1
-            return self._go_on(NUDGES[self.without_block > 2])
+            return self._go_on([user(NUDGES[self.without_block > 2])])
+        return self._run(code, self.config.turn_timeout)
+
+    def _step_of_calls(self, reply: str, calls: list) -> Step:
+        if not calls and self.depth:  # a sub-agent's answer
+            self.answer = final_part(reply)
+            return self._end()
+        self.calls = [checked(call, self.task.tools) for call in calls[:MOST_CALLS]]
+        if len(calls) > MOST_CALLS:
+            name, _, _ = checked(calls[MOST_CALLS], self.task.tools)
+            self.calls.append((name, {}, f"a reply may have {MOST_CALLS} calls, got {len(calls)}"))
+        if not calls or any(wrong for _, _, wrong in self.calls):
+            self.without_block += 1
+        if not calls:
+            return self._go_on([user(CALL_NUDGES[self.without_block > 2])])
+        self.answers, self.left = [], self.config.turn_timeout
+        return self._do_calls()
+
+    def _do_calls(self) -> Step:
+        """Do the calls that are left, up to one that runs code: when it is done, it comes here again."""
+        while self.calls:
+            name, arguments, wrong = self.calls.pop(0)
+            if wrong:
+                self.answers.append(answer_to(name, f"Not called: {wrong}."))
+            elif name == "finish":
+                self.answer = cleaned(arguments.get("answer", ""), MOST_TEXT)
+                return self._end()
+            elif self.left > 0:
+                return self._run(arguments["code"], self.left)
+            else:
+                limit = f"the calls of a reply have {self.config.turn_timeout:g} s in all"
+                self.answers.append(answer_to(name, f"Not called: {limit}."))
+        return self._go_on(self.answers)
+
+    def _run(self, code: str, timeout: float) -> Step:
+        self.asked = 0
         try:
             if self.box is None:
                 self._open()
-            self.deadline = time.monotonic() + self.config.turn_timeout + GRACE
-            self._send(dict(op="run", code=code[:100_000], timeout=self.config.turn_timeout))
+            self.deadline = time.monotonic() + timeout + GRACE
+            self._send(dict(op="run", code=code[:100_000], timeout=timeout))
         except WorkerGone:
             return self._gone()
         return self._continue()
@@ -384,9 +460,14 @@ class ReplEpisode(Episode):
             self.answer = answer
             return self._end()
         if self.config.prompt == "short":
-            return self._go_on("error" if note or "Traceback" in output else output)
+            return self._go_on([user("error" if note or "Traceback" in output else output)])
         parts = [part for part in (output, note and f"({note})") if part]
-        return self._go_on("\n".join(parts) or "(no output)")
+        text = "\n".join(parts) or "(no output)"
+        if self.task.tools is None:
+            return self._go_on([user(text)])
+        self.answers.append(answer_to("run_python", text))
+        self.left = round(self.deadline - GRACE - time.monotonic(), 1)
+        return self._do_calls()
 
     def _ask(self, prompts) -> Step:
         self.queries += len(prompts)
@@ -395,11 +476,14 @@ class ReplEpisode(Episode):
         pairs = []
         for number, prompt in enumerate(prompts):
             with_code = depth < self.config.max_sub_agent_depth
-            tools = SUB_TOOLS.format(turns=self.config.max_turns) if with_code else ""
-            messages = [{"role": "system", "content": SUB_AGENT.format(tools=tools)},
-                        {"role": "user", "content": prompt}]
+            text, tools = "", None
+            if with_code:
+                text = SUB_TOOLS if self.task.tools is None else SUB_CALLS
+                tools = None if self.task.tools is None else functions_of_answering()
+            system = SUB_AGENT.format(tools=text.format(turns=self.config.max_turns))
+            messages = [{"role": "system", "content": system}, user(prompt)]
             task = Task(f"{self.task.id}/{self.turns}.{self.queries - len(prompts) + number}",
-                        f"{self.task.source}/sub", messages, {})
+                        f"{self.task.source}/sub", messages, {}, tools)
             files = (self._tree() or self.files) if with_code and files is None else files
             child = ReplEpisode(self.env, task, self.scenario, files or {}, depth, self.budget)
             self.children[number] = child
@@ -407,10 +491,10 @@ class ReplEpisode(Episode):
         self.paused = time.monotonic()
         return Step([], 0.0, False, False, {}, children=tuple(pairs))
 
-    def _go_on(self, text: str) -> Step:
+    def _go_on(self, messages: list[Message]) -> Step:
         if self.turns >= self.config.max_turns:
             return self._end(truncated=True)
-        return Step([{"role": "user", "content": text}], 0.0, False, False, dict(correct=0.0))
+        return Step(messages, 0.0, False, False, dict(correct=0.0))
 
     def _end(self, truncated=False) -> Step:
         if self.depth:
@@ -537,6 +621,74 @@ def find_block(reply: str) -> str | None:
     match = BLOCK.search(final_part(reply))
     code = match and match[1]
     return textwrap.dedent(code) if code and code[0] in " \t" else code
+
+
+def patching(patch: str) -> str:
+    """Code that applies a unified diff."""
+    quoted = patch.replace("\\", "\\\\").replace("\r", "\\r")
+    quoted = re.sub('"{3,}', lambda run: '\\"' * len(run[0]), quoted)
+    quoted = quoted.replace("```", r"\x60\x60\x60")  # three would end the block
+    return f'apply_patch("""\n{quoted}""")'
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+# Functions that a model calls, with tools=true
+
+
+def schema(name: str, description: str, **parameters: str) -> dict:
+    """A function whose parameters, name=meaning, are texts, all of them needed. In OpenAI's form."""
+    properties = {parameter: dict(type="string", description=meaning)
+                  for parameter, meaning in parameters.items()}
+    return dict(type="function", function=dict(
+        name=name, description=description,
+        parameters=dict(type="object", properties=properties, required=list(parameters))))
+
+
+def functions_of_fixing(queries: str) -> list[dict]:
+    run = f"""Run Python code in an interpreter that keeps its variables, in the repository's folder.
+The answer is what it printed. The code can call:{HELPERS}{queries}"""
+    return [schema("run_python", run, code="Python code"),
+            schema("finish", "The bug is fixed: the last call.")]
+
+
+def functions_of_answering() -> list[dict]:
+    run = """Run Python code in an interpreter that keeps its variables, in a copy of the repository.
+The answer is what it printed. The code can call ls, read, grep, bash and run_tests."""
+    return [schema("run_python", run, code="Python code"),
+            schema("finish", "Answer the question: the last call.", answer="The answer")]
+
+
+def checked(call, tools: list[dict]) -> tuple[str, dict, str]:
+    """Name and arguments of a call, whatever a model made of it, and what is wrong with it ('': nothing)."""
+    functions = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in tools}
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or name not in functions:
+        known = " or ".join(f"{name}({', '.join(needed)})" for name, needed in functions.items())
+        legible = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name)
+        name = name if legible else "unknown"  # it stands in the answer
+        return name, {}, f"there is no function {name}; expected {known}"
+    needed, given = functions[name], call.get("arguments")
+    if not isinstance(given, dict) or given.keys() != {*needed}:
+        return name, {}, f"expected as arguments of {name}: {', '.join(needed) or 'none'}"
+    for parameter, value in given.items():
+        if not isinstance(value, str):
+            return name, {}, f"{parameter}: expected a text, got {type(value).__name__}"
+        if len(value) > envs.MAX_REPLY:
+            return name, {}, f"{parameter}: {len(value)} characters, expected at most {envs.MAX_REPLY}"
+    return name, given, ""
+
+
+def call_message(name: str, **arguments: str) -> Message:
+    """An assistant's message of one call."""
+    return {"role": "assistant", "content": "",
+            "tool_calls": [dict(type="function", function=dict(name=name, arguments=arguments))]}
+
+
+def answer_to(name: str, text: str) -> Message:
+    return {"role": "tool", "name": name, "content": text}
 
 
 def outcomes_in(text: str) -> dict[str, str]:
