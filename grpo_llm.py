@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -57,7 +58,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -172,6 +173,14 @@ class Args:
         """Whether an adapter is trained and the base model frozen."""
         return bool(self.lora_rank or self.lora_adapter_path)
 
+
+# The defaults of a model with REAL_SIZE weights or more; those above would destroy it in two updates.
+REAL_SIZE = 20_000_000
+REAL_MODEL = dict(
+    gradient_checkpointing=True, prompts_per_iteration=8, microbatch_tokens=8192, max_response_tokens=512,
+    iterations=200, learning_rate=2e-6, entropy_coef=0.0, eval_every=20, eval_tasks=64, eval_samples=4,
+    checkpoint_every=10, log_episodes=0.05)
+REAL_LORA = dict(learning_rate=5e-5)  # with an adapter
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # it started this process
 RANK, WORLD_SIZE = 0, 1
@@ -301,6 +310,12 @@ class Segment:
 PER_TOKEN = ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 
 
+def rewards_differ(rollouts):
+    """Whether episodes have different rewards, not by rounding alone; failed environments aside."""
+    rewards = [r.reward for r in rollouts if r.termination != "error"]
+    return bool(rewards) and max(rewards) - min(rewards) > 1e-9
+
+
 def trainable_groups(rollouts, args):
     """The segments of each group, with advantages, without the groups whose rewards are all equal.
 
@@ -313,9 +328,9 @@ def trainable_groups(rollouts, args):
     groups = []
     for start in range(0, len(rollouts), args.group_size):
         played = [r for r in rollouts[start:start + args.group_size] if r.termination != "error"]
-        rewards = [r.reward for r in played]
-        if not rewards or max(rewards) - min(rewards) < 1e-9:  # 0.1 + 0.2 and 0.3 are equal
+        if not rewards_differ(played):
             continue
+        rewards = [r.reward for r in played]
         advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance)
         segments = []
         for r, advantage in zip(played, advantages.tolist(), strict=True):
@@ -504,9 +519,9 @@ def mismatch_tolerance(model, groups, args):
     total = count = 0.0
     for _, batch in passes(itertools.chain(*groups), args, model.device):
         with precision(args, model.device):
-            rounded, _ = token_logprobs(model, batch, args.temperature)
+            rounded, *_ = token_logprobs(model, batch, args.temperature)
         with in_float32(model):
-            exact, _ = token_logprobs(model, batch, args.temperature)
+            exact, *_ = token_logprobs(model, batch, args.temperature)
         total += float((k3(rounded - exact) * batch["response_mask"]).sum())
         count += float(batch["response_mask"].sum())
     of_ranks = np.array(gather([(total, count)])).sum(0)
@@ -790,7 +805,9 @@ class Player:
         limit = self.args.episode_timeout
         waiting = iter(rollouts)  # all workers draw from it
         self.engine.begin_rollout(self.args.max_concurrent or len(rollouts))
-        progress = tqdm(total=len(rollouts), leave=False, delay=5, disable=RANK > 0 or None)
+        # Of replies: how many an episode of several turns has is not known.
+        total = None if self.env.multi_turn else len(rollouts)
+        self.engine.bar = tqdm(total=total, unit=" replies", leave=False, delay=1, disable=RANK > 0 or None)
 
         async def worker():
             for r in waiting:
@@ -798,7 +815,6 @@ class Player:
                     await (asyncio.wait_for(self.play(r), limit) if limit else self.play(r))
                 except TimeoutError:
                     r.termination = "timeout"
-                progress.update()
             self.engine.leave()
 
         async with asyncio.TaskGroup() as group:  # a failure of the engine ends all
@@ -807,6 +823,7 @@ class Player:
             for task in [asyncio.create_task(worker()) for _ in range(self.engine.active or 1)]:
                 await task
             serving.cancel()
+        self.engine.bar.close()
 
     async def play(self, r, given=None):
         """Play an episode, again if its environment fails. given: the Episode of a sub-agent."""
@@ -1003,6 +1020,17 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
+def num_weights(name):
+    """Of a model, by its config alone; 0 where that cannot be read."""
+    try:
+        config = from_pretrained(AutoConfig, name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # what is wrong is said when the weights are loaded
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @torch.no_grad()
 def check_cache(model, args):
     """Refuse a model that a step from the cache takes elsewhere than the whole text does, such as Mamba."""
@@ -1099,6 +1127,27 @@ def precision(args, device):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
+def has_fast_bfloat16():
+    """Whether there is a GPU, or a CPU with instructions for it."""
+    if torch.cuda.is_available():
+        return True
+    with contextlib.suppress(OSError):
+        words = Path("/proc/cpuinfo").read_text().split()
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return False
+
+
+def warn_of_slow_bfloat16():
+    """Tell by how much this CPU is slower at it."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(256, 256, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(lambda matrix=matrix: matrix @ matrix, number=1, repeat=5))
+    ratio = seconds[torch.bfloat16] / seconds[torch.float32]
+    print_rank_0("warning: --dtype bfloat16 on a CPU without AVX512_BF16 or AMX: a product of two matrices "
+                 f"takes {ratio:.1f} times as long as in float32")
+
+
 @contextlib.contextmanager
 def in_float32(model):
     """A module with bfloat16 weights has them in float32 while it computes, so that few are at any time."""
@@ -1167,10 +1216,11 @@ def sample(logits, row, temperature, uniform_numbers):
 
 
 @torch.inference_mode()
-def generate(model, prompts, max_new_tokens, temperature, eos, seeds):
+def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
     """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
 
-    seeds: a text or a number for each response, on which alone its random numbers depend.
+    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies,
+    tokens) is told of those that a step has finished.
     Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
     since that copies the cache.
@@ -1193,20 +1243,25 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds):
     ids = torch.full((len(row), max_new_tokens), -1, device=device)
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos, device=device)
+    num_done = 0
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]  # (rows, H)
         token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
         ids[live, t] = token.masked_fill(done, -1)
         logprobs[live, t] = logprob.masked_fill(done, 0.0)
+        was_done = num_done
         done = done | torch.isin(token, eos)
         num_done = int(done.sum())
+        if count:
+            count(num_done - was_done, len(done) - was_done)
         if t + 1 == max_new_tokens or num_done == len(done):
             break
         if num_done > len(done) // 8:
             going_on = ~done
             live, row = live[going_on], row[going_on]
             token, done = token[going_on], done[going_on]
+            num_done = 0
         # A new row for each different pair of an old row and a token; a pair is one number.
         pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
         parent = pairs // vocabulary  # (rows,): the old row of each new one
@@ -1256,6 +1311,8 @@ Request = collections.namedtuple("Request", "prompt_ids sampling future")
 class Engine:
     """A sampler. Episodes await `sample`; the task `serve` runs beside them and answers their requests."""
 
+    bar = tqdm(disable=True)  # of the replies of a rollout
+
     def __init__(self, model, tokenizer, args, folder=None):
         """folder: where weights are written for servers to read."""
         self.model = model
@@ -1271,6 +1328,14 @@ class Engine:
         self.active = active
         self.requests = []
         self.changed = asyncio.Event()
+        self.began, self.num_tokens = time.perf_counter(), 0
+
+    def count(self, replies, tokens):
+        """Move the bar by finished replies; it shows the rate of tokens too."""
+        self.num_tokens += tokens
+        rate = self.num_tokens / (time.perf_counter() - self.began)
+        self.bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        self.bar.update(replies)
 
     def sample(self, prompt_ids, sampling):
         """Await it.  -> response_ids, logprobs"""
@@ -1323,7 +1388,7 @@ class HfEngine(Engine):
         temperature = batch[0].sampling.temperature  # all replies of a rollout have the same
         with precision(self.args, self.model.device):
             replies = generate(self.model, prompts, self.args.max_response_tokens, temperature, self.eos,
-                               seeds)
+                               seeds, None if self.bar.disable else self.count)
         for request, reply in zip(batch, replies, strict=True):
             if not request.future.done():  # cancelled by Ctrl-C
                 request.future.set_result(reply)
@@ -1381,6 +1446,7 @@ class VllmEngine(Engine):
                     for output in engine.step():
                         if output.finished and not (future := running.pop(output.request_id)).done():
                             reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
+                            self.count(1, len(reply.token_ids))
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
         except Exception as error:
@@ -1454,6 +1520,7 @@ class VllmServers(Engine):
                 is_cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]
                 if is_cut or len(ids) != len(logprobs):
                     raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {choice['finish_reason']}")
+                self.count(1, len(ids))
                 if not request.future.done():
                     request.future.set_result((ids, logprobs))
         except (LookupError, TypeError, ValueError) as error:
@@ -1604,7 +1671,8 @@ def trained_weights(model):
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 # Beginnings of the names of metrics that Run.record prints.
-SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "rollout/groups_trainable", "val/")
+SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio",
+         "rollout/groups_trainable", "val/")
 # Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
@@ -1849,6 +1917,38 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
+def likely_cause(rollouts, args):
+    """Why these episodes teach nothing: a line, with the figure that says so."""
+    played = [r for r in rollouts if r.termination != "error"]
+    if not played:
+        return "the environment failed in every episode"
+    rewards = [r.reward for r in played]
+    num_cut = sum(r.termination in ("length", "context") for r in played)
+    forms = [r.info["format"] for r in played if "format" in r.info]
+    if num_cut > len(played) / 2:
+        return (f"{num_cut / len(played):.0%} of the replies are cut off by --max-response-tokens "
+                f"{args.max_response_tokens} or --max-context-tokens {args.max_context_tokens}: raise it")
+    if rewards_differ(played):
+        return ("rewards differ between tasks, but not between replies to one: raise --temperature or "
+                "--group-size, or take tasks that are solved at times")
+    if all(r.correct for r in played):
+        return "every reply is right: the tasks are too easy"
+    if forms and np.mean(forms) < 0.5:
+        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example in "
+                "the prompt, or sft.py before this, would teach it")
+    return (f"every reward is {rewards[0]:g} and no reply of {len(played)} is right: the tasks are too hard "
+            "for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
+
+
+def warn_if_nothing_differs(samples, args):
+    """After the first evaluation: where all replies to a task have one reward there is nothing to learn."""
+    starts = range(0, len(samples), args.eval_samples)
+    groups = [samples[start:start + args.eval_samples] for start in starts]
+    if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
+        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is nothing "
+                     f"to learn from. Likely cause: {likely_cause(samples, args)}")
+
+
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
     values = np.array(values or [0.0])
@@ -1893,6 +1993,8 @@ def main(args):
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
+    if args.dtype == "bfloat16" and not has_fast_bfloat16():
+        warn_of_slow_bfloat16()
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
@@ -1934,12 +2036,17 @@ def main(args):
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
     num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
+    num_eval = min(args.eval_tasks, held_out)
+    num_episodes = args.prompts_per_iteration * args.group_size
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} responses = {args.prompts_per_iteration * args.group_size} episodes; "
-                 f"{num_steps} optimiser step(s) on them in passes of {args.microbatch_tokens} tokens; "
-                 f"{sum(p.numel() for p in parameters):,} trained weights on {device}")
+                 f"{args.group_size} responses = {num_episodes} episodes; {num_steps} optimiser step(s) on them "
+                 f"in passes of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} trained "
+                 f"weights on {device}; an evaluation, the first one now, is of {num_eval} tasks x "
+                 f"{args.eval_samples + 1} = {num_eval * (args.eval_samples + 1)} episodes; replies have up to "
+                 f"{args.max_response_tokens} tokens")
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
+    num_idle = 0  # iterations without an update, one after another
     stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     gc.set_threshold(100_000)  # an iteration makes many small lists, which would trigger useless collections
@@ -1967,6 +2074,8 @@ def main(args):
                 evaluation, samples = evaluate(engine, tokenizer, env, args, score)
             metrics |= evaluation
             log_episodes(run, "val", samples, args)
+            if iteration == 0:
+                warn_if_nothing_differs(samples, args)
         if metrics:  # none where a resumed run begins: they are in the log
             run.record(metrics)
         metrics = {}
@@ -2033,6 +2142,10 @@ def main(args):
                         "rollout/groups_submitted": len(rollouts) // args.group_size,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
             log_episodes(run, "train", rollouts, args)
+            num_idle = 0 if num_trainable else num_idle + 1
+            if num_idle == 5:
+                print_rank_0("warning: five iterations without an update, as no group has replies of "
+                             f"different reward. Likely cause: {likely_cause(rollouts, args)}")
 
             # 5. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = after_update()
@@ -2043,10 +2156,29 @@ def main(args):
         run.fail(error, {"evidence.json": envs.to_json([*map(describe_episode, rollouts[:64])])})
 
 
+def parse_flags():
+    """The flags, with the defaults for a model of this size. Which ones, and why, is printed."""
+    args = tyro.cli(Args)
+    size = num_weights(args.model)
+    if size < REAL_SIZE:
+        print_rank_0(f"--model {args.model} has {size:,} weights: the defaults of small models, under "
+                     f"{REAL_SIZE:,}")
+        return args
+    real = dict(REAL_MODEL)
+    if args.lora:
+        real |= REAL_LORA
+    if has_fast_bfloat16():
+        real["dtype"] = "bfloat16"
+    texts = [f"--{name.replace('_', '-')} {value}" for name, value in real.items()]
+    print_rank_0(f"--model {args.model} has {size:,} weights: the defaults of real models, from "
+                 f"{REAL_SIZE:,} on, are {' '.join(texts)}")
+    return tyro.cli(Args, default=Args(**real))
+
+
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a reply may hold what the terminal's encoding has not
     try:
-        main(tyro.cli(Args))
+        main(parse_flags())
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:

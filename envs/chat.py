@@ -20,24 +20,31 @@ def decoded(value):
 
 
 def for_template(messages: list[dict]) -> list[dict]:
-    """Messages with the arguments of calls as objects: OpenAI's wire form has them as JSON text, which
-    templates quote once more, or refuse.
+    """Messages as templates want them.
+
+    Arguments of calls are objects: OpenAI's wire form has them as JSON text, which templates quote once more,
+    or refuse. Calls and the tools' messages that answer them have ids of nine characters, as Mistral's want.
     """
     result = []
+    waiting = []  # ids of calls that no message has answered
     for message in messages:
-        calls = message.get("tool_calls")
-        if calls:
-            message = message | {"tool_calls": [_with_object(call) for call in decoded(calls)]}
+        message = dict(message)
+        if message.get("tool_calls"):
+            calls = [_with_object(call) for call in decoded(message["tool_calls"])]
+            waiting = [call.setdefault("id", f"call{n:05d}") for n, call in enumerate(calls, len(result))]
+            message["tool_calls"] = calls
+        if message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
         result.append(message)
     return result
 
 
 def _with_object(call: dict) -> dict:
-    function = call.get("function")
-    if not isinstance(function, dict):  # some rows have the function's fields in the call itself
+    if not isinstance(call.get("function"), dict):  # some rows have its fields in the call itself
         return call | {"arguments": decoded(call.get("arguments", {}))}
-    arguments = decoded(function.get("arguments", {}))
-    return call | {"function": function | {"arguments": arguments}}
+    function = dict(call["function"])
+    function["arguments"] = decoded(function.get("arguments", {}))
+    return call | {"function": function}
 
 
 def opened_thought(prompt: str) -> str:
