@@ -1934,19 +1934,19 @@ def likely_cause(rollouts, args):
     if all(r.correct for r in played):
         return "every reply is right: the tasks are too easy"
     if forms and np.mean(forms) < 0.5:
-        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example in "
-                "the prompt, or sft.py before this, would teach it")
+        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example "
+                "in the prompt, or sft.py before this, would teach it")
     return (f"every reward is {rewards[0]:g} and no reply of {len(played)} is right: the tasks are too hard "
             "for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
 
 
 def warn_if_nothing_differs(samples, args):
-    """After the first evaluation: where all replies to a task have one reward there is nothing to learn."""
+    """After the first evaluation: where all replies to a task earn the same, there is nothing to learn."""
     starts = range(0, len(samples), args.eval_samples)
     groups = [samples[start:start + args.eval_samples] for start in starts]
     if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
-        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is nothing "
-                     f"to learn from. Likely cause: {likely_cause(samples, args)}")
+        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
+                     f"nothing to learn from. Likely cause: {likely_cause(samples, args)}")
 
 
 def spread(name, values):
@@ -2036,14 +2036,14 @@ def main(args):
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
     num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
-    num_eval = min(args.eval_tasks, held_out)
+    num_trained = sum(parameter.numel() for parameter in parameters)
     num_episodes = args.prompts_per_iteration * args.group_size
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} responses = {num_episodes} episodes; {num_steps} optimiser step(s) on them "
-                 f"in passes of {args.microbatch_tokens} tokens; {sum(p.numel() for p in parameters):,} trained "
-                 f"weights on {device}; an evaluation, the first one now, is of {num_eval} tasks x "
-                 f"{args.eval_samples + 1} = {num_eval * (args.eval_samples + 1)} episodes; replies have up to "
-                 f"{args.max_response_tokens} tokens")
+                 f"{args.group_size} responses = {num_episodes} episodes; {num_steps} optimiser step(s) on "
+                 f"them in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
+                 f"trained weights on {device}")
+    print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
+                 f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations without an update, one after another

@@ -533,12 +533,6 @@ def value_terms(values, batch):
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
 
 
-# What the updates measure, 0 in an iteration that makes none of the policy or the critic.
-UPDATE_METRICS = ("train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage",
-                  "train/grad_norm", "train/learning_rate", "train/value_loss", "critic/vf_loss",
-                  "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/learning_rate")
-
-
 @torch.no_grad()
 def mismatch_tolerance(model, groups, args):
     """How large mismatch/kl may be [nats/token]: in bfloat16 ten times what rounding does to these groups."""
@@ -1734,7 +1728,8 @@ def trained_weights(model):
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 # Beginnings of the names of metrics that Run.record prints.
-SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio", "critic/vf_", "val/")
+SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio", "critic/vf_",
+         "val/")
 # Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
@@ -1996,19 +1991,19 @@ def likely_cause(rollouts, args):
     if all(r.correct for r in played):
         return "every reply is right: the tasks are too easy"
     if forms and np.mean(forms) < 0.5:
-        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example in "
-                "the prompt, or sft.py before this, would teach it")
+        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example "
+                "in the prompt, or sft.py before this, would teach it")
     return (f"every reward is {rewards[0]:g} and no reply of {len(played)} is right: the tasks are too hard "
             "for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
 
 
 def warn_if_nothing_differs(samples, args):
-    """After the first evaluation: where all replies to a task have one reward there is nothing to learn."""
+    """After the first evaluation: where all replies to a task earn the same, there is nothing to learn."""
     starts = range(0, len(samples), args.eval_samples)
     groups = [samples[start:start + args.eval_samples] for start in starts]
     if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
-        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is nothing "
-                     f"to learn from. Likely cause: {likely_cause(samples, args)}")
+        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
+                     f"nothing to learn from. Likely cause: {likely_cause(samples, args)}")
 
 
 def spread(name, values):
@@ -2125,14 +2120,13 @@ def main(args):
     critic_steps = 0
     if args.critic == "own":
         critic_steps = args.critic_epochs * min(args.critic_minibatches, num_episodes)
-    num_eval = min(args.eval_tasks, held_out)
+    num_trained = sum(parameter.numel() for parameter in policy_weights + critic_weights)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
                  f"{args.group_size} response(s) = {num_episodes} episodes; {steps} optimiser step(s) of the "
                  f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
-                 f"tokens; {sum(p.numel() for p in policy_weights + critic_weights):,} trained weights on "
-                 f"{device}; an evaluation, the first one now, is of {num_eval} tasks x "
-                 f"{args.eval_samples + 1} = {num_eval * (args.eval_samples + 1)} episodes; replies have up to "
-                 f"{args.max_response_tokens} tokens")
+                 f"tokens; {num_trained:,} trained weights on {device}")
+    print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
+                 f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations whose episodes all had one reward, one after another
@@ -2192,8 +2186,7 @@ def main(args):
             episodes = trainable_episodes(rollouts, args)
 
             learned = any(gather([len(episodes)]))  # False if every environment failed
-            measured = dict.fromkeys(UPDATE_METRICS, 0.0)
-            steps = critic_steps = 0
+            measured, steps, critic_steps = {}, 0, 0
             # The order of the episodes; a resume needs no generator's state. Faster than torch.manual_seed.
             torch.default_generator.manual_seed(args.seed * 1_000_003 + iteration + 1)
             with run.timed("update"):

@@ -63,8 +63,9 @@ PHI = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endf
        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}")
 MISMATCH = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}<eos>{% endfor %}"
             "{% if add_generation_prompt %}[bot] {% endif %}")
-MARKS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<start_of_turn>",
-         "<end_of_turn>", "<|endoftext|>", "<eos>", "<tool_call>", "</tool_call>", "<|eot_id|>", "[TOOL_CALLS]"]
+MARKS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>",
+         "<start_of_turn>", "<end_of_turn>", "<|endoftext|>", "<eos>",
+         "<tool_call>", "</tool_call>", "<|eot_id|>", "[TOOL_CALLS]"]
 
 
 def tokenizer_of(template, eos="<|im_end|>"):
@@ -319,7 +320,8 @@ def test_sft_scores_replies_as_the_rl_scripts_do(monkeypatch, countdown_tiny):
 def test_a_reward_that_is_no_number_is_one_line_with_the_task(script, body, got, tmp_path):
     (tmp_path / "reward.py").write_text(f"def score(r):\n    return {body}\n")
     name = f"{tmp_path}/reward.py:score"
-    with pytest.raises(SystemExit, match=rf"--reward-fn {name}: expected a number for task \S+,.* got {got} "):
+    says = rf"--reward-fn {name}: expected a number for task \S+,.* got {got} "
+    with pytest.raises(SystemExit, match=says):
         train(script, tmp_path / "run", reward_fn=name)
 
 

@@ -109,6 +109,10 @@ _GRPO_AND_PPO = {
     "mismatch/kl": ("number", "k3 estimate of KL(sampler || trainer) before the update [nats/token]"),
     "mismatch/ratio_max": ("number", "largest trainer / sampler probability ratio of a token, before the "
                            "cap"),
+    "mismatch/ratio_mean": ("amount", "mean trainer / sampler probability ratio: 1 where the sampler draws "
+                            "from the policy"),
+    "mismatch/slope": ("number", "how the difference of the two log-probabilities grows with them: 0; -0.02 "
+                       "where the sampler's temperature is 2 % higher"),
     "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds the cap of the importance weight"),
     "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
              "since the record before) [s]"),
@@ -117,10 +121,13 @@ _GRPO_AND_PPO = {
     "val/<source>/correct": ("rate?", "correct, a part of info, over the responses of pass@1"),
     "val/<source>/<part>": ("number?", "mean of each named part of the environment's info"),
 }
-# GRPO does not log these in an iteration without a trainable group, which has no update.
+# What an update measures is not logged in an iteration without one: of GRPO, where no group is trainable, ...
 _OF_UPDATE = {"train/policy_loss", "train/kl_loss", "train/entropy", "train/clipfrac", "train/approx_kl",
               "train/advantage", "train/grad_norm", "kl/k1", "mismatch/kl", "mismatch/ratio_max",
-              "mismatch/frac_capped"}
+              "mismatch/ratio_mean", "mismatch/slope", "mismatch/frac_capped"}
+# ... and of PPO, where the critic learns alone.
+_OF_POLICY = {"train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage", "train/grad_norm",
+              "train/learning_rate"}
 METRICS = {
     "sft": {
         "train/loss": ("number", "cross-entropy per response token, mean of the steps since the record "
@@ -153,19 +160,20 @@ METRICS = {
         "rollout/groups_incomplete": ("amount?", "groups that lost a member to a failing environment"),
     },
     "ppo": _GRPO_AND_PPO | {
-        "train/policy_loss": ("number", "policy loss without the entropy bonus, mean over the tokens trained "
-                              "on (here and below, and on those of a minibatch that --target-kl stops at)"),
-        "train/value_loss": ("number", "the critic's loss, half of critic/vf_loss"),
+        "train/policy_loss": ("number?", "policy loss without the entropy bonus, mean over the tokens "
+                              "trained on (here and below, and on those of a minibatch that --target-kl "
+                              "stops at)"),
+        "train/value_loss": ("number?", "the critic's loss, half of critic/vf_loss"),
         "train/entropy": ("number", "mean entropy of the next-token distribution on response tokens; its "
                           "estimate, the mean of -logprobs, where the critic trains alone [nats]"),
         "train/kl_loss": ("number", "k3 estimate of KL(policy || starting model) before the update, 0 "
                           "without a reference [nats/token]"),
-        "train/advantage": ("number", "mean advantage, whitened, over the tokens trained on"),
-        "train/approx_kl": ("number", "k3 estimate of KL(old policy || policy), mean of the minibatches "
+        "train/clipfrac": ("rate?", _GRPO_AND_PPO["train/clipfrac"][1]),
+        "train/advantage": ("number?", "mean advantage, whitened, over the tokens trained on"),
+        "train/approx_kl": ("number?", "k3 estimate of KL(old policy || policy), mean of the minibatches "
                             "[nats/token]"),
-        "train/grad_norm": ("amount", "global gradient norm of the policy before clipping, 0 where the "
-                            "critic trains alone"),
-        "train/learning_rate": ("number", "the policy's learning rate, 0 where the critic trains alone"),
+        "train/grad_norm": ("amount?", "global gradient norm of the policy before clipping"),
+        "train/learning_rate": ("number?", "the policy's learning rate"),
         "train/global_step": ("count", "optimiser steps so far, the critic's included"),
         "train/policy_steps": ("amount?", "optimiser steps of the policy in this iteration; --target-kl may "
                                "end them early"),
@@ -177,15 +185,15 @@ METRICS = {
         "critic/advantages": (_SPREAD, "advantages of policy tokens before whitening: mean, max, min"),
         "critic/returns": (_SPREAD, "what the critic is fitted to, advantage + old value: mean, max, min"),
         "critic/values": (_SPREAD, "values at policy tokens before the update: mean, max, min"),
-        "critic/vf_loss": ("number", "squared error of the values, the clipped one where larger, mean over "
+        "critic/vf_loss": ("number?", "squared error of the values, the clipped one where larger, mean over "
                            "tokens"),
-        "critic/vf_clipfrac": ("rate", "share of the tokens whose clipped error was the larger"),
+        "critic/vf_clipfrac": ("rate?", "share of the tokens whose clipped error was the larger"),
         "critic/vf_explained_var": ("number", "1 - var(returns - values) / var(returns), values before the "
                                     "update"),
-        "critic/vpred_mean": ("number", "mean value during the critic's update"),
-        "critic/grad_norm": ("amount", "global gradient norm of a critic of its own before clipping, else 0"),
+        "critic/vpred_mean": ("number?", "mean value during the critic's update"),
+        "critic/grad_norm": ("amount?", "global gradient norm of a critic of its own before clipping"),
         "critic/weight_norm": ("amount?", "global norm of the critic's trained weights"),
-        "critic/learning_rate": ("number?", "learning rate of a critic of its own, else 0"),
+        "critic/learning_rate": ("number?", "learning rate of a critic of its own"),
     },
     "a2c": {
         "reward_mean": ("number", "reward per environment step"),
@@ -250,8 +258,11 @@ def name_of(algo: str, key: str) -> str | None:
 
 COMMON = required(_EVERY)
 REQUIRED = {algo: required(metrics) for algo, metrics in METRICS.items()}  # of a record of training
-# Of a record of GRPO with a trainable group, besides.
-REQUIRED_OF_UPDATE = required({name: _GRPO_AND_PPO[name] for name in _OF_UPDATE})
+# Besides, of a record with an update: which number says so, and what it needs.
+REQUIRED_OF_UPDATE = {
+    "grpo": ("rollout/groups_trainable", required({name: _GRPO_AND_PPO[name] for name in _OF_UPDATE})),
+    "ppo": ("train/policy_steps", required({name: _GRPO_AND_PPO[name] for name in _OF_POLICY}))}
+MOST_IDLE = 10  # iterations of GRPO without an update, one after another, before a warning
 ALGOS = tuple(METRICS)
 
 # Families of keys of which a training record needs at least one, whatever the name.
@@ -293,6 +304,7 @@ class Checker:
     def __init__(self, strict: bool):
         self.strict = strict
         self.anomalies, self.warnings, self.left_out = [], [], 0
+        self.num_idle = 0  # iterations without an update, one after another
         self.metas = self.records = self.resumes = self.errors = self.lines = 0
         self.run_id = self.algo = self.num_actions = None
         self.first = self.last = None
@@ -380,8 +392,12 @@ class Checker:
         needed = dict(COMMON)
         if self.algo and not is_validation_only(record, self.algo):
             needed |= REQUIRED[self.algo]
-            if self.algo == "grpo" and record.get("rollout/groups_trainable") != 0:
-                needed |= REQUIRED_OF_UPDATE
+            if self.algo in REQUIRED_OF_UPDATE:
+                name, of_update = REQUIRED_OF_UPDATE[self.algo]
+                if record.get(name) != 0:
+                    needed |= of_update
+                if self.algo == "grpo":
+                    self.count_idle(line, record.get(name))
             for family, pattern in FAMILIES[self.algo].items():
                 if not any(re.fullmatch(pattern, key) for key in record):
                     self.wrong(line, family, "missing: at least one such key is required")
@@ -393,6 +409,13 @@ class Checker:
             self.pixels(line, record)
         elif self.algo:
             self.fractions(line, record)
+
+    def count_idle(self, line: int, num_trainable) -> None:
+        """Warn once of a run that does not learn."""
+        self.num_idle = self.num_idle + 1 if num_trainable == 0 else 0
+        if self.num_idle == MOST_IDLE:
+            self.warnings.append(f"line {line}: {MOST_IDLE} iterations without an update, since no group has "
+                                 "replies of different reward: nothing is learned")
 
     def resume(self, line: int, resume) -> None:
         self.resumes += 1
