@@ -4,6 +4,7 @@ The templates are small texts with the features of the vendors' own, the tokeniz
 """
 
 import json
+import time
 import types
 
 import pytest
@@ -15,8 +16,8 @@ import envs
 import grpo_llm
 import ppo_llm
 import sft
-from envs import BadInput, Step
-from tests.run_folders import train
+from envs import BadInput, Step, chat
+from tests.run_folders import full_forward, train
 from tests.test_rollout import AT_1, Speaker, World, byte_tokenizer, over, play
 
 RL = [grpo_llm, ppo_llm]
@@ -309,6 +310,155 @@ def test_sft_scores_replies_as_the_rl_scripts_do(monkeypatch, countdown_tiny):
     monkeypatch.setattr(sft, "precision", lambda *_: torch.inference_mode())
     metrics = sft.accuracy(model, tokenizer, env, sft.Args(eval_tasks=2, eval_samples=3))
     assert seen == ["<think>\nh</think>[TOOL_CALLS]X"] * 8 and metrics["val/world/greedy"] == 1.0
+
+
+# Several turns with tools
+
+LLAMA31 = (
+    "<bos>{% for m in messages %}{% set role = 'ipython' if m.role == 'tool' else m.role %}"
+    "{% if loop.first and tools %}<|start_header_id|>system<|end_header_id|>\n\n{{ tools | tojson }}"
+    "<|eot_id|>{% endif %}<|start_header_id|>{{ role }}<|end_header_id|>\n\n"
+    "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+# As Mistral's: calls and answers in fields, with ids, and no call in a text.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.tool_call_id }}: {{ m.content }}]"
+    "{% elif '<tool_call>' in m.content %}{{ raise_exception('a call in the content') }}"
+    "{% elif m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{{ c.id }} {{ c.function | tojson }}"
+    "{% endfor %}<|im_end|>{% else %}{{ m.role }}: {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}")
+TEXTS = {"common": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
+         "bare": json.dumps({"name": CALL["name"], "parameters": CALL["arguments"]})}
+WITH_TOOLS = {  # template, eos, form of a call, number of segments
+    "qwen3": (CLOSED, "<|im_end|>", "common", 1), "qwen3.5": (OPENS, "<|im_end|>", "common", 1),
+    "llama3.1": (LLAMA31, "<|eot_id|>", "bare", 1), "plain": (None, "<|im_end|>", "common", 1),
+    "in fields": (STRICT, "<|im_end|>", "common", 3)}
+
+
+class Weather(envs.Env):
+    """Two calls, then an answer."""
+
+    multi_turn = True
+
+    def __init__(self):
+        self.got = []
+
+    def task(self, split, index):
+        return envs.Task("t0", "weather", [user("Is it warm in Ulm?")], {}, [WEATHER])
+
+    def start(self, task, seed):
+        return WeatherEpisode(self)
+
+
+class WeatherEpisode(envs.Episode):
+    def __init__(self, env):
+        self.env = env
+
+    def step(self, reply, calls=None):
+        self.env.got.append((reply, calls))
+        if not calls:
+            return over()
+        return Step([{"role": "tool", "name": call["name"], "content": "warm"} for call in calls], 0.0, False,
+                    False, {})
+
+
+class Says(grpo_llm.HfEngine):
+    """Given replies, with the log-probabilities that its model has for them."""
+
+    def answer(self, batch):
+        for request in batch:
+            ids = next(self.replies)
+            segment = {"prompt_ids": request.prompt_ids, "response_ids": ids}
+            logprobs, _ = full_forward(self.model, types.SimpleNamespace(**segment, ids=[
+                *request.prompt_ids, *ids]), 1.0)
+            request.future.set_result((ids, logprobs.tolist()))
+
+
+@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_an_episode_with_tools_is_trained_on_what_was_seen(random_llama, name, script):
+    template, eos, form, num_segments = WITH_TOOLS[name]
+    tokenizer = tokenizer_of(template, eos)
+    model = random_llama(vocab_size=len(tokenizer))
+    args = script.Args(max_response_tokens=200, chat_template="model" if template else "plain")
+    engine = Says(model, tokenizer, args)
+    opening = "hm\n</think>\n\n" if name == "qwen3.5" else ""
+    said_texts = [opening + TEXTS[form], opening + TEXTS[form], opening + "Yes."]
+    if name == "qwen3":  # the template writes a thought in front of each turn since the question
+        said_texts = ["<think>\nhm\n</think>\n\n" + text for text in said_texts]
+    engine.replies = iter([tokenizer(text + eos, add_special_tokens=False).input_ids for text in said_texts])
+    env = Weather()
+    with torch.no_grad():
+        (r,) = script.rollout(engine, tokenizer, env, [env.task("train", 0)], 1, script.Sampling(*AT_1), args,
+                              script.episode_reward)
+
+    assert [calls for _, calls in env.got] == [[CALL], [CALL], []]
+    assert (r.termination, r.correct, len(r.segments)) == ("done", 1.0, num_segments)
+    if template and name != "in fields":
+        assert '"weather"' in r.prompt_text  # the tools reach the prompt
+    seen = "".join(tokenizer.decode(segment.ids) for segment in r.segments)
+    assert seen.count("warm") == (3 if num_segments > 1 else 2) + r.prompt_text.count("warm") * num_segments
+    for segment in r.segments:
+        with torch.no_grad():
+            expected, _ = full_forward(model, segment, 1.0)
+        expected *= torch.tensor(segment.response_mask)
+        assert segment.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+PARSED = {  # a reply, its calls, its text
+    "none": ("It is warm.", [], "It is warm."),
+    "one": ("Wait." + TEXTS["common"], [CALL], "Wait."),
+    "two": (TEXTS["common"] * 2, [CALL, CALL], ""),
+    "bare": (TEXTS["bare"], [CALL], ""),
+    "bare with a tag": ("<|python_tag|>" + TEXTS["bare"], [CALL], ""),
+    "cut off": ("<tool_call>" + json.dumps(CALL)[:-3], [], "<tool_call>" + json.dumps(CALL)[:-3]),
+    "without its end": ("<tool_call>" + json.dumps(CALL), [CALL], ""),
+    "in a thought": (f"<think>{TEXTS['common']}</think>no", [], f"<think>{TEXTS['common']}</think>no"),
+    "thought first": (f"<think>a</think>{TEXTS['common']}", [CALL], "<think>a</think>"),
+    "no object": ("<tool_call>[1]</tool_call>", [], "<tool_call>[1]</tool_call>"),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', [], '<tool_call>{"arguments": {}}</tool_call>'),
+    "arguments of text": ('<tool_call>{"name": "a", "arguments": "b"}</tool_call>', [],
+                          '<tool_call>{"name": "a", "arguments": "b"}</tool_call>'),
+    "deep": ("<tool_call>" + "[" * 100_000, [], "<tool_call>" + "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_calls_are_found_in_the_common_form(name):
+    reply, calls, text = PARSED[name]
+    message, found = chat.parse_reply(reply, "", tokenizer_of(CLOSED), [WEATHER])
+    assert found == calls and message["content"] == text
+    assert [call["function"] for call in message.get("tool_calls", [])] == calls
+
+
+def test_calls_are_read_by_the_tokenizers_own_template_where_it_has_one():
+    """Transformers' parse_response, with the form of Qwen 3.5; the prompt opens the thought."""
+    tokenizer = tokenizer_of(OPENS)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
+            "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}},
+            "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"}}}
+    prompt = grpo_llm.render([user("hi")], tokenizer, grpo_llm.Args(), [WEATHER])
+    call = "<tool_call>\n<function=weather>\n<parameter=town>\nUlm\n</parameter>\n</function>\n</tool_call>"
+    message, calls = chat.parse_reply("hm\n</think>\n\nOne moment." + call, prompt, tokenizer, [WEATHER])
+    assert calls == [CALL] and message["content"].strip() == "One moment." and "hm" in message["thinking"]
+    for broken in (call[:30], "<tool_call>" * 50, "\0", "hm"):
+        message, calls = chat.parse_reply(broken, prompt, tokenizer, [WEATHER])
+        assert calls == [] and message["content"].endswith(broken)
+
+
+@pytest.mark.slow
+def test_the_time_to_read_a_reply_grows_with_its_length_alone():
+    for piece in ("<tool_call>", "<tool_call>{", "</tool_call>", "<think>", "{", "</think>"):
+        began = time.process_time()
+        chat.parse_reply(piece * 20_000, "", tokenizer_of(CLOSED), [WEATHER])
+        assert time.process_time() - began < 5
 
 
 # Rewards

@@ -1,0 +1,430 @@
+"""What a run checks, warns of and sets by itself: sampler, adapter, cache, memory, defaults."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, MambaConfig, MambaForCausalLM
+
+import envs
+import grpo_llm
+import ppo_llm
+import sft
+from envs import BadInput
+from tests.run_folders import TINY, log_lines, records, train, write_jsonl
+from tests.test_sft import write_model
+from tools.validate_train_log import validate
+
+RL = [grpo_llm, ppo_llm]
+
+
+# Is the sampler the policy?
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The shipped model after 20 updates of the default run."""
+    folder = tmp_path_factory.mktemp("trained")
+    grpo_llm.main(grpo_llm.Args(
+        iterations=20, prompts_per_iteration=32, eval_tasks=1, eval_samples=1, eval_every=0,
+        checkpoint_every=20, run_dir=str(folder), env_kwargs=("test_tasks=32",)))
+    return grpo_llm.load_weights(str(folder / "checkpoints/step_000020"))
+
+
+def segments_of(model, sampler, dtype="bfloat16", num_tasks=24, **options):
+    """Replies of `sampler`; log-probabilities of `model` and of the sampler.  -> (N,), (N,), tolerance"""
+    args = grpo_llm.Args(dtype=dtype)
+    env, tokenizer = envs.make("countdown", test_tasks=32), grpo_llm.load_tokenizer(args)
+    for one in (model, sampler):
+        grpo_llm.distribute(one, torch.device("cpu"))
+    engine = grpo_llm.HfEngine(sampler, tokenizer, args)
+    tasks = [env.training_task(n, 1) for n in range(num_tasks)]
+    rollouts = grpo_llm.rollout(engine, tokenizer, env, tasks, 8, grpo_llm.Sampling(1.0, (1, "train")), args,
+                                grpo_llm.episode_reward)
+    groups = [[*r.segments] for r in rollouts]
+    return compared(model, groups, args)
+
+
+def compared(model, groups, args):
+    trainer, sampler = [], []
+    with torch.no_grad():
+        grpo_llm.store_logprobs(model, groups, "old_logprobs", args)
+    for segment in itertools.chain(*groups):
+        trainer += itertools.compress(segment.old_logprobs, segment.response_mask)
+        sampler += itertools.compress(segment.rollout_logprobs, segment.response_mask)
+    for segment in itertools.chain(*groups):
+        segment.old_logprobs = None
+    tolerance = grpo_llm.mismatch_tolerance(model, groups, args)
+    return torch.tensor(trainer).double(), torch.tensor(sampler).double(), tolerance
+
+
+def nucleus(logits, row, temperature, uniform, sample=grpo_llm.sample):
+    """Top-p 0.95, as a naive sampler has it: what it reports is of the fewer words that are left."""
+    p, order = torch.softmax(logits.float(), -1).sort(-1, descending=True)
+    p = p.masked_fill(p.cumsum(-1) - p > 0.95, 0.0)
+    p = torch.zeros_like(p).scatter(-1, order, p)
+    return sample((p / p.sum(-1, keepdim=True)).log(), row, 1.0, uniform)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policys_own_samples_pass_and_the_numbers_are_those_of_numpy(countdown_tiny, dtype):
+    model = copy.deepcopy(countdown_tiny[0])
+    trainer, sampler, tolerance = segments_of(model, model, dtype)
+    found = grpo_llm.check_sampler(trainer, sampler, tolerance)
+    difference, level = trainer - sampler, (trainer + sampler) / 2
+    slope = torch.cov(torch.stack([level, difference]), correction=0)
+    ratio = difference.exp()
+    assert found == pytest.approx({
+        "mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(ratio.mean()),
+        "mismatch/slope": float(slope[0, 1] / slope[0, 0])}, rel=1e-6, abs=1e-9)
+    assert tolerance == 1e-6 if dtype == "float32" else 1e-5 <= tolerance < 0.01
+
+
+@pytest.mark.parametrize(("fault", "says"), [
+    ("top-p", "the mean of trainer / sampler is 0.9"), ("temperature", "off in scale: another temperature"),
+    ("old weights", "mismatch/kl is"), ("stale prefix", "mismatch/kl is")])
+def test_a_sampler_that_is_not_the_policy_is_found_out(countdown_tiny, trained, monkeypatch, fault, says):
+    """In bfloat16."""
+    model = copy.deepcopy(trained)
+    sampler = copy.deepcopy(model)
+    if fault == "top-p":
+        monkeypatch.setattr(grpo_llm, "sample", nucleus)
+    if fault == "temperature":
+        sample = grpo_llm.sample
+        monkeypatch.setattr(grpo_llm, "sample", lambda logits, row, temperature, uniform: sample(
+            logits, row, 1.02, uniform))
+    if fault == "old weights":
+        sampler = copy.deepcopy(countdown_tiny[0])
+    if fault == "stale prefix":
+        generate, old = grpo_llm.generate, grpo_llm.distribute(copy.deepcopy(countdown_tiny[0]),
+                                                               torch.device("cpu"))
+
+        class Stale(DynamicCache):
+            """Keys and values of the prompts are of the old weights."""
+
+            def __init__(self, config):
+                super().__init__(config=config)
+                self.is_new = True
+
+        decode = sampler.model.forward
+
+        def forward(input_ids, past_key_values, **given):
+            if getattr(past_key_values, "is_new", False):
+                past_key_values.is_new = False
+                return old.model(input_ids=input_ids, past_key_values=past_key_values, **given)
+            return decode(input_ids=input_ids, past_key_values=past_key_values, **given)
+
+        def stale(*given):
+            with monkeypatch.context() as patch:
+                patch.setattr(grpo_llm, "DynamicCache", Stale)
+                patch.setattr(sampler.model, "forward", forward)
+                return generate(*given)
+
+        monkeypatch.setattr(grpo_llm, "generate", stale)
+    trainer, reported, tolerance = segments_of(model, sampler)
+    with pytest.raises(grpo_llm.EngineError, match=f"the sampler is not the policy: .*{says}"):
+        grpo_llm.check_sampler(trainer, reported, tolerance)
+
+
+def test_few_tokens_are_judged_by_their_size_alone():
+    ratio = torch.full((99,), 0.97).log().double()
+    grpo_llm.check_sampler(ratio, torch.zeros(99).double(), 0.01)
+    with pytest.raises(grpo_llm.EngineError, match="the mean of trainer / sampler is 0.97"):
+        grpo_llm.check_sampler(ratio.repeat(2), torch.zeros(198).double(), 0.01)
+    with pytest.raises(grpo_llm.EngineError, match="mismatch/kl is nan"):
+        grpo_llm.check_sampler(ratio * math.nan, ratio, 0.01)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_run_whose_sampler_has_another_temperature_updates_nothing(script, tmp_path, monkeypatch):
+    sample = script.sample
+    monkeypatch.setattr(script, "sample", lambda logits, row, temperature, uniform: sample(
+        logits, row, temperature and 1.02 * temperature, uniform))
+    with pytest.raises(SystemExit, match="EngineError: the sampler is not the policy"):
+        train(script, tmp_path, prompts_per_iteration=32, dtype="bfloat16")
+    assert [record["iteration"] for record in records(tmp_path)] == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RL)
+def test_two_hundred_iterations_in_bfloat16_end_by_themselves(script, tmp_path):
+    size = dict(prompts_per_iteration=4, group_size=8, critic_warmup=2) if script is ppo_llm else dict(
+        prompts_per_iteration=4, group_size=8)
+    train(script, tmp_path, **size, iterations=200, dtype="bfloat16", eval_every=0, checkpoint_every=200)
+    assert records(tmp_path)[-1]["iteration"] == 200
+
+
+def test_bfloat16_weights_are_float32_while_they_compute_and_come_back(random_llama):
+    model = random_llama(dtype=torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(7)[None]
+    with grpo_llm.in_float32(model):
+        found = model(ids).logits
+    torch.testing.assert_close(found, exact(ids).logits)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, before[name])
+
+
+# The adapter
+
+
+def lora(model, **flags):
+    return grpo_llm.add_lora(model, grpo_llm.Args(lora_rank=2, **flags))
+
+
+def test_the_share_of_the_weights_that_lora_adapts_is_said(countdown_tiny):
+    model = lora(copy.deepcopy(countdown_tiny[0]))
+    sizes = {name: p.numel() for name, p in countdown_tiny[0].named_parameters()}
+    linear = sum(size for name, size in sizes.items() if "_proj" in name)
+    line = grpo_llm.lora_share(model)
+    assert line.startswith(f"LoRA adapts {linear / sum(sizes.values()):.0%} of the weights; most of the o")
+    assert "embed_tokens.weight" in line and "would adapt more" not in line
+
+
+def test_experts_that_are_parameters_can_be_named():
+    from transformers import GptOssConfig, GptOssForCausalLM
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=4, num_local_experts=4, num_experts_per_tok=2))
+    line = grpo_llm.lora_share(lora(copy.deepcopy(model)))
+    assert "experts.gate_up_proj: more names in --lora-target-modules" in line
+    named = lora(copy.deepcopy(model), lora_target_modules="q_proj,experts.gate_up_proj,experts.down_proj")
+    assert int(grpo_llm.lora_share(named).split()[2].strip("%")) > 80
+    out = named(torch.arange(6)[None]).logits.sum()
+    out.backward()
+    assert all(p.grad is not None for p in named.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("targets", ["lm_head", "q_proj,lm_head", "embed_tokens"])
+def test_an_adapter_of_a_tied_head_is_refused_before_training(countdown_tiny, targets):
+    with pytest.raises(BadInput, match=f"--lora-target-modules {targets}: .*its head is its embedding"):
+        lora(copy.deepcopy(countdown_tiny[0]), lora_target_modules=targets)
+
+
+# Cache and memory
+
+
+def test_a_model_whose_cache_is_not_of_keys_and_values_is_refused(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    config = MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    tokenizer.save_pretrained(tmp_path / "mamba")
+    for script in RL:
+        with pytest.raises(BadInput, match="this architecture has another"):
+            train(script, tmp_path / script.__name__, model=str(tmp_path / "mamba"), iterations=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_cache_of_usual_models_is_accepted_in_both_precisions(kind, tmp_path):
+    from tests.test_sft import KINDS
+    name = write_model(tmp_path, kind if kind in KINDS else "llama")
+    for dtype in (torch.float32, torch.bfloat16):
+        grpo_llm.check_cache(grpo_llm.load_weights(name, dtype), grpo_llm.Args())
+
+
+def gradients_of(script, folder, **flags):
+    """Trained weights after one step of plain size, from the same rollout."""
+    alone = {} if script is grpo_llm else dict(critic_warmup=0)
+    train(script, folder, iterations=1, prompts_per_iteration=6, eval_every=0, checkpoint_every=1,
+          warmup_iterations=0, **alone, **flags)
+    return records(folder)[-1]
+
+
+@pytest.mark.parametrize("script", RL)
+def test_gradients_with_checkpointing_are_the_same(script, tmp_path):
+    plain = gradients_of(script, tmp_path / "plain")
+    kept = gradients_of(script, tmp_path / "kept", gradient_checkpointing=True)
+    for name in ("train/grad_norm", "train/policy_loss", "critic/grad_norm"):
+        if name == "critic/grad_norm" and script is grpo_llm:
+            continue
+        assert kept[name] == pytest.approx(plain[name], rel=1e-6) and plain["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("script", RL)
+def test_no_pass_computes_more_tokens_than_it_may(script, share, monkeypatch):
+    """Prompts, responses and padding; a row that is longer is a pass of its own."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(most):
+        return int(torch.randint(1, most, (), generator=generator))
+
+    prompts = [[n] * draw(60) for n in range(3)]
+    segments = []
+    for _ in range(100):
+        length = draw(40)
+        segments.append(script.Segment(prompts[draw(3)], [draw(9) for _ in range(length)], [1] * length,
+                                       [0.0] * length))
+    args = script.Args(microbatch_tokens=512, gradient_checkpointing=not share)
+    seen, shared = 0, 0
+    for part, batch in script.passes(segments, args, "cpu"):
+        rows, prompt = (batch.get("prompt_of_row", batch["prompts"])).shape[0], batch["prompts"].shape[1]
+        computed = rows * (prompt + batch["responses"].shape[1])
+        if batch.get("shares_prompts"):
+            computed -= (rows - len(batch["prompts"])) * (prompt - 1)
+            shared += 1
+        assert computed <= 512 or rows == 1
+        seen += len(part)
+    assert seen == 100 and bool(shared) == (share and script is grpo_llm)
+
+
+# Defaults and warnings
+
+
+def flags_of(script, monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    return script.parse_flags(), capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A config of 25 million weights; they are not needed."""
+    folder = tmp_path_factory.mktemp("larger")
+    LlamaConfig(vocab_size=24_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=1,
+                num_attention_heads=8).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_the_size_of_the_model_decides_which_defaults_hold(script, larger, monkeypatch, capsys):
+    args, said = flags_of(script, monkeypatch, capsys)
+    assert args == script.Args() and "167,360 weights: the defaults of small models" in said
+    args, said = flags_of(script, monkeypatch, capsys, "--model", str(TINY))
+    assert args == script.Args(model=str(TINY))
+
+    real = dict(script.REAL_MODEL, model=larger)
+    if script.has_fast_bfloat16():
+        real["dtype"] = "bfloat16"
+    args, said = flags_of(script, monkeypatch, capsys, f"--model={larger}", "--seed", "3")
+    assert args == script.Args(**real | dict(seed=3))
+    assert said.count("\n") == 1 and "weights: the defaults of real models" in said
+    assert f"--learning-rate {real['learning_rate']}" in said
+    args, _ = flags_of(script, monkeypatch, capsys, "--model", larger, "--lora-rank", "8",
+                       "--max-response-tokens", "16")
+    assert args == script.Args(**real | script.REAL_LORA | dict(lora_rank=8, max_response_tokens=16))
+    args, _ = flags_of(script, monkeypatch, capsys, "--model", larger, "--no-gradient-checkpointing",
+                       "--learning-rate", "0.0005")
+    assert args == script.Args(**real | dict(gradient_checkpointing=False, learning_rate=5e-4))
+
+
+def test_real_defaults_are_within_what_is_published():
+    for script in RL:
+        assert 1e-7 < script.REAL_MODEL["learning_rate"] <= 1e-5 < script.REAL_LORA["learning_rate"] <= 2e-4
+        assert script.REAL_MODEL["max_response_tokens"] >= 512 and not script.REAL_MODEL["entropy_coef"]
+
+
+@pytest.mark.parametrize("script", [*RL, sft])
+def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadInput, match=r"--model \S+model.gguf: .*tools/get_smollm2.py --gguf"):
+        train(script, tmp_path / "run", model=str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("script", [*RL, sft])
+def test_bfloat16_on_a_slow_cpu_is_warned_of(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "has_fast_bfloat16", lambda: False)
+    with contextlib.suppress(BadInput):
+        train(script, tmp_path, dtype="bfloat16", **{"steps" if script is sft else "iterations": 1})
+    assert "a product of two matrices takes" in capsys.readouterr().out
+
+
+WARNINGS = {  # flags, what is said of the evaluation
+    "cut": (dict(max_response_tokens=3), "100% of the replies are cut off by --max-response-tokens 3"),
+    "hard": (dict(reward_fn=f"{__file__}:nothing"), "every reward is 0 and no reply"),
+    "form": (dict(reward_fn=f"{__file__}:nothing", env=f"{__file__}:Formless", env_kwargs=("test_tasks=32",)),
+             "0% of the replies have the form"),
+}
+
+
+def nothing(r):
+    for step in r.steps:
+        step.info["correct"] = 0.0
+    return 0.0
+
+
+class Formless(envs.load_object("envs.countdown:Countdown", "--env")):
+    def start(self, task, seed):
+        episode = super().start(task, seed)
+        step = episode.step
+
+        def formless(reply):
+            result = step(reply)
+            result.info["format"] = 0.0
+            return result
+
+        episode.step = formless
+        return episode
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+@pytest.mark.parametrize("script", RL)
+def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
+    flags, says = WARNINGS[name]
+    train(script, tmp_path, iterations=6, eval_every=0, **flags)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 2 and all(f"Likely cause: {says}" in line for line in lines)
+    assert "evaluation" in lines[0] and "five iterations" in lines[1]
+
+
+def test_likely_causes_of_other_kinds():
+    def episodes(*given):
+        found = []
+        for reward, termination, correct in given:
+            r = grpo_llm.Rollout(envs.Task("t", "s", [], {}), (0, 0), "", [], reward=reward,
+                                 termination=termination)
+            r.steps = [envs.Step([], reward, True, False, {"correct": correct})]
+            found.append(r)
+        return grpo_llm.likely_cause(found, grpo_llm.Args())
+
+    assert "the environment failed" in episodes((0.0, "error", 0.0))
+    assert "too easy" in episodes((1.0, "done", 1.0), (1.0, "done", 1.0))
+    assert "between tasks" in episodes((1.0, "done", 1.0), (0.0, "done", 0.0))
+
+
+def test_the_validator_warns_of_ten_iterations_without_an_update(tmp_path):
+    train(grpo_llm, tmp_path / "run", iterations=10, max_response_tokens=3, eval_every=0)
+    verdict = validate(tmp_path / "run", strict=True)
+    (warning,) = verdict["warnings"]
+    assert verdict["ok"] and "10 iterations without" in warning
+    write_jsonl(tmp_path / "train_log.jsonl", log_lines(tmp_path / "run")[:-1])
+    assert not validate(tmp_path)["warnings"]
+
+
+def test_the_numbers_of_replies_and_tokens_reach_the_bar(countdown_tiny, monkeypatch):
+    updates = []
+
+    class Bar:
+        disable = False
+
+        def __init__(self, *_, **options):
+            self.options = options
+
+        def set_postfix_str(self, text, refresh):
+            updates.append(text)
+
+        def update(self, number):
+            self.total = getattr(self, "total", 0) + number
+
+        def close(self):
+            updates.append(self.total)
+
+    model = grpo_llm.distribute(copy.deepcopy(countdown_tiny[0]), torch.device("cpu"))
+    args, env = grpo_llm.Args(), envs.make("countdown", test_tasks=8)
+    engine = grpo_llm.HfEngine(model, countdown_tiny[1], args)
+    monkeypatch.setattr(grpo_llm, "tqdm", Bar)
+    grpo_llm.rollout(engine, countdown_tiny[1], env, [env.task("test", n) for n in range(8)], 4,
+                     grpo_llm.Sampling(1.0, (1, "val")), args, grpo_llm.episode_reward)
+    assert updates[-1] == 32 and updates[0].endswith(" tokens/s") and len(updates) > 8
+
+
+def test_flags_of_the_defaults_exist():
+    for script in (*RL, sft):
+        names = {field.name for field in dataclasses.fields(script.Args)}
+        assert set(script.REAL_MODEL) | set(getattr(script, "REAL_LORA", ())) <= names
