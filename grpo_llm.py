@@ -64,7 +64,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
 from envs import BadInput, as_bad_input, first_line
-from envs.chat import encode_within, for_template, opened_thought, parse_reply
+from envs.chat import encode_within, for_template, in_parts, opened_thought, parse_reply
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -524,8 +524,8 @@ def mismatch_tolerance(model, groups, args):
             exact, *_ = token_logprobs(model, batch, args.temperature)
         total += float((k3(rounded - exact) * batch["response_mask"]).sum())
         count += float(batch["response_mask"].sum())
-    of_ranks = np.array(gather([(total, count)])).sum(0)
-    return max(10 * of_ranks[0] / of_ranks[1], 1e-5)
+    total, count = np.sum(gather([(total, count)]), 0).tolist()
+    return max(10 * total / count, 1e-5)
 
 
 def check_sampler(trainer, sampler, tolerance):
@@ -542,9 +542,9 @@ def check_sampler(trainer, sampler, tolerance):
     level = (trainer + sampler) / 2
     terms = [torch.ones_like(ratio), k3(difference), ratio, ratio**2, difference, difference**2, level,
              level**2, level * difference]
-    sums = np.array(gather([[float(term.sum()) for term in terms]])).sum(0)
+    sums = np.sum(gather([torch.stack(terms).sum(1).tolist()]), 0)
     num_tokens = sums[0]
-    _, kl, mean, square, shift, shift_square, place, place_square, product = sums / num_tokens
+    _, kl, mean, square, shift, shift_square, place, place_square, product = (sums / num_tokens).tolist()
     error = math.sqrt(max(square - mean**2, 0.0) / num_tokens)
     variance = max(place_square - place**2, 1e-9)
     slope = (product - place * shift) / variance
@@ -688,20 +688,20 @@ def episode_reward(rollout: Rollout) -> float:
     return sum(step.reward for step in rollout.steps)
 
 
-def render(messages, tokenizer, args, tools=None, otherwise=None):
-    """The text of the messages and of the start of a reply. Where the template fails on them, that of
-    `otherwise`, the same messages in another form; empty where it fails there too.
+def render(messages, tokenizer, args, tools=None, in_parts=None):
+    """The text of the messages and of the start of a reply; empty where the template fails.
+
+    in_parts(): the same messages with calls and thoughts in fields of their own, which some templates want.
     """
-    for history in (messages, otherwise):
-        if history is not None:
-            try:
-                text = tokenizer.apply_chat_template(for_template(history), tools=tools, tokenize=False,
-                                                     add_generation_prompt=True)
-                return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
-            except Exception as error:  # a template is a program
-                problem = error
-    tqdm.write(f"--chat-template {args.chat_template}: {problem!r:.300}", sys.stderr)
-    return ""
+    try:
+        text = tokenizer.apply_chat_template(for_template(messages), tools=tools, tokenize=False,
+                                             add_generation_prompt=True)
+    except Exception as error:  # a template is a program
+        if in_parts:
+            return render(in_parts(), tokenizer, args, tools)
+        tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
+        return ""
+    return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
 
 
 def check_prompts(env, tokenizer, args):
@@ -753,13 +753,9 @@ def observe(r, tokenizer, args):
     for start in range(r.start, len(r.messages)):
         if r.messages[start]["role"] != "assistant":
             continue  # the kept part of the history starts with a reply
-        as_sampled = r.task.messages + r.messages[start:]
-        in_parts = [*r.task.messages]  # some templates want calls and thoughts in fields of their own
-        for message in r.messages[start:]:
-            if message["role"] == "assistant":
-                message, _ = parse_reply(message["content"], "", tokenizer, tools)
-            in_parts.append(message)
-        text = render(as_sampled, tokenizer, args, tools, in_parts)
+        history = r.messages[start:]
+        text = render(r.task.messages + history, tokenizer, args, tools,
+                      lambda history=history: r.task.messages + in_parts(history, tokenizer, tools))
         if not text:  # not an error: a retry would be a second chance
             return False
         segment = r.segments[-1]
@@ -1064,18 +1060,17 @@ def add_lora(model, args, checkpoint=""):
     folder = checkpoint or args.lora_adapter_path
     targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
-    parameters = []  # experts are often parameters of a module that is no linear layer
+    parameters = None
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
-        known = [name for name, _ in model.named_parameters()]
-        parameters = [target for target in targets if any(name.endswith(f".{target}") for name in known)]
-        targets = [target for target in targets if target not in parameters]
+        # Experts are often parameters of a module that is no linear layer, and are named with it.
+        parameters = [target for target in targets if "experts." in target] or None
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
         else:
             config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     target_parameters=parameters or None, task_type="CAUSAL_LM")
+                                     target_parameters=parameters, task_type="CAUSAL_LM")
         if config.is_prompt_learning:
             raise ValueError("it prepends vectors to a prompt, which this script does not")
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
@@ -1922,21 +1917,21 @@ def likely_cause(rollouts, args):
     played = [r for r in rollouts if r.termination != "error"]
     if not played:
         return "the environment failed in every episode"
-    rewards = [r.reward for r in played]
-    num_cut = sum(r.termination in ("length", "context") for r in played)
-    forms = [r.info["format"] for r in played if "format" in r.info]
-    if num_cut > len(played) / 2:
-        return (f"{num_cut / len(played):.0%} of the replies are cut off by --max-response-tokens "
+    ends = collections.Counter(r.termination for r in played)
+    cut = (ends["length"] + ends["context"]) / len(played)
+    form = envs.means([r.info for r in played]).get("format", 1.0)
+    if cut > 0.5:
+        return (f"{cut:.0%} of the replies are cut off by --max-response-tokens "
                 f"{args.max_response_tokens} or --max-context-tokens {args.max_context_tokens}: raise it")
     if rewards_differ(played):
         return ("rewards differ between tasks, but not between replies to one: raise --temperature or "
                 "--group-size, or take tasks that are solved at times")
     if all(r.correct for r in played):
         return "every reply is right: the tasks are too easy"
-    if forms and np.mean(forms) < 0.5:
-        return (f"{np.mean(forms):.0%} of the replies have the form that the environment reads: an example "
+    if form < 0.5:
+        return (f"{form:.0%} of the replies have the form that the environment reads: an example "
                 "in the prompt, or sft.py before this, would teach it")
-    return (f"every reward is {rewards[0]:g} and no reply of {len(played)} is right: the tasks are too hard "
+    return (f"every reward is {played[0].reward:g} and no reply of {len(played)} is right: the tasks are too hard "
             "for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
 
 
@@ -2169,9 +2164,10 @@ def parse_flags():
         real |= REAL_LORA
     if has_fast_bfloat16():
         real["dtype"] = "bfloat16"
-    texts = [f"--{name.replace('_', '-')} {value}" for name, value in real.items()]
-    print_rank_0(f"--model {args.model} has {size:,} weights: the defaults of real models, from "
-                 f"{REAL_SIZE:,} on, are {' '.join(texts)}")
+    text = f"--model {args.model} has {size:,} weights: the defaults of real models, from {REAL_SIZE:,} on, are"
+    for name, value in real.items():
+        text += f" --{name.replace('_', '-')} {value}"
+    print_rank_0(text)
     return tyro.cli(Args, default=Args(**real))
 
 

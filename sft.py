@@ -728,18 +728,17 @@ def add_lora(model, args, checkpoint=""):
     folder = checkpoint or args.lora_adapter_path
     targets = args.lora_target_modules
     flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
-    parameters = []  # experts are often parameters of a module that is no linear layer
+    parameters = None
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
-        known = [name for name, _ in model.named_parameters()]
-        parameters = [target for target in targets if any(name.endswith(f".{target}") for name in known)]
-        targets = [target for target in targets if target not in parameters]
+        # Experts are often parameters of a module that is no linear layer, and are named with it.
+        parameters = [target for target in targets if "experts." in target] or None
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
         if folder:
             config = peft.LoraConfig.from_pretrained(folder)
         else:
             config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     target_parameters=parameters or None, task_type="CAUSAL_LM")
+                                     target_parameters=parameters, task_type="CAUSAL_LM")
         if config.is_prompt_learning:
             raise ValueError("it prepends vectors to a prompt, which this script does not")
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks

@@ -404,7 +404,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
 
             repository, _, config = name.partition(":")
             data = datasets.load_dataset(repository, config or None, split=split, streaming=streaming)
-            names = data.column_names or ()
+            names = columns and data.column_names or ()
             if columns and set(columns) <= set(names):
                 data = data.select_columns([*columns, *(name for name in optional if name in names)])
             rows = map(_without_nulls, data if streaming else data.to_list())

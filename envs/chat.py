@@ -33,7 +33,7 @@ def for_template(messages: list[dict]) -> list[dict]:
             calls = [_with_object(call) for call in decoded(message["tool_calls"])]
             waiting = [call.setdefault("id", f"call{n:05d}") for n, call in enumerate(calls, len(result))]
             message["tool_calls"] = calls
-        if message["role"] == "tool" and waiting:
+        if message.get("role") == "tool" and waiting:
             message.setdefault("tool_call_id", waiting.pop(0))
         result.append(message)
     return result
@@ -94,6 +94,16 @@ def parse_reply(sampled: str, prompt: str, tokenizer, tools: list[dict]) -> tupl
         return {"role": "assistant", "content": reply}, []
     message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return message, calls
+
+
+def in_parts(messages: list[dict], tokenizer, tools: list[dict] | None) -> list[dict]:
+    """Messages in which a reply has its calls in a field, and its thoughts in another or no more."""
+    result = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            message, _ = parse_reply(message["content"], "", tokenizer, tools)
+        result.append(message)
+    return result
 
 
 def _json(text):

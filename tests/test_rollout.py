@@ -355,7 +355,7 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template
     r, prompts = play(tokenizer, world, replies, chat_template="plain" if plain else "model")
 
     assert (r.termination, r.reward, r.correct, len(r.steps)) == ("done", 1.25, 1.0, 2)
-    assert texts(r) == ["<0>", "no", "!", "yes"]
+    assert texts(r) == ["<0>", "no<bos>", "!", "yes"]
     (segment,) = r.segments
     assert [segment.response_ids[start:end] for _, start, end in r.turns] == replies
     assert prompts == [segment.prompt_ids, segment.ids[:-len(replies[1])]]
@@ -364,7 +364,7 @@ def test_two_turns_become_one_segment_with_exact_ids_masks_and_logprobs(template
     segment.response_ids.pop(2)
     eos = tokenizer.eos_token
     whole = (f"<0>no{eos}!yes{eos}" if plain
-             else tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip())
+             else tokenizer.apply_chat_template(r.messages, tokenize=False).rstrip().replace("<bos>", ""))
     if "<|eot_id|>" in whole:  # which the reply's own eos does not replace
         whole = whole.replace("no", "no" + eos).replace("yes<|eot_id|>", "yes" + eos)
     assert segment.ids == tokenizer(whole, add_special_tokens=plain).input_ids
@@ -849,7 +849,8 @@ def test_a_demonstration_is_learned_as_a_rollout_that_says_the_same(name, option
         replies = iter(said)
         engine = Speaker(tokenizer, lambda text, replies=replies: next(replies))
         r, = grpo_llm.rollout(engine, tokenizer, env, [task], 1, AT_1, args, grpo_llm.episode_reward)
-        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit))
+        rows = sft.encode_demonstration(messages, len(task.messages), tokenizer, sft.Args(max_length=limit),
+                                        [tokenizer.eos_token_id])
         ends[r.termination, len(r.segments) > 1] += 1
         if r.termination == "context":
             assert max(len(ids) for ids, _ in rows) > limit  # sft.py refuses it

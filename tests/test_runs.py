@@ -677,14 +677,14 @@ def test_when_every_environment_fails_nothing_is_learned(script, tmp_path, capsy
 
 
 def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_explain_nothing(tmp_path, capsys):
-    """And while the critic learns alone, the console shows its loss beside a gradient that is none."""
+    """And while the critic learns alone, the console shows its loss, and no gradient of the policy."""
     path = write(tmp_path, "def same(r):\n    return [0.1]\n")
     folder = train(ppo_llm, tmp_path / "run", prompts_per_iteration=3, minibatches=4, critic_minibatches=16,
                    epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1, gae_lambda=1.0,
                    reward_fn=f"{path}:same")
     said, log = capsys.readouterr().out, records(folder)[1:]
     assert "3 optimiser step(s) of the policy and 3 of the critic" in said and log[-1]["opt_steps"] == 9
-    assert re.search(r"^1/\d+, \d+ s: (?=.*train/grad_norm 0,).*critic/vf_loss \d", said, re.M)
+    assert re.search(r"^1/\d+, \d+ s: (?!.*train/grad_norm).*critic/vf_loss \d", said, re.M)
     assert re.search(r"^2/\d+, \d+ s: (?=.*train/grad_norm [^,]*[1-9]).*critic/vf_loss \d", said, re.M)
     assert [record["critic/vf_explained_var"] for record in log] == [0, 0] and validate(folder)["ok"]
     assert log[-1]["critic/values/max"] > log[-1]["critic/values/min"]
@@ -807,7 +807,7 @@ def test_the_critic_learns_alone_before_the_policy_moves(long_games):
         weights = load_file(folder / "model.safetensors")
         alone = record["iteration"] <= 2
         assert all(torch.equal(weights[name], before[name]) for name in before) is alone
-        assert alone is (record["train/learning_rate"] == 0) is (record["train/grad_norm"] == 0)
+        assert alone is ("train/learning_rate" not in record) is ("train/grad_norm" not in record)
         assert record["train/entropy"] > 0.1 and record["critic/grad_norm"] > 0
         assert record["opt_steps"] == 4 * record["iteration"] + 2 * max(record["iteration"] - 2, 0)
         norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in weights.values()))

@@ -400,9 +400,9 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
         check_step(fit, critic, critic_after, end["critic_optimizer"], 3e-3)
         expected |= {"critic/grad_norm": statistics.fmean(fit.norms), "critic/learning_rate": fit.rate}
     else:
-        expected |= {"critic/grad_norm": 0, "critic/learning_rate": 0}
+        assert not {"critic/grad_norm", "critic/learning_rate"} & set(record)
     if kind == "none":
-        expected |= dict.fromkeys(("train/value_loss", "critic/values/mean", "critic/vf_loss"), 0)
+        assert record["critic/values/mean"] == 0 and "critic/vf_loss" not in record
 
     for name, number in expected.items():
         rounded = 0.05 if name == "critic/vf_clipfrac" else 2e-6  # where the two errors are all but equal
@@ -438,6 +438,7 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
     """A token that the trainer finds 4 times as likely as the sampler said is as one 8 times as likely."""
     generate, ends, capped = ppo_llm.generate, [], []
+    monkeypatch.setattr(ppo_llm, "mismatch_tolerance", lambda *_: 1.0)
     for times in (4.0, 8.0):
         def off(*given, times=times):
             (ids, (first, *others)), *replies = generate(*given)
@@ -445,7 +446,7 @@ def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, 
 
         monkeypatch.setattr(ppo_llm, "generate", off)
         folder = train(ppo_llm, tmp_path / f"{times}", **RUN | dict(
-            iterations=1, dtype="bfloat16", critic="none", epochs=1, minibatches=1, prompts_per_iteration=16))
+            iterations=1, critic="none", epochs=1, minibatches=1, prompts_per_iteration=16))
         ends.append(checkpoint(folder, 1)[1]["optimizer"]["state"]["0.model.norm.weight"]["exp_avg"])
         capped.append(records(folder)[1]["mismatch/frac_capped"] > 0)
     assert capped == [True, True] and torch.equal(*ends)

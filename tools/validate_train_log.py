@@ -109,9 +109,9 @@ _GRPO_AND_PPO = {
     "mismatch/kl": ("number", "k3 estimate of KL(sampler || trainer) before the update [nats/token]"),
     "mismatch/ratio_max": ("number", "largest trainer / sampler probability ratio of a token, before the "
                            "cap"),
-    "mismatch/ratio_mean": ("amount", "mean trainer / sampler probability ratio: 1 where the sampler draws "
+    "mismatch/ratio_mean": ("amount?", "mean trainer / sampler probability ratio: 1 where the sampler draws "
                             "from the policy"),
-    "mismatch/slope": ("number", "how the difference of the two log-probabilities grows with them: 0; -0.02 "
+    "mismatch/slope": ("number?", "how the difference of the two log-probabilities grows with them: 0; -0.02 "
                        "where the sampler's temperature is 2 % higher"),
     "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds the cap of the importance weight"),
     "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
@@ -124,7 +124,7 @@ _GRPO_AND_PPO = {
 # What an update measures is not logged in an iteration without one: of GRPO, where no group is trainable, ...
 _OF_UPDATE = {"train/policy_loss", "train/kl_loss", "train/entropy", "train/clipfrac", "train/approx_kl",
               "train/advantage", "train/grad_norm", "kl/k1", "mismatch/kl", "mismatch/ratio_max",
-              "mismatch/ratio_mean", "mismatch/slope", "mismatch/frac_capped"}
+              "mismatch/frac_capped"}
 # ... and of PPO, where the critic learns alone.
 _OF_POLICY = {"train/policy_loss", "train/clipfrac", "train/approx_kl", "train/advantage", "train/grad_norm",
               "train/learning_rate"}
@@ -163,6 +163,7 @@ METRICS = {
         "train/policy_loss": ("number?", "policy loss without the entropy bonus, mean over the tokens "
                               "trained on (here and below, and on those of a minibatch that --target-kl "
                               "stops at)"),
+        "mismatch/ratio_max": ("number?", _GRPO_AND_PPO["mismatch/ratio_max"][1]),
         "train/value_loss": ("number?", "the critic's loss, half of critic/vf_loss"),
         "train/entropy": ("number", "mean entropy of the next-token distribution on response tokens; its "
                           "estimate, the mean of -logprobs, where the critic trains alone [nats]"),
