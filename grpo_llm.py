@@ -2172,7 +2172,8 @@ def parse_flags():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a reply may hold what the terminal's encoding has not
+    # A reply may hold what the terminal's encoding has not; a file gets each line at once.
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         main(parse_flags())
     except (BadInput, OSError) as problem:

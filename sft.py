@@ -1326,6 +1326,7 @@ def main(args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # a file gets each line at once
     try:
         defaults = Args()
         if any(word.partition("=")[0] == "--model" for word in sys.argv):
