@@ -186,8 +186,9 @@ class Args:
 REAL_SIZE = 20_000_000
 REAL_MODEL = dict(
     gradient_checkpointing=True, prompts_per_iteration=64, microbatch_tokens=8192, max_response_tokens=512,
-    iterations=200, learning_rate=1e-6, critic_learning_rate=1e-5, gae_lambda=1.0, entropy_coef=0.0,
-    eval_every=20, eval_tasks=64, eval_samples=4, checkpoint_every=10, log_episodes=0.05)
+    critic_learning_rate=1e-5, gae_lambda=1.0,
+    iterations=200, learning_rate=1e-6, entropy_coef=0.0, eval_every=20, eval_tasks=64, eval_samples=4,
+    checkpoint_every=10, log_episodes=0.05)
 REAL_LORA = dict(learning_rate=2e-5, critic_learning_rate=1e-4)  # with adapters
 
 
