@@ -1931,8 +1931,8 @@ def likely_cause(rollouts, args):
     if form < 0.5:
         return (f"{form:.0%} of the replies have the form that the environment reads: an example "
                 "in the prompt, or sft.py before this, would teach it")
-    return (f"every reward is {played[0].reward:g} and no reply of {len(played)} is right: the tasks are too hard "
-            "for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
+    return (f"every reward is {played[0].reward:g} and no reply of {len(played)} is right: the tasks are too "
+            "hard for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
 
 
 def warn_if_nothing_differs(samples, args):
@@ -2156,7 +2156,7 @@ def parse_flags():
     args = tyro.cli(Args)
     size = num_weights(args.model)
     if size < REAL_SIZE:
-        print_rank_0(f"--model {args.model} has {size:,} weights: the defaults of small models, under "
+        print_rank_0(f"--model {args.model} has {size:,} weights: defaults of small models, under "
                      f"{REAL_SIZE:,}")
         return args
     real = dict(REAL_MODEL)
@@ -2164,7 +2164,7 @@ def parse_flags():
         real |= REAL_LORA
     if has_fast_bfloat16():
         real["dtype"] = "bfloat16"
-    text = f"--model {args.model} has {size:,} weights: the defaults of real models, from {REAL_SIZE:,} on, are"
+    text = f"--model {args.model} has {size:,} weights: defaults of real models, {REAL_SIZE:,} or more, are"
     for name, value in real.items():
         text += f" --{name.replace('_', '-')} {value}"
     print_rank_0(text)

@@ -61,14 +61,20 @@ MUTANTS = {
         "no old log-probabilities": ("if args.epochs * args.minibatches > 1:", "if False:"),
         "the adapter stays on": ("nullcontext() if reference else model", "nullcontext() if True else model"),
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
-        "groups without signal": ("if len(set(rewards)) < 2", "if len(set(rewards)) < 1"),
+        "groups without signal": ("if not rewards_differ(played):", "if not played:"),
+        "rounding is a signal": ("max(rewards) - min(rewards) > 1e-9", "max(rewards) > min(rewards)"),
+        "the sampler's words are not compared": ("if abs(mean - 1) > 5 * error + slack:", "if False:"),
+        "the sampler's temperature is not": ("elif abs(slope) > 5 * slope_error + slack:", "elif False:"),
+        "prompts are not counted in a pass": (
+            "num_rows * (longest_prompt + longest_response)", "num_rows * longest_response"),
+        "an open thought is forgotten": ("r.reply = opening + sampled", "r.reply = sampled"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
         "failed ones are trained": (
             'args.group_size] if r.termination != "error"]', 'args.group_size]]'),
         "failed sub-agents are trained": ('else ("error",)', "else ()"),
         "the environment's tokens are trained": (
             "segment.append(added, 0, [0.0]", "segment.append(added, 1, [0.0]"),
-        "cut replies reach the environment": ("if ids[-1] not in self.engine.eos:", "if False:"),
+        "cut replies reach the environment": ("if not has_ended:", "if False:"),
         "what was earned is lost": ("reward=earned + step.reward", "reward=step.reward"),
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
         "the optimiser is not restored": ('if state["optimizer"]:', "if False:"),
@@ -131,8 +137,8 @@ MUTANTS = {
             "            flush_to_disk(folder.parent)\n            temporary.rename(folder)"),
     },
     "envs/__init__.py": {
-        "what is thought counts": ('"" if "<think>" in text else', ""),
-        "the beginning is kept": ("text[-MAX_REPLY:]", "text[:MAX_REPLY]"),
+        "what is thought counts": ("        if opening in reply:\n", "        if False:\n"),
+        "the beginning is kept": ("reply[-MAX_REPLY:]", "reply[:MAX_REPLY]"),
         "false is true": ('return value.lower() in ("true", "1")', "return True"),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
     },

@@ -295,7 +295,7 @@ def larger(tmp_path_factory):
 @pytest.mark.parametrize("script", RL)
 def test_the_size_of_the_model_decides_which_defaults_hold(script, larger, monkeypatch, capsys):
     args, said = flags_of(script, monkeypatch, capsys)
-    assert args == script.Args() and "167,360 weights: the defaults of small models" in said
+    assert args == script.Args() and "167,360 weights: defaults of small models" in said
     args, said = flags_of(script, monkeypatch, capsys, "--model", str(TINY))
     assert args == script.Args(model=str(TINY))
 
@@ -304,7 +304,7 @@ def test_the_size_of_the_model_decides_which_defaults_hold(script, larger, monke
         real["dtype"] = "bfloat16"
     args, said = flags_of(script, monkeypatch, capsys, f"--model={larger}", "--seed", "3")
     assert args == script.Args(**real | dict(seed=3))
-    assert said.count("\n") == 1 and "weights: the defaults of real models" in said
+    assert said.count("\n") == 1 and "weights: defaults of real models" in said
     assert f"--learning-rate {real['learning_rate']}" in said
     args, _ = flags_of(script, monkeypatch, capsys, "--model", larger, "--lora-rank", "8",
                        "--max-response-tokens", "16")

