@@ -531,38 +531,43 @@ def mismatch_tolerance(model, groups, args):
 def check_sampler(trainer, sampler, tolerance):
     """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
 
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, in float64. Where both are
-    of one distribution: (1) they differ by rounding; (2) the mean of trainer / sampler is 1, since the tokens
-    are the sampler's: it is less where that draws from fewer words (top-p); (3) their difference does not
-    grow with the log-probability, as it does with another temperature. A fault is what exceeds five standard
-    errors and a fiftieth of the tolerated size.
+    trainer, sampler (N,): log-probabilities of the sampled tokens of this process. Where both are of one
+    distribution: (1) they differ by rounding; (2) the mean of trainer / sampler is 1, since the tokens are
+    the sampler's: it is less where that draws from fewer words (top-p); (3) their difference does not grow
+    with the log-probability, as it does with another temperature. (2) and (3) are to hold within five
+    standard errors and a share of the tolerated size.
     """
-    difference = trainer - sampler
-    ratio = torch.exp(difference)
+    both = torch.stack([trainer, sampler]).double().cpu().numpy()
+    both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
+    difference = both[0] - both[1]
+    num_tokens = len(difference)
+    ratio = np.exp(difference)
+    mean = ratio.mean()
+    mean_error = ratio.std() / math.sqrt(num_tokens)
+    kl = (np.expm1(difference) - difference).mean()
+    # Equal tokens after equal texts are rounded alike: they count once.
+    trainer, sampler = np.unique(both, axis=1)
     level = (trainer + sampler) / 2
-    terms = [torch.ones_like(ratio), k3(difference), ratio, ratio**2, difference, difference**2, level,
-             level**2, level * difference]
-    sums = np.sum(gather([torch.stack(terms).sum(1).tolist()]), 0)
-    num_tokens = sums[0]
-    _, kl, mean, square, shift, shift_square, place, place_square, product = (sums / num_tokens).tolist()
-    error = math.sqrt(max(square - mean**2, 0.0) / num_tokens)
-    variance = max(place_square - place**2, 1e-9)
-    slope = (product - place * shift) / variance
-    residual = max(shift_square - shift**2 - slope**2 * variance, 0.0)
-    slope_error = math.sqrt(residual / variance / num_tokens)
-    slack = math.sqrt(tolerance) / 50
+    level -= level.mean()
+    difference = trainer - sampler
+    difference -= difference.mean()
+    square = (level**2).sum() + 1e-9
+    slope = (level * difference).sum() / square
+    # White's standard error: rare tokens are rounded more, and have more weight.
+    slope_error = np.sqrt((level**2 * (difference - slope * level)**2).sum()) / square
+    size = math.sqrt(tolerance)
     fault = ""
     if not kl <= tolerance:  # it may be nan
         fault = f"mismatch/kl is {kl:.2g} nats per token; tolerated are {tolerance:.2g}"
     elif num_tokens >= 100:
-        if abs(mean - 1) > 5 * error + slack:
+        if abs(mean - 1) > 5 * mean_error + size / 50:
             fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
-        elif abs(slope) > 5 * slope_error + slack:
+        elif abs(slope) > 5 * slope_error + size / 10:
             fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature?"
     if fault:
         raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
-    largest = max(gather([float(ratio.max()) if len(ratio) else 0.0]))
-    return {"mismatch/ratio_max": largest, "mismatch/ratio_mean": mean, "mismatch/slope": slope}
+    return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
+            "mismatch/slope": float(slope)}
 
 
 def update(model, reference, optimizer, groups, tolerance, args):

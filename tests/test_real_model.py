@@ -37,7 +37,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
@@ -47,7 +47,7 @@ def command(folder, run, **flags):
     for name, value in (FLAGS | flags).items():
         name = name.replace("_", "-")
         words += [f"--{name}"] if value is True else [f"--{name}", value]
-    return process("grpo_llm.py", *words, env=dict(OMP_NUM_THREADS="2"))
+    return process("grpo_llm.py", *words, env=dict(OMP_NUM_THREADS="1"))
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,6 @@ def test_vllm_samples_with_its_weights(folder, flags, tmp_path):
     if "CI" not in os.environ:
         pytest.importorskip("vllm")
     finish(command(folder, tmp_path / "run", engine="vllm", **flags, iterations=2, learning_rate=1e-5,
-                   max_context_tokens=256))
+                   max_context_tokens=256, eval_tasks=1, eval_samples=1, checkpoint_every=2))
     updated = [record for record in records(tmp_path / "run")[1:] if record["rollout/groups_trainable"]]
     assert updated and all(abs(record["mismatch/kl"]) < 1e-6 for record in updated)
