@@ -553,17 +553,17 @@ def check_sampler(trainer, sampler, tolerance):
     difference -= difference.mean()
     square = (level**2).sum() + 1e-9
     slope = (level * difference).sum() / square
-    # White's standard error: rare tokens are rounded more, and have more weight.
-    slope_error = np.sqrt((level**2 * (difference - slope * level)**2).sum()) / square
+    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
+    residual = (difference - slope * level) / (1 - level**2 / square)
+    slope_error = np.sqrt((level**2 * residual**2).sum()) / square
     size = math.sqrt(tolerance)
     fault = ""
     if not kl <= tolerance:  # it may be nan
         fault = f"mismatch/kl is {kl:.2g} nats per token; tolerated are {tolerance:.2g}"
-    elif num_tokens >= 100:
-        if abs(mean - 1) > 5 * mean_error + size / 50:
-            fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
-        elif abs(slope) > 5 * slope_error + size / 10:
-            fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature?"
+    elif num_tokens >= 100 and abs(mean - 1) > 5 * mean_error + size / 50:
+        fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
+    elif len(level) >= 250 and abs(slope) > 5 * slope_error + size / 10:
+        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature?"
     if fault:
         raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
     return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
