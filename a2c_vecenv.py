@@ -691,7 +691,6 @@ def self_test():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a file gets each line at once
     try:
         args = tyro.cli(Args)
         if args.self_test:
