@@ -92,7 +92,7 @@ class Args:
     lora_alpha: PositiveInt = 32  # LoRA scale: an adapter's output is multiplied by alpha / rank
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
-    gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
+    gradient_checkpointing: bool = False  # keep one activation per layer: less memory, a third more time
 
     # Engine
     engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights, vllm with a copy of them

@@ -94,7 +94,7 @@ class Args:
     lora_target_modules: str = "all-linear"  # modules to adapt: all-linear, or names with commas
     lora_adapter_path: str = ""  # folder of a PEFT adapter to train further; replaces the three flags above
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
-    gradient_checkpointing: bool = False  # keep one activation per layer: a third more time, far less memory
+    gradient_checkpointing: bool = False  # keep one activation per layer: less memory, a third more time
 
     # Optimisation
     batch_size: PositiveInt = 128  # rows, or demonstrations of an environment, per optimiser step

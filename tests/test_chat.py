@@ -20,7 +20,7 @@ from envs import BadInput, Step, chat
 from tests.run_folders import full_forward, train
 from tests.test_rollout import AT_1, Speaker, World, byte_tokenizer, over, play
 
-RL = [grpo_llm, ppo_llm]
+RL = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code that both have to the letter
 WEATHER = {"type": "function", "function": {
     "name": "weather", "description": "of a town",
     "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}}

@@ -22,6 +22,7 @@ from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
 RL = [grpo_llm, ppo_llm]
+OF_PPO_SLOW = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code that both have to the letter
 
 
 # Is the sampler the policy?
@@ -141,7 +142,7 @@ def test_few_tokens_are_judged_by_their_size_alone():
         grpo_llm.check_sampler(ratio * math.nan, ratio, 0.01)
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_a_run_whose_sampler_has_another_temperature_updates_nothing(script, tmp_path, monkeypatch):
     sample = script.sample
     monkeypatch.setattr(script, "sample", lambda logits, row, temperature, uniform: sample(
@@ -238,7 +239,7 @@ def gradients_of(script, folder, **flags):
     return records(folder)[-1]
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_gradients_with_checkpointing_are_the_same(script, tmp_path):
     plain = gradients_of(script, tmp_path / "plain")
     kept = gradients_of(script, tmp_path / "kept", gradient_checkpointing=True)
@@ -328,7 +329,7 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
         train(script, tmp_path / "run", model=str(tmp_path / "model.gguf"))
 
 
-@pytest.mark.parametrize("script", [*RL, sft])
+@pytest.mark.parametrize("script", [*OF_PPO_SLOW, sft])
 def test_bfloat16_on_a_slow_cpu_is_warned_of(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "has_fast_bfloat16", lambda: False)
     with contextlib.suppress(BadInput):
@@ -365,7 +366,7 @@ class Formless(envs.load_object("envs.countdown:Countdown", "--env")):
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
     flags, says = WARNINGS[name]
     train(script, tmp_path, iterations=6, eval_every=0, **flags)
