@@ -17,7 +17,7 @@ import grpo_llm
 import ppo_llm
 import sft
 from envs import BadInput
-from tests.run_folders import TINY, log_lines, records, train, write_jsonl
+from tests.run_folders import TINY, log_lines, records, slow_but, train, write_jsonl
 from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
@@ -33,7 +33,7 @@ def trained(tmp_path_factory):
     """The shipped model after 20 updates of the default run."""
     folder = tmp_path_factory.mktemp("trained")
     grpo_llm.main(grpo_llm.Args(
-        iterations=20, prompts_per_iteration=32, eval_tasks=1, eval_samples=1, eval_every=0,
+        iterations=20, prompts_per_iteration=16, eval_tasks=1, eval_samples=1, eval_every=0,
         checkpoint_every=20, run_dir=str(folder), env_kwargs=("test_tasks=32",)))
     return grpo_llm.load_weights(str(folder / "checkpoints/step_000020"))
 
@@ -365,7 +365,7 @@ class Formless(envs.load_object("envs.countdown:Countdown", "--env")):
         return episode
 
 
-@pytest.mark.parametrize("name", WARNINGS)
+@pytest.mark.parametrize("name", slow_but(("cut",), WARNINGS))
 @pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
     flags, says = WARNINGS[name]

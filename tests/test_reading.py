@@ -81,8 +81,9 @@ EXACT = ("iteration", "env_steps", "opt_steps", "train/reward", "rollout/", "res
 
 
 @pytest.mark.parametrize("name, flags", [
-    *OTHER.items(),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (*FEWER.items(), *DEFAULT.items()))])
+    ("grpo", OTHER["grpo"]),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("ppo", OTHER["ppo"]), *FEWER.items(), *DEFAULT.items()))])
 def test_first_iterations_log_what_the_full_script_logs(name, flags, tmp_path):
     few = dict(eval_every=0, eval_tasks=8, eval_samples=2, env_kwargs=("test_tasks=32",))
     cut = load_script(PATHS[name])

@@ -52,7 +52,13 @@ def convert(path: Path, folder: Path) -> int:
     with as_bad_input(f"--gguf {path}: expected a GGUF file of a language model that transformers knows"):
         given = dict(gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **given)
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **given)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("its tokenizer has no eos token, so no reply could end")
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.float32, output_loading_info=True, **given)
+        if found["missing_keys"]:  # they would be random numbers
+            raise ValueError(f"it lacks {len(found['missing_keys'])} tensors, {min(found['missing_keys'])} "
+                             "among them")
         # A model that was read from GGUF refuses to be saved: it has a quantization_config. So its weights
         # are put into one that was made of the same config without it.
         config = loaded.config.to_dict()
@@ -63,8 +69,8 @@ def convert(path: Path, folder: Path) -> int:
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
             pad_token_id=tokenizer.pad_token_id)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -75,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the folder to make, models/smollm2-135m or the file's name")
     options = parser.parse_args(argv)
     out = options.out or ROOT / "models" / (options.gguf.stem if options.gguf else "smollm2-135m")
-    if (out / "config.json").is_file():
+    if (out / "model.safetensors").is_file():
         print(f"{out} is there already")
         return 0
     if out.exists():
