@@ -114,13 +114,13 @@ def one_iteration(env, tasks, replies, spread, seconds):
             await asyncio.Event().wait()  # there is no second turn
 
     class Tokenizer:
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt):
             return ""
 
         def __call__(self, texts, add_special_tokens):
             return SimpleNamespace(input_ids=[[0]] * len(texts))
 
-        def decode(self, ids, skip_special_tokens):
+        def decode(self, ids):
             return replies[ids[0]]
 
     args = grpo_llm.Args(chat_template="plain", max_response_tokens=2, max_context_tokens=9)
