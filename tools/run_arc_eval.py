@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs import BadInput, arcagi3
 from envs.arcagi3 import games
+from envs.chat import opened_thought
 from tools.arc_server import ArcServer
 from tools.command_line import Parser, at_least, one_line
 
@@ -118,7 +119,13 @@ def load_player(args):
         ids = model.generate(batch.input_ids, attention_mask=batch.attention_mask, **sampling,
                              max_new_tokens=min(args.max_response_tokens, room),
                              pad_token_id=tokenizer.pad_token_id)
-        return tokenizer.decode(ids[0, batch.input_ids.shape[1]:], skip_special_tokens=True)
+        sampled = ids[0, batch.input_ids.shape[1]:].tolist()
+        more = model.generation_config.eos_token_id  # one, several or None
+        ends = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+        if sampled[-1] in ends:
+            sampled.pop()
+        # As in the scripts: a thought that the prompt opens begins the reply, and special tokens stay.
+        return opened_thought(tokenizer.decode(batch.input_ids[0])) + tokenizer.decode(sampled)
 
     return lambda env, task: lambda messages, frame: reply(messages, frame, len(task.messages))
 
