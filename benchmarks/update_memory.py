@@ -332,7 +332,7 @@ def main():
                         help=f"{', '.join(MODELS)}, a folder with config.json, that file, or a hub id")
     parser.add_argument("--repeats", type=int, default=5, help="of the time, with --model; 0: no time")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help="a single pass, as the table starts it: way and tokens")
     options = parser.parse_args()
     if options.measure:
         measure(options.measure[0], int(options.measure[1]))
