@@ -1,7 +1,7 @@
 """A task that a small chat model solves at times: is one number larger than another?
 
-Half of the reward is for the form, one word, so that a group's rewards differ. With turns=2 the first answer
-is asked again.
+Half of the reward is for the form, a single word, and half for a right first word, so that a group's rewards
+differ. With turns=2 the first answer is asked again.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class YesNo(envs.Env):
         turns: int = 1
 
     def num_tasks(self, split):
-        return 64
+        return 200
 
     def task(self, split, index):
         one, other = random.Random(f"{split} {index}").sample(range(1, 100), 2)
@@ -38,8 +38,9 @@ class Question(envs.Episode):
     def step(self, reply):
         words = re.findall("[a-z]+", envs.final_part(reply).lower())
         form = float(words in (["yes"], ["no"]))
-        correct = form * float(words == [self.answer])
+        right = float(words[:1] == [self.answer])
+        correct = form * right
         self.turns -= 1
         again = [{"role": "user", "content": "Are you sure?"}] if self.turns else []
         info = {"correct": correct, "format": form}
-        return envs.Step(again, (form + correct) / 2, not self.turns, False, info)
+        return envs.Step(again, (form + right) / 2, not self.turns, False, info)
