@@ -84,6 +84,7 @@ class Task:
     # Functions that the model may call, for its chat template: schemas in OpenAI's form, {"type": "function",
     # "function": {"name", "description", "parameters"}}. Where there are some, Episode.step gets the calls.
     tools: list[dict] | None = None
+    seat: int = 0  # of the replies to it, where the policy plays several in one game, as its sub-agents
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,6 +100,8 @@ class Step:
     info: dict
     # (Task, Episode) of sub-agents to be played first; the Step of Episode.resume then takes the place of it.
     children: tuple = ()
+    # Of a last step: what each seat earned, where sub-agents were the policy in other seats. They are trained.
+    seat_rewards: tuple = ()
 
     def __post_init__(self):
         for number in (self.reward, self.info.get("correct", 0.0), self.info.get("suspicious", 0.0)):
