@@ -330,11 +330,16 @@ def trainable_groups(rollouts, args):
         played = [r for r in rollouts[start:start + args.group_size] if r.termination != "error"]
         if not rewards_differ(played):
             continue
-        rewards = [r.reward for r in played]
-        advantages = group_advantages(rewards, args.scale_rewards, args.baseline, args.advantage_balance)
+        num_seats = 1 + max(member.task.seat for r in played for member in r.family)
+        advantages = []  # of each seat, of each episode
+        for seat in range(num_seats):
+            rewards = [r.seat_reward(seat) for r in played]
+            advantages.append(group_advantages(rewards, args.scale_rewards, args.baseline,
+                                               args.advantage_balance).tolist())
         segments = []
-        for r, advantage in zip(played, advantages.tolist(), strict=True):
-            for member in r.family if args.train_sub_agents else [r]:
+        for number, r in enumerate(played):
+            for member in r.family if args.train_sub_agents or r.seat_rewards else [r]:
+                advantage = advantages[member.task.seat][number]
                 for segment in member.segments:
                     segment.advantages = [advantage] * len(segment.response_ids)
                     if member.termination not in left_out and any(segment.response_mask):
@@ -673,6 +678,17 @@ class Rollout:
         return members
 
     @property
+    def seat_rewards(self) -> tuple:
+        """Of a game that the policy has played with itself: what each seat earned."""
+        return self.steps[-1].seat_rewards if self.steps else ()
+
+    def seat_reward(self, seat) -> float:
+        """What a seat earned, the episode's own being 0; nothing where the game was cut off."""
+        if seat == 0:
+            return self.reward
+        return float(self.seat_rewards[seat]) if self.seat_rewards else 0.0
+
+    @property
     def num_sampled(self) -> int:
         """Tokens that it and its sub-agents sampled, in a failed attempt too."""
         return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
@@ -911,6 +927,17 @@ class Player:
         return [child.reply if child.termination != "error" else "" for child in children]
 
 
+def score_groups(env, rollouts, num_samples):
+    """Let the environment score the finished episodes of each task together."""
+    for start in range(0, len(rollouts), num_samples):
+        group = [r for r in rollouts[start:start + num_samples] if r.termination == "done"]
+        if group:
+            conversations = [r.messages for r in group]
+            steps = env.score_group(group[0].task, conversations, [r.steps[-1] for r in group])
+            for r, step in zip(group, steps, strict=True):
+                r.steps[-1] = step
+
+
 def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, first=0):
     """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
 
@@ -931,13 +958,15 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     problems = [text for text in gather([problem]) if text]
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
+    score_groups(env, rollouts, num_samples)
     for r in rollouts:
         reward = score(r) if r.termination != "error" else 0.0
         if not envs.is_number(reward):
             raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
                            f"{r.task.id}, got {reward!r:.80}")
+        r.reward = float(reward)
         for member in r.family:
-            member.reward = float(reward)
+            member.reward = r.seat_reward(member.task.seat)
     return rollouts
 
 
@@ -1979,6 +2008,9 @@ def rollout_metrics(rollouts, throughput):
         "rollout/segments": mean(len(r.segments) for r in played),
         "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
+    for source in sorted({r.task.source for r in played}):
+        for part, value in envs.means([r.info for r in played if r.task.source == source]).items():
+            metrics[f"train/{source}/{part}"] = float(value)
     return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}
 
 
@@ -2044,6 +2076,8 @@ def main(args):
                  f"trained weights on {device}")
     print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
                  f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
+    if env.about:
+        print_rank_0(env.about)
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations without an update, one after another

@@ -338,13 +338,14 @@ PER_TOKEN = ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", 
 
 def trainable_episodes(rollouts, args):
     """The segments of each episode that hold sampled tokens, without episodes whose environment failed. With
-    --train-sub-agents a sub-agent is an episode of its own, with its parent's reward.
+    --train-sub-agents a sub-agent is an episode of its own, with its parent's reward; in a game that the
+    policy plays with itself, with its seat's.
     """
     episodes = []
     for r in rollouts:
         if not math.isfinite(r.reward):
             raise FloatingPointError(f"the reward of task {r.task.id} is {r.reward}")
-        for member in r.family if args.train_sub_agents else [r]:
+        for member in r.family if args.train_sub_agents or r.seat_rewards else [r]:
             segments = [segment for segment in member.segments if any(segment.response_mask)]
             if segments and "error" not in (r.termination, member.termination):
                 episodes.append(segments)
@@ -697,6 +698,17 @@ class Rollout:
         return members
 
     @property
+    def seat_rewards(self) -> tuple:
+        """Of a game that the policy has played with itself: what each seat earned."""
+        return self.steps[-1].seat_rewards if self.steps else ()
+
+    def seat_reward(self, seat) -> float:
+        """What a seat earned, the episode's own being 0; nothing where the game was cut off."""
+        if seat == 0:
+            return self.reward
+        return float(self.seat_rewards[seat]) if self.seat_rewards else 0.0
+
+    @property
     def num_sampled(self) -> int:
         """Tokens that it and its sub-agents sampled, in a failed attempt too."""
         return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
@@ -953,6 +965,17 @@ class Player:
         return [child.reply if child.termination != "error" else "" for child in children]
 
 
+def score_groups(env, rollouts, num_samples):
+    """Let the environment score the finished episodes of each task together."""
+    for start in range(0, len(rollouts), num_samples):
+        group = [r for r in rollouts[start:start + num_samples] if r.termination == "done"]
+        if group:
+            conversations = [r.messages for r in group]
+            steps = env.score_group(group[0].task, conversations, [r.steps[-1] for r in group])
+            for r, step in zip(group, steps, strict=True):
+                r.steps[-1] = step
+
+
 def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, first=0):
     """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
 
@@ -973,6 +996,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
     problems = [text for text in gather([problem]) if text]
     if problems:  # raised on all ranks, since saving is collective
         raise EngineError(problems[0])
+    score_groups(env, rollouts, num_samples)
     for r in rollouts:
         rewards = score(r) if r.termination != "error" else 0.0
         of_turns = rewards if isinstance(rewards, (list, tuple)) else [rewards]
@@ -981,7 +1005,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
                            f"{r.task.id}, or one for each turn, got {rewards!r:.80}")
         set_reward(r, rewards)
         for child in r.family[1:]:
-            set_reward(child, r.reward)
+            set_reward(child, r.seat_reward(child.task.seat))
     return rollouts
 
 
@@ -2037,6 +2061,9 @@ def rollout_metrics(rollouts, throughput):
         "rollout/segments": mean(len(r.segments) for r in played),
         "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
+    for source in sorted({r.task.source for r in played}):
+        for part, value in envs.means([r.info for r in played if r.task.source == source]).items():
+            metrics[f"train/{source}/{part}"] = float(value)
     return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}
 
 
@@ -2128,6 +2155,8 @@ def main(args):
                  f"tokens; {num_trained:,} trained weights on {device}")
     print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
                  f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
+    if env.about:
+        print_rank_0(env.about)
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations whose episodes all had one reward, one after another

@@ -570,12 +570,22 @@ def accuracy(model, tokenizer, env, args):
     tasks = [env.task("test", index) for index in range(num_tasks)]
     eos = set(eos_ids(model, tokenizer))
 
-    def is_correct(task, prompt, ids):
-        end = next((place for place, token in enumerate(ids) if token in eos), None)
-        if end is None:
-            return 0.0  # it was cut off by --max-response-tokens
-        reply = opened_thought(prompt) + tokenizer.decode(ids[:end])
-        return float(env.start(task, args.seed).step(reply).info.get("correct", 0.0))
+    def are_correct(task, prompt, responses):
+        scores = np.zeros(len(responses))
+        ended, conversations, steps = [], [], []
+        for number, ids in enumerate(responses):
+            end = next((place for place, token in enumerate(ids) if token in eos), None)
+            if end is not None:  # else it was cut off by --max-response-tokens
+                reply = opened_thought(prompt) + tokenizer.decode(ids[:end])
+                ended.append(number)
+                conversations.append([*task.messages, dict(role="assistant", content=reply)])
+                episode = env.start(task, args.seed)
+                steps.append(episode.step(reply))
+                episode.close()
+        if steps:
+            steps = env.score_group(task, conversations, steps)
+        scores[ended] = [step.info.get("correct", 0.0) for step in steps]
+        return scores
 
     n = args.eval_samples
     # Tasks per call: at most 64, and fewer where the cache of their responses would need more memory.
@@ -596,7 +606,7 @@ def accuracy(model, tokenizer, env, args):
             greedy = sample_responses(model, tokenizer, prompts, args, do_sample=False)
             for k, task in enumerate(chunk):
                 responses = [*sampled[k * n:(k + 1) * n], greedy[k]]
-                scores.append([is_correct(task, prompts[k], ids) for ids in responses])
+                scores.append(are_correct(task, prompts[k], responses))
 
     scores = np.array(gather(scores))                     # (tasks, n + 1): the last is the greedy one
     sources = np.array([task.source for task in tasks])
@@ -704,7 +714,7 @@ def make_tokenizer(args, env):
     if args.model:
         tokenizer = from_pretrained(AutoTokenizer, args.model)
     else:
-        tokenizer = new_tokenizer(getattr(env, "vocabulary", None))
+        tokenizer = new_tokenizer(env.vocabulary)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

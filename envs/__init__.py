@@ -42,6 +42,7 @@ ENVS = {
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
     "repl": "envs.code.repl:Repl",
+    "rows": "envs.rows:Rows",
     "swe": "envs.code.swe:Swe",
 }
 MIXTURE = "envs.mixture:Mixture"  # of several of them
@@ -100,7 +101,7 @@ class Step:
     info: dict
     # (Task, Episode) of sub-agents to be played first; the Step of Episode.resume then takes the place of it.
     children: tuple = ()
-    # Of a last step: what each seat earned, where sub-agents were the policy in other seats. They are trained.
+    # Of a last step: what each seat earned, where sub-agents were the policy in other seats. All are trained.
     seat_rewards: tuple = ()
 
     def __post_init__(self):
@@ -143,9 +144,18 @@ class Env:
     splits = ("train", "test")  # disjoint by construction
     multi_turn = False  # True: a step may answer with messages and go on
     blocking = False  # True: a step waits for a process or a server, so that callers run it in a thread
+    # Words of all prompts and solutions, for a tokenizer with a token per word, which sft.py makes where a
+    # model is made too (None: one of bytes).
+    vocabulary: list[str] | None = None
+    about = ""  # a line for the start of a run, such as how many rows were read
 
     def __init__(self, config):
         self.config = config
+
+    @classmethod
+    def configure(cls, name: str, options: dict):
+        """Options, whose values may be strings, as a Config. BadInput names what is known."""
+        return make_config(cls.Config, name, options)
 
     def num_tasks(self, split: str) -> int:
         """BadInput where a split is empty and no option says that it shall be; it names one that helps."""
@@ -170,6 +180,11 @@ class Env:
     def start(self, task: Task, seed: int) -> Episode:
         """A new attempt. Its randomness comes from (seed, task.id): a reply scored twice scores the same."""
         raise NotImplementedError
+
+    def score_group(self, task: Task, conversations: list[list[Message]], steps: list[Step]) -> list[Step]:
+        """For rewards that look at all replies to a task at once: called with its finished episodes and their
+        last steps.  -> the steps to take in place of these"""
+        return steps
 
     def solution(self, task: Task) -> str | None:
         """A reference reply that scores full marks (None: there is none at hand, or it is not a text alone,
@@ -321,7 +336,7 @@ def make(name: str, /, **options) -> Env:
     cls = load_object(ENVS.get(name, name), "--env")
     if not (isinstance(cls, type) and issubclass(cls, Env) and hasattr(cls, "Config")):
         raise BadInput(f"--env {name}: expected a class derived from envs.Env, with a Config")
-    return cls(make_config(cls.Config, name, options))
+    return cls(cls.configure(name, options))
 
 
 def make_config(config: type, name: str, options: dict):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from envs import BadInput, Env, Episode, Message, Task
+from envs import BadInput, Env, Episode, Message, Step, Task
 
 
 class Mixture(Env):
@@ -42,7 +42,8 @@ class Mixture(Env):
         self.pattern = [short for short, (_, weight) in weights.items() for _ in range(weight)]
         self.multi_turn = any(env.multi_turn for env in self.envs.values())
         self.blocking = any(env.blocking for env in self.envs.values())
-        words = [getattr(env, "vocabulary", None) for env in self.envs.values()]
+        self.about = "; ".join(env.about for env in self.envs.values() if env.about)
+        words = [env.vocabulary for env in self.envs.values()]
         # A token per word is for one tokenizer that knows all of them; else one for bytes.
         self.vocabulary = list(dict.fromkeys(word for part in words for word in part)) if all(words) else None
 
@@ -65,6 +66,10 @@ class Mixture(Env):
     def start(self, task: Task, seed: int) -> Episode:
         env, task = self._own(task)
         return env.start(task, seed)
+
+    def score_group(self, task: Task, conversations: list[list[Message]], steps: list[Step]) -> list[Step]:
+        env, task = self._own(task)
+        return env.score_group(task, conversations, steps)
 
     def solution(self, task: Task) -> str | None:
         env, task = self._own(task)

@@ -17,8 +17,7 @@ import pyspiel
 import pytest
 
 import envs
-from envs import openspiel
-from envs.openspiel import worker
+from envs import openspiel, workers
 
 # Games with few states say so; a test of its own looks at that.
 pytestmark = pytest.mark.filterwarnings("ignore:environment openspiel")
@@ -354,14 +353,14 @@ def test_a_worker_that_dies_is_replaced():
 
 
 def test_workers_import_no_trainer_and_send_their_errors():
-    pool = worker.shared_pool(1)
+    pool = workers.shared_pool(1, "envs.openspiel")
     assert pool.submit(eval, "'torch' in __import__('sys').modules").result() is False
     main = pool.submit(eval, "__import__('sys').modules['__main__'].__file__").result()
-    assert main.endswith("openspiel/worker.py")
+    assert main.endswith("envs/workers.py")
     with pytest.raises(RuntimeError, match="SpielError: .*Unknown game 'nope'"):
         pool.submit(pyspiel.load_game, "nope").result()
     with pytest.raises(RuntimeError, match="^MemoryError"):
-        pool.submit(bytearray, worker.MEMORY).result()
+        pool.submit(bytearray, workers.MEMORY).result()
     with pytest.raises(RuntimeError, match="^a worker process took over 0.1 s$"):
         pool.submit(time.sleep, 60, seconds=0.1).result()
 

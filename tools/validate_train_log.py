@@ -120,6 +120,7 @@ _GRPO_AND_PPO = {
     **_ACCURACY,
     "val/<source>/correct": ("rate?", "correct, a part of info, over the responses of pass@1"),
     "val/<source>/<part>": ("number?", "mean of each named part of the environment's info"),
+    "train/<source>/<part>": ("number?", "the same of the iteration's episodes"),
 }
 # What an update measures is not logged in an iteration without one: of GRPO, where no group is trainable, ...
 _OF_UPDATE = {"train/policy_loss", "train/kl_loss", "train/entropy", "train/clipfrac", "train/approx_kl",

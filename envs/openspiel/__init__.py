@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from typing import Literal
 
 from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hint, play
-from envs.openspiel.worker import shared_pool
+from envs.workers import shared_pool
 
 CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" for n in (9, 13)),
          *(f"breakthrough(rows={n},columns={n})" for n in (6, 8)),
@@ -137,7 +137,8 @@ class OpenSpiel(Env):
         # A move waits for the workers that score it; a game is played in this process.
         self.blocking = bool(config.workers) and config.mode == "move" and config.reward_mode == "outcome"
         workers = min(max(len(os.sched_getaffinity(0)) - 1, 1), MOST_WORKERS)
-        self.pool = shared_pool(config.workers if config.workers > 0 else workers)  # nothing starts here
+        count = config.workers if config.workers > 0 else workers
+        self.pool = shared_pool(count, "envs.openspiel")  # nothing starts here
         self.cases = load_cases(config, self.pool)
         self._few = [self._few_states(case) for case in self.cases]
         self._scores, self._lock = collections.OrderedDict(), threading.Lock()

@@ -1,7 +1,8 @@
-"""Processes that call functions for envs/openspiel beside the trainer, whose threads cannot.
+"""Processes that call functions beside the trainer, and can be ended where its threads cannot.
 
-open_spiel holds Python's lock while it plays. A worker imports neither torch nor the trainer's main module:
-it starts in 0.2 s and holds 40 MB. It ends with its parent, however that ends.
+open_spiel holds Python's lock while it plays; sympy may not come to an end. A worker imports neither torch
+nor the trainer's main module: with open_spiel it starts in 0.2 s and holds 40 MB. It ends with its parent,
+however that ends.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 MEMORY = 2 << 30  # of a worker, beside what it starts with [bytes of address space]
+START = 60  # until it has imported what it needs [s]
 LOOK = 5  # so often it looks for its parent, whose connection a forked process may hold as well [s]
 
 
@@ -31,11 +33,14 @@ class Worker:
 
     process = None
 
+    def __init__(self, modules: tuple[str, ...]):
+        self.modules = modules  # that it imports before it answers
+
     def ask(self, request: bytes, seconds: float | None):
         """-> (whether the call went well, its result or its exception).
 
-        A process that dies is replaced and asked once more. With a limit in seconds there is no second time.
-        RuntimeError: it died, or the limit is over.
+        A process that dies is replaced and asked once more. With a limit in seconds, which does not include
+        its start, there is no second time. RuntimeError: it died, or the limit is over.
         """
         for _ in range(1 if seconds else 2):
             try:
@@ -64,18 +69,22 @@ class Worker:
         with theirs:
             # -P: modules beside this file are no packages. A session: Ctrl-C does not reach it. No output:
             # open_spiel prints the errors that it raises as well.
-            command = [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid()),
+                       *self.modules]
             self.connection = Connection(ours.detach())
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                             stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
                                             start_new_session=True)
+        if not self.connection.poll(START):
+            raise OSError(f"no answer in {START} s")
+        self.connection.recv()  # it is ready
 
 
 class Pool:
     """Up to `count` workers, and a queue before them."""
 
-    def __init__(self, count: int):
-        self.count, self.workers, self.unfinished = count, [], 0
+    def __init__(self, count: int, modules: tuple[str, ...] = ()):
+        self.count, self.modules, self.workers, self.unfinished = count, modules, [], 0
         self.queue, self.lock = queue.SimpleQueue(), threading.Lock()
         atexit.register(self._end)
 
@@ -85,7 +94,7 @@ class Pool:
         with self.lock:
             self.unfinished += 1
             if len(self.workers) < min(self.unfinished, self.count):
-                self.workers.append(Worker())
+                self.workers.append(Worker(self.modules))
                 threading.Thread(target=self._serve, args=(self.workers[-1],), daemon=True).start()
         self.queue.put((future, request, seconds))
         return future
@@ -112,9 +121,9 @@ class Pool:
 
 
 @functools.cache
-def shared_pool(count: int) -> Pool:
-    """One for all environments of this process."""
-    return Pool(count)
+def shared_pool(count: int, *modules: str) -> Pool:
+    """One for all environments of this process that need these modules."""
+    return Pool(count, modules)
 
 
 def work(connection: Connection, parent: int) -> None:
@@ -145,8 +154,11 @@ def work(connection: Connection, parent: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    importlib.import_module("envs.openspiel")  # by name: it imports this file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    work(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    ours = Connection(int(sys.argv[1]))
+    ours.send("ready")
+    work(ours, int(sys.argv[2]))

@@ -1,0 +1,467 @@
+"""envs/rows.py: people's own rows. Files and columns, comparisons, tests of code, reward functions, bad rows."""
+
+import asyncio
+import csv
+import json
+import os
+import time
+import warnings
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import envs
+
+HOSTILE = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000, "(" * 20_000,
+           "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000, "a" * 1_000_000]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sums(count=40):
+    return [dict(question=f"What is {n} + {n}?", answer=str(2 * n)) for n in range(1, count + 1)]
+
+
+def make(data, **options):
+    return envs.make("rows", data=str(data), **options)
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """judge(check, answer, reply, **options) -> whether it is right"""
+    def judge(check, answer, reply, **options):
+        rows = [dict(question=f"q{n}", answer=answer) for n in range(2)]
+        env = make(write(tmp_path / "judge.jsonl", rows), prompt="question", check=check, **options)
+        step = env.start(env.task("train", 0), 1).step(reply)
+        assert step.terminated and not step.messages and step.reward == step.info["correct"]
+        return bool(step.info["correct"])
+    return judge
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+def test_a_file_of_each_kind_gives_the_same_tasks(tmp_path, suffix):
+    env = make(write(tmp_path / f"data{suffix}", sums()), prompt="question", check="number")
+    assert env.num_tasks("train") + env.num_tasks("test") == 40 and env.num_tasks("test") > 0
+    assert "rows: " in env.about and " held out" in env.about
+    tasks = [env.task(split, k) for split in env.splits for k in range(env.num_tasks(split))]
+    assert len({task.id for task in tasks}) == 40 and {task.source for task in tasks} == {"rows"}
+    assert len({task.messages[0]["content"] for task in tasks}) == 40
+    other = make(write(tmp_path / "other.jsonl", sums()), prompt="question", check="number")
+    for task in tasks:
+        assert env.start(task, 1).step(env.solution(task)).info == {"correct": 1.0, "format": 1.0}
+        assert env.start(task, 1).step("It is -1.").info == {"correct": 0.0, "format": 1.0}
+    assert [other.task("test", k) for k in range(other.num_tasks("test"))] == [
+        env.task("test", k) for k in range(env.num_tasks("test"))]
+
+
+def test_a_csv_keeps_texts_as_they_are(tmp_path):
+    rows = [dict(prompt=f"code {n}?", answer="007") for n in range(3)]
+    env = make(write(tmp_path / "a.csv", rows), check="exact")
+    episode = env.start(env.task("train", 0), 1)
+    assert episode.step("007").reward == 1 and episode.step("7").reward == 0
+    (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
+    with pytest.raises(envs.BadInput, match=r"short.csv, row 2: expected a value for each column of prompt, ans"):
+        make(tmp_path / "short.csv", check="exact")
+
+
+@pytest.mark.parametrize("kind", ["files", "saved"])
+def test_a_folder_has_splits(tmp_path, kind, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parts = {"train": sums(30), "test": sums(40)[30:]}
+    if kind == "files":
+        write(folder / "train.jsonl", parts["train"])
+        write(folder / "test.jsonl", parts["test"])
+    else:
+        datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(folder)
+    env = make(folder, prompt="question", check="number")
+    assert (env.num_tasks("train"), env.num_tasks("test")) == (30, 10)
+    assert env.task("test", 0).messages[0]["content"] == "What is 31 + 31?"
+    with pytest.raises(envs.BadInput, match="no split 'trian' .did you mean 'train'.*it has train, test"):
+        make(folder, prompt="question", check="number", split="trian")
+    with pytest.raises(envs.BadInput, match=r"option test: expected a file .* or a split of .* \(test\), got 'val'"):
+        make(folder, prompt="question", check="number", test="val")
+
+
+def test_no_held_out_question_is_trained_on(tmp_path):
+    train = write(tmp_path / "train.jsonl", sums(20) + sums(3))
+    test = write(tmp_path / "test.csv", sums(5))
+    env = make(train, test=test, prompt="question", check="number")
+    asked = {split: {env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))}
+             for split in env.splits}
+    assert not asked["train"] & asked["test"] and (len(asked["train"]), len(asked["test"])) == (15, 5)
+    assert "15 to train on, 5 held out" in env.about and "8 that are held out too" in env.about
+    # Without a test file, equal questions are on the same side.
+    env = make(write(tmp_path / "twice.jsonl", sums(30) + sums(30)), prompt="question", check="number")
+    asked = {split: [env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))]
+             for split in env.splits}
+    assert not {*asked["train"]} & {*asked["test"]} and len(asked["train"] + asked["test"]) == 60
+
+
+# Other projects' files, with the columns that they have
+
+
+def test_a_file_of_verl(tmp_path):
+    rows = [dict(data_source="openai/gsm8k", prompt=[dict(role="user", content=f"Add {n} and 2. After \"####\".")],
+                 ability="math", reward_model=dict(style="rule", ground_truth=str(n + 2)),
+                 extra_info=dict(split="train", index=n, answer="...", question="...")) for n in range(20)]
+    env = make(write(tmp_path / "train.parquet", rows), answer="reward_model.ground_truth", check="number",
+               source="data_source", id="extra_info.index")
+    task = env.task("train", 0)
+    assert task.source == "openai/gsm8k" and task.messages[0]["role"] == "user"
+    assert task.id == str(int(task.messages[0]["content"].split()[1]))
+    assert env.start(task, 1).step(f"So:\n#### {int(task.id) + 2}").reward == 1
+    assert env.start(task, 1).step(f"{int(task.id) + 2}, no:\n#### 0").reward == 0
+
+
+def test_a_file_of_trl(tmp_path):
+    rows = [dict(prompt=[dict(role="system", content="Think."), dict(role="user", content=f"Half of {2 * n}?")],
+                 solution=f"$\\boxed{{{n}}}$") for n in range(20)]
+    env = make(write(tmp_path / "train.jsonl", rows), answer="solution", check="number", extract="boxed")
+    task = env.task("train", 0)
+    half = int(task.messages[1]["content"][8:-1]) // 2
+    assert [m["role"] for m in task.messages] == ["system", "user"]
+    assert env.start(task, 1).step(f"It is \\boxed{{{half}}}.").reward == 1
+    assert env.start(task, 1).step(f"It is {half}.").info == {"correct": 0.0, "format": 0.0}
+
+
+def test_a_file_of_open_instruct(tmp_path):
+    rows = [dict(messages=[dict(role="user", content=f"How many letters has {'a' * n}?")],
+                 ground_truth=[str(n), f"{n} letters"], dataset=["gsm8k"]) for n in range(1, 20)]
+    env = make(write(tmp_path / "train.parquet", rows), prompt="messages", answer="ground_truth",
+               check="contains", system="Answer briefly.")
+    task = env.task("train", 0)
+    count = len(task.messages[1]["content"].split()[-1]) - 1
+    assert task.messages[0] == dict(role="system", content="Answer briefly.")
+    assert env.start(task, 1).step(f"It has {count}.").reward == 1
+    assert env.start(task, 1).step(f"It has {count}0.").reward == 0
+
+
+# Comparing
+
+
+@pytest.mark.parametrize("answer, reply, right", [
+    ("42", "So 6 * 7 = 42.", 1), ("1,234", "The total is 1234 dollars", 1), ("1234", r"\boxed{1{,}234}", 1),
+    ("$5", "It costs $5.00", 1), ("3/4", "0.75", 1), ("0.75", r"\boxed{\frac{3}{4}}", 1), (7, "seven is 7", 1),
+    (0.5, "1/2", 1), ("45%", "0.45", 1), ("45", "45%", 1), ("45%", "45", 1), ("0.45", "45%", 1),
+    ("45", "0.45", 0), ("-3", "10-3", 0), ("3", "10-3", 1), ("-3", "x = -3", 1), ("10", "5-10", 1),
+    ("-5", "\u22125", 1), ("2 1/2", "2.5", 1), ("2.5", r"$2\frac{1}{2}$", 1), ("1e3", "1000", 1),
+    ("0.333333333", "1/3", 1), ("5", "5.0001", 0), ("5", "1/0", 0), ("5", "v1.5", 0), ("3.14", "3.14.", 1),
+    ("34", "12,34", 1), ("12", "12,34", 0), ("7", "<answer>7</answer>, not 8", 1),
+    ("7", "<answer>7</answer> <answer>8</answer>", 0), ("8", r"\boxed{7} or \boxed{8}", 1),
+    ("Half is 24.\n48 + 24 = <<48+24=72>>72\n#### 72", "48/2 = 24, and 48 + 24 = 72", 1),
+    ("#### 72", "72 or 73", 0), ("72", "<think>72</think>73", 0), ("72", "<think>72", 0), ("72", "", 0)])
+def test_numbers_are_equal(judge, answer, reply, right):
+    assert judge("number", answer, reply) == bool(right)
+
+
+@pytest.mark.parametrize("answer, reply, right", [
+    ("B", "B", 1), ("B", "(B)", 1), ("b", "The answer is (B).", 1), (1, "The answer is B", 1), ("1", "**B**", 1),
+    ("B", "Answer: B) Paris", 1), ("B", "A is wrong. I think the answer is B", 1), ("B", "I think it is C", 0),
+    ("A", "A cat", 0), ("C", r"\boxed{C}", 1), ("C", r"\boxed{\text{C}}", 1), ("D", "(A) no (D) yes", 1),
+    ("D", "<answer>d</answer>", 1), ("B) Paris", "B. Paris", 1), ("B", "", 0), ("A", "the answer: I'm unsure", 0)])
+def test_choices_are_letters(judge, answer, reply, right):
+    assert judge("choice", answer, reply) == bool(right)
+
+
+@pytest.mark.parametrize("check, answer, reply, right", [
+    ("exact", "New York", " New\n York ", 1), ("exact", "New York", "new york", 0),
+    ("exact", "New York", "It is <answer>New York</answer>", 1), ("exact", ["a", "b"], "b", 1),
+    ("contains", "Paris", "It is PARIS, of course", 1), ("contains", "art", "Bart", 0),
+    ("contains", "C++", "in C++.", 1), ("regex", r"^\d+ km$", "12 km", 1), ("regex", r"^\d+ km$", "12 m", 0)])
+def test_texts_are_compared(judge, check, answer, reply, right):
+    assert judge(check, answer, reply) == bool(right)
+
+
+@pytest.mark.parametrize("extract, reply, right", [
+    ("last_number", r"\boxed{5} then 6", 0), ("last_number", "5", 1), ("boxed", "5", 0), ("boxed", r"\boxed{5}", 1),
+    ("answer_tag", r"\boxed{5}", 0), ("answer_tag", "<Answer> 5 </Answer>", 1), ("whole", r"\boxed{6} 5", 1)])
+def test_where_the_answer_stands(judge, extract, reply, right):
+    assert judge("number", "5", reply, extract=extract) == bool(right)
+
+
+@pytest.mark.parametrize("check, answer", [("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"),
+                                           ("regex", "(a|aa)+c$")])
+def test_any_text_gets_a_verdict_in_time(judge, check, answer):
+    for reply in [*HOSTILE, "a" * 40 + "b"]:
+        start = time.perf_counter()
+        assert judge(check, answer, reply) is False
+        assert time.perf_counter() - start < 3, reply[:20]  # a search ends after one second
+
+
+# Rewards of one's own
+
+REWARDS = '''
+import asyncio
+CALLS = []
+def correct(prompts, completions, answer, **columns):
+    CALLS.append((prompts, completions, answer, sorted(columns)))
+    return [float(c.strip() == a) for c, a in zip(completions, answer)]
+def short(completions, **kwargs):
+    longest = max(map(len, completions))
+    return [None if not c else len(c) / longest for c in completions]
+async def later(prompts, completions):
+    await asyncio.sleep(0)
+    return [0.5] * len(prompts)
+def few(completions, **kwargs):
+    return [1.0]
+def text(completions, **kwargs):
+    return ["good"] * len(completions)
+def fails(completions, **kwargs):
+    return [float(c) for c in completions]
+def chat(prompts, completions, **kwargs):
+    return [float(p[-1]["content"].startswith("What") and c[0]["content"] == "yes") for p, c in
+            zip(prompts, completions)]
+'''
+
+
+def score(env, replies):
+    task = env.task("train", 0)
+    steps = [env.start(task, 1).step(reply) for reply in replies]
+    conversations = [[*task.messages, dict(role="assistant", content=reply)] for reply in replies]
+    return task, env.score_group(task, conversations, steps)
+
+
+def test_reward_functions_see_a_group(tmp_path):
+    (tmp_path / "my.py").write_text(REWARDS)
+    data = write(tmp_path / "train.jsonl", sums())
+    names = ",".join(f"{tmp_path}/my.py:{name}" for name in ("correct", "short", "later"))
+    env = make(data, prompt="question", rewards=names, weights="1,0.2,-1")
+    answer = env.task("train", 0).data["row"]["answer"]
+    task, steps = score(env, [answer, "xxxx", ""])
+    short = len(answer) / 4
+    assert [step.reward for step in steps] == pytest.approx([1 + 0.2 * short - 0.5, 0.2 - 0.5, -0.5])
+    assert steps[0].info == {"correct": 1.0, "short": short, "later": 0.5}
+    assert steps[2].info == {"correct": 0.0, "later": 0.5}  # None does not count
+    ((prompts, completions, answers, columns),) = env.functions[0][1].__globals__["CALLS"]
+    assert prompts == [task.messages[0]["content"]] * 3 and completions == [answer, "xxxx", ""]
+    assert answers == [answer] * 3
+    assert columns == ["completion_ids", "log_extra", "log_metric", "question", "trainer_state"]
+    # With a check too, its verdict is what is right, and is added.
+    env = make(data, prompt="question", check="number", rewards=f"{tmp_path}/my.py:correct", weights="0.5")
+    answer = env.task("train", 0).data["row"]["answer"]
+    _, steps = score(env, [f"It is {answer}", answer])
+    assert [step.reward for step in steps] == [1.0, 1.5]
+    assert steps[0].info == {"correct": 1.0, "format": 1.0, "my_correct": 0.0}
+
+
+def test_messages_reach_reward_functions_as_messages(tmp_path):
+    (tmp_path / "my.py").write_text(REWARDS)
+    rows = [dict(prompt=[dict(role="user", content=f"What is {n}?")]) for n in range(4)]
+    env = make(write(tmp_path / "train.jsonl", rows), rewards=f"{tmp_path}/my.py:chat")
+    _, steps = score(env, ["yes", "no"])
+    assert [step.reward for step in steps] == [1.0, 0.0] == [step.info["correct"] for step in steps]
+
+
+@pytest.mark.parametrize("name, message", [
+    ("few", r"reward few, row train-\d+: expected 2 numbers, or None, got \[1.0\]"),
+    ("text", r"reward text, row train-\d+: expected 2 numbers, or None, got \['good', 'good'\]"),
+    ("fails", r"reward fails, row train-\d+: ValueError: could not convert string to float: 'a'")])
+def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
+    (tmp_path / "my.py").write_text(REWARDS)
+    env = make(write(tmp_path / "train.jsonl", sums()), prompt="question", rewards=f"{tmp_path}/my.py:{name}")
+    with pytest.raises(envs.BadInput, match=message):
+        score(env, ["a", "b"])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(data=""), "option data: expected a file"),
+    (dict(check=""), "option check: expected one of exact, number, choice, math, contains, regex, python, where"),
+    (dict(check="nunber"), "option check: expected one of , exact, number"),
+    (dict(prompt="qestion"), r"row 1: no column qestion \(did you mean 'question'\?\); it has question, answer \(40"),
+    (dict(answer="reward.truth"), "row 1: no column reward.truth"),
+    (dict(data="no.jsonl"), r"data no.jsonl: cannot be read \(FileNotFoundError"),
+    (dict(data="data.txt"), r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv\)"),
+    (dict(rewards="my.py:f", weights="1,2"), "option weights: expected 1 numbers with commas"),
+    (dict(rewards="my.py:f"), "option rewards my.py:f: expected path/to/file.py:name"),
+    (dict(timeout="0"), "option timeout: expected more than 0"),
+    (dict(colum="x"), "unknown option 'colum'.*known: data, split, test, prompt")])
+def test_bad_options_are_one_line(tmp_path, options, message):
+    given = dict(data=write(tmp_path / "train.jsonl", sums()), prompt="question", check="number") | options
+    with pytest.raises(envs.BadInput, match=message) as found:
+        envs.make("rows", **given)
+    assert "\n" not in str(found.value)
+
+
+def test_bad_rows_are_named_and_left_out(tmp_path):
+    bad = [dict(question="no answer"), dict(question="empty", answer=""), dict(question="word", answer="many"),
+           dict(question="", answer="1"), dict(question=[dict(role="user")] * 0, answer="1"), 5,
+           dict(question=[dict(role="robot", content="x")], answer="1"), dict(question="list", answer=[]),
+           dict(question=[dict(role="user", content="x"), dict(role="assistant", content="y")], answer="1")]
+    data = write(tmp_path / "train.jsonl", sums(20) + bad)
+    with pytest.warns(UserWarning, match="left out: .*row 21: no column answer; it has question"):
+        env = make(data, prompt="question", check="number")
+    assert "20 " not in env.about.split(" to train on")[0] and "9 that cannot be used" in env.about
+    with pytest.raises(envs.BadInput, match=r"row 3: no column answer; it has question \(9 such rows\)"):
+        make(write(tmp_path / "most.jsonl", sums(2) + bad), prompt="question", check="number")
+    twice = [dict(row, name=n % 30) for n, row in enumerate(sums(40))]
+    with pytest.warns(UserWarning, match="row 31: column name: '0' a second time"):
+        make(write(tmp_path / "twice.jsonl", twice), prompt="question", check="number", id="name")
+
+
+def test_a_row_of_its_own_kind_of_source(tmp_path):
+    rows = [dict(row, kind=["easy", "very hard!"][n % 2]) for n, row in enumerate(sums(10))]
+    env = make(write(tmp_path / "a.jsonl", rows), prompt="question", check="number", source="kind")
+    sources = {env.task("train", k).source for k in range(env.num_tasks("train"))}
+    assert sources == {"easy", "very_hard_"}
+
+
+# Code
+
+
+def needs_sandbox():
+    if "CI" not in os.environ:
+        from envs.code import sandbox
+        if not sandbox.works():
+            pytest.skip("no sandbox here: bubblewrap")
+
+
+ADD = "def add(a, b):\n    return a + b"
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reply, right", [
+    (f"Here:\n```python\n{ADD}\n```\nDone.", 1), (ADD, 1), (ADD.replace("+", "-"), 0), ("", 0), ("def add(", 0),
+    ("import os\nos._exit(0)", 0), ("import sys\nsys.exit(0)", 0), ("def add(a, b):\n    while True: pass", 0),
+    ("class A(int):\n    def __eq__(self, other): return True\ndef add(a, b): return A(0)", 0),
+    (f"```\nwrong\n```\nno:\n```py\n{ADD}\n```", 1)])
+def test_code_is_run_in_the_sandbox(judge, reply, right):
+    needs_sandbox()
+    assert judge("python", TESTS, reply, timeout=3) == bool(right)
+
+
+@pytest.mark.slow
+def test_tests_in_other_forms(judge, tmp_path):
+    needs_sandbox()
+    assert judge("python", "\n".join(TESTS), ADD)
+    rows = [dict(prompt=f"add {n}", test="def check(candidate):\n    assert candidate(1, 2) == 3",
+                 entry_point="add") for n in range(2)]
+    env = make(write(tmp_path / "humaneval.jsonl", rows), answer="test", check="python")
+    assert env.start(env.task("train", 0), 1).step(ADD).reward == 1
+    assert env.start(env.task("train", 0), 1).step(ADD.replace("+", "*")).reward == 0
+    assert env.solution(env.task("train", 0)) is None
+    with pytest.raises(envs.BadInput, match="row 1: tests that are not Python"):
+        make(write(tmp_path / "a.jsonl", [dict(prompt="a", answer="assert (")]), check="python")
+
+
+# Mathematics
+
+MATH = [  # answer, reply, whether it is right
+    ("1/2", r"The answer is $\frac{1}{2}$.", 1), (r"\frac{3}{4}", "0.75", 1), ("0.5", r"\boxed{\frac12}", 1),
+    ("2/3", "So it is 0.67", 0), (r"11\frac{1}{2}", r"\boxed{11.5}", 1), ("0.333", r"\boxed{1/3}", 0),
+    ("12", r"The area is \boxed{12\text{ cm}^2}", 1), ("12 cm", r"\boxed{12}", 1), ("5", "5 apples", 1),
+    (r"12\text{ m/s}", r"\boxed{12}", 1), ("5 km", "The distance is 5 km.", 1), ("5 km", "It is 6 km.", 0),
+    ("25%", r"\boxed{25\%}", 1), (r"25\%", "0.25", 1), ("25", r"\boxed{25\%}", 1), ("25%", r"\boxed{24\%}", 0),
+    ("(0, 1)", r"\boxed{(0,1)}", 1), ("[0, 1)", "$[0,1)$", 1), ("[0, 1)", "$[0,1]$", 0),
+    (r"(-\infty, 3]", r"$x \in (-\infty, 3]$", 1), ("3 < x < 5", r"\boxed{(3,5)}", 1),
+    (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2) \cup (3, \infty)}", 1),
+    (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2]\cup (3, \infty)}", 0),
+    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1), (r"\{1,2,3\}", r"\boxed{\{1,2\}}", 0), ("1, 2", r"\boxed{2, 1}", 1),
+    ("1, 2", r"\boxed{1 \text{ and } 2}", 1), (r"\{1,2\}", r"\boxed{1,2}", 1), ("(2, 3)", r"\boxed{(3,2)}", 0),
+    ("(2, 3)", r"\boxed{(2,3)}", 1), ("x^2+2x+1", "$(x+1)^2$", 1), ("x^2+2x+1", "$(x+1)^2+1$", 0),
+    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1), (r"2\sqrt{3}", r"\boxed{3\sqrt{2}}", 0),
+    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", 1), (r"\pi/4", r"\boxed{\frac{\pi}{4}}", 1),
+    (r"\pi/4", r"\boxed{0.7854}", 0), ("x=5", r"\boxed{5}", 1), ("5", "$x=5$", 1),
+    ("y = 2x + 1", r"\boxed{y = 2x+1}", 1), ("y = 2x + 1", r"\boxed{2x+1}", 1), ("y=2x+1", r"\boxed{y=2x+3}", 0),
+    ("1,234", r"\boxed{1234}", 1), ("1234", "The total is 1,234.", 1), ("1000000", r"\boxed{10^6}", 1),
+    ("-7", r"\boxed{-7}", 1), ("-7", r"\boxed{7}", 0), ("7", "Answer: -7", 0), ("x>3", r"\boxed{x > 3}", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\4&3\end{pmatrix}}", 0),
+    ("3+4i", r"\boxed{4i+3}", 1), ("3+4i", r"\boxed{3-4i}", 0), (r"90^\circ", r"\boxed{90}", 1),
+    (r"\$18.90", r"\boxed{18.9}", 1), ("$18.90", "It costs $18.90.", 1), ("x>3", r"\boxed{x<3}", 0),
+    ("42", "", 0), ("42", "I do not know", 0), ("42", r"\boxed{}", 0), (r"\log_2 8", r"\boxed{3}", 1),
+    ("42", r"First \boxed{41}, no: \boxed{42}", 1), ("42", r"First \boxed{42}, no: \boxed{41}", 0),
+    (r"\text{even}", r"\boxed{\text{even}}", 1), (r"\text{even}", r"\boxed{\text{odd}}", 0),
+    ("2^{10}", "1024", 1), ("5!", r"\boxed{120}", 1), ("<answer>6</answer> #### 6", "<answer>6</answer>", 1)]
+
+
+@pytest.fixture
+def mathematics(tmp_path):
+    if "CI" not in os.environ:
+        pytest.importorskip("math_verify")
+    rows = [dict(question=f"q{n}", answer=answer) for n, (answer, _, _) in enumerate(MATH)]
+    return make(write(tmp_path / "math.jsonl", rows), prompt="question", check="math")
+
+
+@pytest.mark.slow
+def test_mathematics(mathematics):
+    assert mathematics.blocking
+    wrong = []
+    for split in mathematics.splits:
+        for k in range(mathematics.num_tasks(split)):
+            task = mathematics.task(split, k)
+            answer, reply, right = MATH[int(task.messages[0]["content"][1:])]
+            if mathematics.start(task, 1).step(reply).reward != right:
+                wrong.append((answer, reply, right))
+    assert not wrong and len(MATH) >= 60
+
+
+@pytest.mark.slow
+def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
+    task = mathematics.task("train", 0)
+    good = mathematics.solution(task)
+    assert mathematics.start(task, 1).step(good).reward == 1  # a worker is there now
+
+    async def play():
+        call = envs.Calls(mathematics)
+        hanging = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}"]
+        start = time.perf_counter()
+        seconds = {}
+
+        async def step(name, reply):
+            result = await call(mathematics.start(task, 1).step, reply)
+            seconds[name] = time.perf_counter() - start
+            return result.reward
+        rewards = await asyncio.gather(*(step(f"bad{n}", reply) for n, reply in enumerate(hanging[:1])),
+                                       *(step(f"good{n}", good) for n in range(20)))
+        return rewards, seconds
+    rewards, seconds = asyncio.run(play())
+    assert rewards == [0.0] + [1.0] * 20
+    assert seconds["bad0"] < 2.5 * max(1.0, seconds["good0"] / 2)
+    for reply in HOSTILE:
+        assert mathematics.start(task, 1).step(reply).reward == 0.0
+
+
+def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else find(name))
+    with pytest.raises(envs.BadInput, match="check=math needs the package math-verify: pip install -r requirements-"):
+        make(write(tmp_path / "a.jsonl", sums()), prompt="question", check="math")
+
+
+def test_in_a_mixture(tmp_path):
+    (tmp_path / "my.py").write_text(REWARDS)
+    data = write(tmp_path / "train.jsonl", sums())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = envs.make("rows,countdown", **{"rows.data": data, "rows.prompt": "question",
+                                             "rows.rewards": f"{tmp_path}/my.py:chat,{tmp_path}/my.py:later"})
+    assert "held out" in env.about
+    with pytest.raises(envs.BadInput, match="reward chat, row train-"):
+        score(env, ["yes", "no"])
