@@ -37,7 +37,7 @@ from envs.workers import shared_pool
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 TEST_SHARE = 10  # where no test rows are given, one prompt in so many is held out
 MATH_SECONDS = 2.0  # that sympy may take for a reply [s]
-REGEX_SECONDS = 1.0  # that a search may take [s]
+REGEX_SECONDS = 0.2  # that a search may take [s]
 MOST_DIGITS = 100  # of a number; also its largest exponent
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -217,7 +217,7 @@ _NUMBER = re.compile(
     rf"(?<![\w.])(?P<sign>[-+\u2212]?)\s?[$\u20ac\xa3\xa5]?\s?(?:(?P<whole>\d+)\s)?(?P<number>{_DIGITS})"
     r"(?:[eE](?P<exponent>[-+]?\d{1,3})\b)?(?:\s?/\s?(?P<denominator>\d+))?\s?(?P<percent>%)?")
 _LETTER = re.compile(r"(?i:answer|option|choice)\W*(?i:is|:)?\W*\(?([A-Z])\b(?!['\u2019])")
-_MARKED = re.compile(r"\(([A-Z])\)|\*\*([A-Z])\b|(?m:^)\W*([A-Z])(?=[.):]|\s*$)")
+_MARKED = re.compile(r"\(([A-Z])\)|\*\*([A-Z])\b|(?m:^)[^\w\n]*([A-Z])(?=[.):]|\s*$)")
 _CODE = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -516,7 +516,8 @@ class Rows(Env):
             first = {}  # prompt -> the first row with it
             for name in train:
                 first.setdefault(key[name], name)
-            side = envs.hold_out([*first.values()], lambda name: zlib.crc32(key[name].encode()) % TEST_SHARE == 0,
+            side = envs.hold_out([*first.values()],
+                                 lambda name: zlib.crc32(key[name].encode()) % TEST_SHARE == 0,
                                  f"environment rows: {config.data}: row")
             tasks = {part: [] for part in side}
             held_out = set(side["test"])

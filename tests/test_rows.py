@@ -1,4 +1,4 @@
-"""envs/rows.py: people's own rows. Files and columns, comparisons, tests of code, reward functions, bad rows."""
+"""envs/rows.py: people's own rows. Files, columns, comparisons, code, reward functions, bad rows."""
 
 import asyncio
 import csv
@@ -13,8 +13,10 @@ import pytest
 
 import envs
 
-HOSTILE = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000, "(" * 20_000,
-           "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000, "a" * 1_000_000]
+HOSTILE = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000,
+           "(" * 20_000,
+           "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000,
+           "a" * 1_000_000]
 
 
 def write(path, rows):
@@ -77,7 +79,8 @@ def test_a_csv_keeps_texts_as_they_are(tmp_path):
     episode = env.start(env.task("train", 0), 1)
     assert episode.step("007").reward == 1 and episode.step("7").reward == 0
     (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
-    with pytest.raises(envs.BadInput, match=r"short.csv, row 2: expected a value for each column of prompt, ans"):
+    with pytest.raises(envs.BadInput,
+                       match=r"short.csv, row 2: expected a value for each column of prompt, ans"):
         make(tmp_path / "short.csv", check="exact")
 
 
@@ -93,13 +96,15 @@ def test_a_folder_has_splits(tmp_path, kind, monkeypatch):
         write(folder / "train.jsonl", parts["train"])
         write(folder / "test.jsonl", parts["test"])
     else:
-        datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(folder)
+        splits = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
+        datasets.DatasetDict(splits).save_to_disk(folder)
     env = make(folder, prompt="question", check="number")
     assert (env.num_tasks("train"), env.num_tasks("test")) == (30, 10)
     assert env.task("test", 0).messages[0]["content"] == "What is 31 + 31?"
     with pytest.raises(envs.BadInput, match="no split 'trian' .did you mean 'train'.*it has train, test"):
         make(folder, prompt="question", check="number", split="trian")
-    with pytest.raises(envs.BadInput, match=r"option test: expected a file .* or a split of .* \(test\), got 'val'"):
+    with pytest.raises(envs.BadInput,
+                       match=r"option test: expected a file .* or a split of .* \(test\), got 'val'"):
         make(folder, prompt="question", check="number", test="val")
 
 
@@ -122,7 +127,8 @@ def test_no_held_out_question_is_trained_on(tmp_path):
 
 
 def test_a_file_of_verl(tmp_path):
-    rows = [dict(data_source="openai/gsm8k", prompt=[dict(role="user", content=f"Add {n} and 2. After \"####\".")],
+    rows = [dict(data_source="openai/gsm8k",
+                 prompt=[dict(role="user", content=f"Add {n} and 2. After \"####\".")],
                  ability="math", reward_model=dict(style="rule", ground_truth=str(n + 2)),
                  extra_info=dict(split="train", index=n, answer="...", question="...")) for n in range(20)]
     env = make(write(tmp_path / "train.parquet", rows), answer="reward_model.ground_truth", check="number",
@@ -135,7 +141,8 @@ def test_a_file_of_verl(tmp_path):
 
 
 def test_a_file_of_trl(tmp_path):
-    rows = [dict(prompt=[dict(role="system", content="Think."), dict(role="user", content=f"Half of {2 * n}?")],
+    rows = [dict(prompt=[dict(role="system", content="Think."),
+                         dict(role="user", content=f"Half of {2 * n}?")],
                  solution=f"$\\boxed{{{n}}}$") for n in range(20)]
     env = make(write(tmp_path / "train.jsonl", rows), answer="solution", check="number", extract="boxed")
     task = env.task("train", 0)
@@ -162,7 +169,8 @@ def test_a_file_of_open_instruct(tmp_path):
 
 @pytest.mark.parametrize("answer, reply, right", [
     ("42", "So 6 * 7 = 42.", 1), ("1,234", "The total is 1234 dollars", 1), ("1234", r"\boxed{1{,}234}", 1),
-    ("$5", "It costs $5.00", 1), ("3/4", "0.75", 1), ("0.75", r"\boxed{\frac{3}{4}}", 1), (7, "seven is 7", 1),
+    ("$5", "It costs $5.00", 1), ("3/4", "0.75", 1), ("0.75", r"\boxed{\frac{3}{4}}", 1),
+    (7, "seven is 7", 1),
     (0.5, "1/2", 1), ("45%", "0.45", 1), ("45", "45%", 1), ("45%", "45", 1), ("0.45", "45%", 1),
     ("45", "0.45", 0), ("-3", "10-3", 0), ("3", "10-3", 1), ("-3", "x = -3", 1), ("10", "5-10", 1),
     ("-5", "\u22125", 1), ("2 1/2", "2.5", 1), ("2.5", r"$2\frac{1}{2}$", 1), ("1e3", "1000", 1),
@@ -176,10 +184,13 @@ def test_numbers_are_equal(judge, answer, reply, right):
 
 
 @pytest.mark.parametrize("answer, reply, right", [
-    ("B", "B", 1), ("B", "(B)", 1), ("b", "The answer is (B).", 1), (1, "The answer is B", 1), ("1", "**B**", 1),
-    ("B", "Answer: B) Paris", 1), ("B", "A is wrong. I think the answer is B", 1), ("B", "I think it is C", 0),
+    ("B", "B", 1), ("B", "(B)", 1), ("b", "The answer is (B).", 1), (1, "The answer is B", 1),
+    ("1", "**B**", 1),
+    ("B", "Answer: B) Paris", 1), ("B", "A is wrong. I think the answer is B", 1),
+    ("B", "I think it is C", 0),
     ("A", "A cat", 0), ("C", r"\boxed{C}", 1), ("C", r"\boxed{\text{C}}", 1), ("D", "(A) no (D) yes", 1),
-    ("D", "<answer>d</answer>", 1), ("B) Paris", "B. Paris", 1), ("B", "", 0), ("A", "the answer: I'm unsure", 0)])
+    ("D", "<answer>d</answer>", 1), ("B) Paris", "B. Paris", 1), ("B", "", 0),
+    ("A", "the answer: I'm unsure", 0)])
 def test_choices_are_letters(judge, answer, reply, right):
     assert judge("choice", answer, reply) == bool(right)
 
@@ -194,19 +205,21 @@ def test_texts_are_compared(judge, check, answer, reply, right):
 
 
 @pytest.mark.parametrize("extract, reply, right", [
-    ("last_number", r"\boxed{5} then 6", 0), ("last_number", "5", 1), ("boxed", "5", 0), ("boxed", r"\boxed{5}", 1),
+    ("last_number", r"\boxed{5} then 6", 0), ("last_number", "5", 1), ("boxed", "5", 0),
+    ("boxed", r"\boxed{5}", 1),
     ("answer_tag", r"\boxed{5}", 0), ("answer_tag", "<Answer> 5 </Answer>", 1), ("whole", r"\boxed{6} 5", 1)])
 def test_where_the_answer_stands(judge, extract, reply, right):
     assert judge("number", "5", reply, extract=extract) == bool(right)
 
 
-@pytest.mark.parametrize("check, answer", [("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"),
+@pytest.mark.parametrize("check, answer",
+                         [("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"),
                                            ("regex", "(a|aa)+c$")])
 def test_any_text_gets_a_verdict_in_time(judge, check, answer):
     for reply in [*HOSTILE, "a" * 40 + "b"]:
         start = time.perf_counter()
         assert judge(check, answer, reply) is False
-        assert time.perf_counter() - start < 3, reply[:20]  # a search ends after one second
+        assert time.perf_counter() - start < 3, reply[:20]  # a search ends after 0.2 s
 
 
 # Rewards of one's own
@@ -289,12 +302,15 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
 
 @pytest.mark.parametrize("options, message", [
     (dict(data=""), "option data: expected a file"),
-    (dict(check=""), "option check: expected one of exact, number, choice, math, contains, regex, python, where"),
+    (dict(check=""),
+     "option check: expected one of exact, number, choice, math, contains, regex, python, where"),
     (dict(check="nunber"), "option check: expected one of , exact, number"),
-    (dict(prompt="qestion"), r"row 1: no column qestion \(did you mean 'question'\?\); it has question, answer \(40"),
+    (dict(prompt="qestion"),
+     r"row 1: no column qestion \(did you mean 'question'\?\); it has question, answer \(40"),
     (dict(answer="reward.truth"), "row 1: no column reward.truth"),
     (dict(data="no.jsonl"), r"data no.jsonl: cannot be read \(FileNotFoundError"),
-    (dict(data="data.txt"), r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv\)"),
+    (dict(data="data.txt"),
+     r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv\)"),
     (dict(rewards="my.py:f", weights="1,2"), "option weights: expected 1 numbers with commas"),
     (dict(rewards="my.py:f"), "option rewards my.py:f: expected path/to/file.py:name"),
     (dict(timeout="0"), "option timeout: expected more than 0"),
@@ -307,7 +323,8 @@ def test_bad_options_are_one_line(tmp_path, options, message):
 
 
 def test_bad_rows_are_named_and_left_out(tmp_path):
-    bad = [dict(question="no answer"), dict(question="empty", answer=""), dict(question="word", answer="many"),
+    bad = [dict(question="no answer"), dict(question="empty", answer=""),
+           dict(question="word", answer="many"),
            dict(question="", answer="1"), dict(question=[dict(role="user")] * 0, answer="1"), 5,
            dict(question=[dict(role="robot", content="x")], answer="1"), dict(question="list", answer=[]),
            dict(question=[dict(role="user", content="x"), dict(role="assistant", content="y")], answer="1")]
@@ -345,8 +362,10 @@ TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reply, right", [
-    (f"Here:\n```python\n{ADD}\n```\nDone.", 1), (ADD, 1), (ADD.replace("+", "-"), 0), ("", 0), ("def add(", 0),
-    ("import os\nos._exit(0)", 0), ("import sys\nsys.exit(0)", 0), ("def add(a, b):\n    while True: pass", 0),
+    (f"Here:\n```python\n{ADD}\n```\nDone.", 1), (ADD, 1), (ADD.replace("+", "-"), 0), ("", 0),
+    ("def add(", 0),
+    ("import os\nos._exit(0)", 0), ("import sys\nsys.exit(0)", 0),
+    ("def add(a, b):\n    while True: pass", 0),
     ("class A(int):\n    def __eq__(self, other): return True\ndef add(a, b): return A(0)", 0),
     (f"```\nwrong\n```\nno:\n```py\n{ADD}\n```", 1)])
 def test_code_is_run_in_the_sandbox(judge, reply, right):
@@ -375,18 +394,22 @@ MATH = [  # answer, reply, whether it is right
     ("2/3", "So it is 0.67", 0), (r"11\frac{1}{2}", r"\boxed{11.5}", 1), ("0.333", r"\boxed{1/3}", 0),
     ("12", r"The area is \boxed{12\text{ cm}^2}", 1), ("12 cm", r"\boxed{12}", 1), ("5", "5 apples", 1),
     (r"12\text{ m/s}", r"\boxed{12}", 1), ("5 km", "The distance is 5 km.", 1), ("5 km", "It is 6 km.", 0),
-    ("25%", r"\boxed{25\%}", 1), (r"25\%", "0.25", 1), ("25", r"\boxed{25\%}", 1), ("25%", r"\boxed{24\%}", 0),
+    ("25%", r"\boxed{25\%}", 1), (r"25\%", "0.25", 1), ("25", r"\boxed{25\%}", 1),
+    ("25%", r"\boxed{24\%}", 0),
     ("(0, 1)", r"\boxed{(0,1)}", 1), ("[0, 1)", "$[0,1)$", 1), ("[0, 1)", "$[0,1]$", 0),
     (r"(-\infty, 3]", r"$x \in (-\infty, 3]$", 1), ("3 < x < 5", r"\boxed{(3,5)}", 1),
     (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2) \cup (3, \infty)}", 1),
     (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2]\cup (3, \infty)}", 0),
-    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1), (r"\{1,2,3\}", r"\boxed{\{1,2\}}", 0), ("1, 2", r"\boxed{2, 1}", 1),
-    ("1, 2", r"\boxed{1 \text{ and } 2}", 1), (r"\{1,2\}", r"\boxed{1,2}", 1), ("(2, 3)", r"\boxed{(3,2)}", 0),
+    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1), (r"\{1,2,3\}", r"\boxed{\{1,2\}}", 0),
+    ("1, 2", r"\boxed{2, 1}", 1),
+    ("1, 2", r"\boxed{1 \text{ and } 2}", 1), (r"\{1,2\}", r"\boxed{1,2}", 1),
+    ("(2, 3)", r"\boxed{(3,2)}", 0),
     ("(2, 3)", r"\boxed{(2,3)}", 1), ("x^2+2x+1", "$(x+1)^2$", 1), ("x^2+2x+1", "$(x+1)^2+1$", 0),
     (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1), (r"2\sqrt{3}", r"\boxed{3\sqrt{2}}", 0),
     (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", 1), (r"\pi/4", r"\boxed{\frac{\pi}{4}}", 1),
     (r"\pi/4", r"\boxed{0.7854}", 0), ("x=5", r"\boxed{5}", 1), ("5", "$x=5$", 1),
-    ("y = 2x + 1", r"\boxed{y = 2x+1}", 1), ("y = 2x + 1", r"\boxed{2x+1}", 1), ("y=2x+1", r"\boxed{y=2x+3}", 0),
+    ("y = 2x + 1", r"\boxed{y = 2x+1}", 1), ("y = 2x + 1", r"\boxed{2x+1}", 1),
+    ("y=2x+1", r"\boxed{y=2x+3}", 0),
     ("1,234", r"\boxed{1234}", 1), ("1234", "The total is 1,234.", 1), ("1000000", r"\boxed{10^6}", 1),
     ("-7", r"\boxed{-7}", 1), ("-7", r"\boxed{7}", 0), ("7", "Answer: -7", 0), ("x>3", r"\boxed{x > 3}", 1),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", 1),
@@ -424,25 +447,21 @@ def test_mathematics(mathematics):
 def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
     task = mathematics.task("train", 0)
     good = mathematics.solution(task)
-    assert mathematics.start(task, 1).step(good).reward == 1  # a worker is there now
 
-    async def play():
+    async def play(replies):
+        """-> the reward of each, and after how many seconds it came"""
         call = envs.Calls(mathematics)
-        hanging = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}"]
         start = time.perf_counter()
-        seconds = {}
 
-        async def step(name, reply):
+        async def step(reply):
             result = await call(mathematics.start(task, 1).step, reply)
-            seconds[name] = time.perf_counter() - start
-            return result.reward
-        rewards = await asyncio.gather(*(step(f"bad{n}", reply) for n, reply in enumerate(hanging[:1])),
-                                       *(step(f"good{n}", good) for n in range(20)))
-        return rewards, seconds
-    rewards, seconds = asyncio.run(play())
-    assert rewards == [0.0] + [1.0] * 20
-    assert seconds["bad0"] < 2.5 * max(1.0, seconds["good0"] / 2)
-    for reply in HOSTILE:
+            return result.reward, time.perf_counter() - start
+        return await asyncio.gather(*map(step, replies))
+    asyncio.run(play([good] * 50))  # all workers are there now
+    (verdict, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
+    assert verdict == 0 and 1.9 < ended < 2.5
+    assert all(reward == 1 and seconds < ended for reward, seconds in others)
+    for reply in [*HOSTILE, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}"]:
         assert mathematics.start(task, 1).step(reply).reward == 0.0
 
 
@@ -450,8 +469,10 @@ def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else find(name))
-    with pytest.raises(envs.BadInput, match="check=math needs the package math-verify: pip install -r requirements-"):
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *more: None if name == "math_verify" else find(name, *more))
+    with pytest.raises(envs.BadInput,
+                       match="check=math needs the package math-verify: pip install -r requirements-"):
         make(write(tmp_path / "a.jsonl", sums()), prompt="question", check="math")
 
 

@@ -48,7 +48,8 @@ def digest(case, seed=0):
     places = [place for place in places if place[1] < 9]
     order = random.Random(seed).sample(places, len(places)) if seed else places
     made = {place: (task := env.task(*place), env.solution(task)) for place in order}
-    text = repr([made[place] for place in places]).replace(", tools=None, seat=0)", ")")  # a field that came later
+    text = repr([made[place] for place in places]).replace(", tools=None, seat=0)",
+                                                           ")")  # a field that came later
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
