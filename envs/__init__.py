@@ -41,6 +41,7 @@ ENVS = {
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
     "openspiel": "envs.openspiel:OpenSpiel",
+    "reasoning-gym": "envs.adapters.reasoning_gym:ReasoningGym",
     "repl": "envs.code.repl:Repl",
     "rows": "envs.rows:Rows",
     "swe": "envs.code.swe:Swe",
@@ -511,7 +512,8 @@ def hint(word: str, known) -> str:
 
 
 def _convert(value, hint, where: str):
-    """`value`, or the text of one, as the type `hint`: int, float, bool, str or a Literal of strings."""
+    """`value`, or the text of one, as the type `hint`: int, float, bool, str, a Literal of strings, or any
+    that Pydantic knows, as JSON."""
     if typing.get_origin(hint) is typing.Literal:
         if value in typing.get_args(hint):
             return value
@@ -528,4 +530,18 @@ def _convert(value, hint, where: str):
             pass
     elif hint in (bool, str) and isinstance(value, hint):
         return value
+    elif hint not in (int, float, bool, str):
+        return _convert_json(value, hint, where)
     raise BadInput(f"{where}: expected {getattr(hint, '__name__', hint)}, got {value!r}")
+
+
+def _convert_json(value, hint, where: str):
+    import pydantic  # here: sandboxes import this module where there is nothing but Python
+
+    kind = pydantic.TypeAdapter(hint)
+    for read in (json.loads, str, lambda value: value):
+        try:
+            return kind.validate_python(read(value))
+        except (TypeError, ValueError):  # pydantic's is one
+            pass
+    raise BadInput(f"{where}: expected {str(hint).replace('typing.', '')}, as JSON, got {value!r}")
