@@ -968,7 +968,7 @@ class Player:
 def score_groups(env, rollouts, num_samples):
     """Let the environment score the finished episodes of each task together."""
     for start in range(0, len(rollouts), num_samples):
-        group = [r for r in rollouts[start:start + num_samples] if r.termination == "done"]
+        group = [r for r in rollouts[start:start + num_samples] if r.termination in ("done", "truncated")]
         if group:
             conversations = [r.messages for r in group]
             steps = env.score_group(group[0].task, conversations, [r.steps[-1] for r in group])

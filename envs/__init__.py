@@ -45,6 +45,7 @@ ENVS = {
     "repl": "envs.code.repl:Repl",
     "rows": "envs.rows:Rows",
     "swe": "envs.code.swe:Swe",
+    "trl": "envs.adapters.trl:Trl",
 }
 MIXTURE = "envs.mixture:Mixture"  # of several of them
 

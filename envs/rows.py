@@ -162,8 +162,8 @@ def answers_of(value, column: str) -> list:
 class Table:
     """The rows that can be used, and what is wrong with the others."""
 
-    def __init__(self, config: Config, checks: bool):
-        self.config, self.checks = config, checks
+    def __init__(self, config: Config, checks: bool, keep_rows: bool):
+        self.config, self.checks, self.keep_rows = config, checks, keep_rows
         self.rows = {}  # of each split: {name: Task}
         self.bad = []  # one line for each row that cannot be used
 
@@ -197,7 +197,7 @@ class Table:
         if self.checks:
             data["answers"] = answers_of(column(config.answer), config.answer)
             CHECKS[config.check].check_answers(data["answers"], row)
-        if config.rewards:
+        if self.keep_rows:
             data["row"] = row
         if config.check == "python":
             data["entry_point"] = str(row.get("entry_point", ""))
@@ -474,13 +474,14 @@ class Rows(Env):
     """One reply per row. A check says whether it is right; reward functions may say what it is worth."""
 
     Config = Config
+    scores_itself = False  # a kind of Env in which neither a check nor reward functions are needed
 
     def __init__(self, config: Config):
         if config.system and Path(config.system).suffix and Path(config.system).is_file():
             config = dataclasses.replace(config, system=Path(config.system).read_text(encoding="utf-8"))
         super().__init__(config)
         check_option("rows", config, config.data, "data", f"a file ({', '.join(FILES)}), folder or hub id")
-        check_option("rows", config, config.check or config.rewards, "check",
+        check_option("rows", config, config.check or config.rewards or self.scores_itself, "check",
                      f"one of {', '.join(CHECKS)}, where no rewards are given")
         check_option("rows", config, config.timeout > 0, "timeout", "more than 0")
         self.functions = load_rewards(config)
@@ -493,7 +494,7 @@ class Rows(Env):
         self.tasks = self._read(config)
 
     def _read(self, config):
-        table = Table(config, self.check is not None)
+        table = Table(config, bool(self.check), bool(self.functions) or self.scores_itself)
         splits, split = rows_of(config.data, config.split)
         table.add("train", config.data, splits[split])
         if config.test and config.test not in splits:
@@ -566,11 +567,11 @@ class Rows(Env):
                 if reward is not None:
                     totals[k] += weight * reward
                     infos[k][name] = float(reward)
-                if not self.check and not place:  # the first function says what is right
+                if not self.check and not self.scores_itself and not place:  # the first says what is right
                     infos[k]["correct"] = float(reward is not None and reward >= 1)
-        if self.check:
-            totals = [total + step.reward for total, step in zip(totals, steps, strict=True)]
-        return [Step([], total, True, False, info) for total, info in zip(totals, infos, strict=True)]
+        totals = [total + step.reward for total, step in zip(totals, steps, strict=True)]
+        return [dataclasses.replace(step, reward=total, info=info)
+                for step, total, info in zip(steps, totals, infos, strict=True)]
 
     def _call(self, name, function, columns, task) -> list:
         """The rewards that a function gives; whatever it raises is one line, which ends the run."""
@@ -581,7 +582,7 @@ class Rows(Env):
         try:
             rewards = function(**columns)
             if inspect.isawaitable(rewards):
-                rewards = asyncio.run(_awaited(rewards))
+                rewards = asyncio.run(awaited(rewards))
             rewards = [*rewards]
         except Exception as error:  # it is anybody's code
             raise BadInput(f"{where}: {type(error).__name__}: {first_line(error)}") from error
@@ -604,7 +605,7 @@ class Rows(Env):
         return marks.get(self.config.extract, "%s").replace("%s", gold_of(answer))
 
 
-async def _awaited(value):
+async def awaited(value):
     return await value
 
 
