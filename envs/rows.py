@@ -162,8 +162,8 @@ def answers_of(value, column: str) -> list:
 class Table:
     """The rows that can be used, and what is wrong with the others."""
 
-    def __init__(self, config: Config, checks: bool, keep_rows: bool):
-        self.config, self.checks, self.keep_rows = config, checks, keep_rows
+    def __init__(self, config: Config, checks: bool):
+        self.config, self.checks = config, checks
         self.rows = {}  # of each split: {name: Task}
         self.bad = []  # one line for each row that cannot be used
 
@@ -191,14 +191,12 @@ class Table:
             return value
 
         messages = messages_of(column(config.prompt), config.prompt)
-        data = {"text": isinstance(column(config.prompt), str)}
+        data = {"text": isinstance(column(config.prompt), str), "row": row}
         if config.system:
             messages = [{"role": "system", "content": config.system}, *messages]
         if self.checks:
             data["answers"] = answers_of(column(config.answer), config.answer)
             CHECKS[config.check].check_answers(data["answers"], row)
-        if self.keep_rows:
-            data["row"] = row
         if config.check == "python":
             data["entry_point"] = str(row.get("entry_point", ""))
         if config.id:
@@ -494,7 +492,7 @@ class Rows(Env):
         self.tasks = self._read(config)
 
     def _read(self, config):
-        table = Table(config, bool(self.check), bool(self.functions) or self.scores_itself)
+        table = Table(config, self.check is not None)
         splits, split = rows_of(config.data, config.split)
         table.add("train", config.data, splits[split])
         if config.test and config.test not in splits:

@@ -3,19 +3,23 @@
     python tools/plot_train_log.py --log runs/countdown/RUN --out train.png
     python tools/plot_train_log.py --log S1 S2 S3 --x wall_time_s --smoothing 10 --out grpo.png --csv grpo.csv
     python tools/plot_train_log.py --log G1 G2 --control S1 S2 --control-label "SFT continued" --out both.png
+    python tools/plot_train_log.py --log runs/rows/RUN --key "train/rows/*" critic/score/max --out parts.png
     python tools/plot_train_log.py --from-csv grpo.csv --out grpo.png
 
 A log is the file or its run folder. Several logs are the seeds of one experiment: the line is their mean and
 the band reaches from the lowest to the highest, over the x that all of them cover. Dotted verticals mark
 where a run was resumed. A panel without its key is left out with a JSON warning on standard error; without a
-usable record the exit status is 1, with a JSON reason there. --csv writes the numbers of the figure, and
---from-csv draws them again, so that the docs can carry the CSV instead of the runs.
+usable record the exit status is 1, with a JSON reason there. --key draws any numbers of the log. --csv writes
+the numbers of the figure, and --from-csv draws them again, so that the docs can carry the CSV instead of the
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import difflib
+import fnmatch
 import json
 import math
 import re
@@ -185,8 +189,11 @@ def read_run(path: str, x: str) -> Run:
     return Run(path, algo, str(meta.get("env") or ""), records, [at for at in resumes if at is not None])
 
 
-def read_group(paths: list[str], label: str, x: str, smoothing: int) -> Group:
-    """The usable logs among `paths`, combined; the others are warned of. Raises NoPlot when none is left."""
+def read_group(paths: list[str], label: str, x: str, smoothing: int, patterns: list[str]) -> Group:
+    """The usable logs among `paths`, combined; the others are warned of. Raises NoPlot when none is left.
+
+    patterns: of the keys that are wanted; none: those of the panels.
+    """
     runs, reasons = [], []
     for path in paths:
         try:
@@ -204,12 +211,26 @@ def read_group(paths: list[str], label: str, x: str, smoothing: int) -> Group:
     if min(ends) < 0.9 * max(ends):
         warn("runs of different length: the curves stop with the shortest", x=x, ends=ends)
     keys = sorted({key for run in runs for record in run.records for key in record})
-    wanted = [key for key in keys if key in WANTED or ACCURACY.fullmatch(key)]
+    wanted = matching(keys, patterns)
+    if not patterns:
+        wanted = [key for key in keys if key in WANTED or ACCURACY.fullmatch(key)]
     series = {key: combine([points(run, key, x, smoothing) for run in runs]) for key in wanted}
     found = {key: value for key, value in series.items() if value is not None}
     if not found:
         raise NoPlot(f"{', '.join(map(str, paths))}: no usable record (one with a key of any panel)")
     return Group(label, runs[0].algo, runs[0].env, found, sorted({at for run in runs for at in run.resumes}))
+
+
+def matching(keys: list[str], patterns: list[str]) -> list[str]:
+    """The keys that patterns such as train/rows/* name. NoPlot for one that names none."""
+    found = []
+    for pattern in patterns:
+        named = [key for key in keys if fnmatch.fnmatchcase(key, pattern)]
+        if not named:
+            close = difflib.get_close_matches(pattern, keys, n=3, cutoff=0.3)
+            raise NoPlot(f"--key {pattern}: no record has it; the closest are {', '.join(close)}")
+        found += [key for key in named if key not in found]
+    return found
 
 
 def points(run: Run, key: str, x: str, smoothing: int) -> tuple[np.ndarray, np.ndarray]:
@@ -319,10 +340,12 @@ def curves_of(panel: Panel, group: Group) -> list[Curve]:
     return living or present
 
 
-def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: str = "") -> list[str]:
+def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: str = "",
+         patterns: list[str] = ()) -> list[str]:
     """Writes the figure; returns the titles of its panels. Raises NoPlot when there is nothing to draw."""
     main = groups[0]
-    panels = {panel: curves for panel in layout(main)
+    chosen = [Panel(key, "", (Curve(key),)) for key in matching(sorted(main.series), patterns)]
+    panels = {panel: curves for panel in chosen or layout(main)
               if only in panel.title and (curves := curves_of(panel, main))}
     if not panels:
         wanted = f"a panel with {only!r} in its title" if only else "any panel"
@@ -433,6 +456,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="centred moving average over W records of training [records]")
     parser.add_argument("--panel", default="", metavar="TEXT",
                         help="only the panels that have this in their titles, such as 'held out'")
+    parser.add_argument("--key", nargs="+", default=[], metavar="KEY",
+                        help="in place of the panels: these numbers, such as 'train/rows/*', one panel each")
     parser.add_argument("--title", default="", help="instead of algorithm, environment and number of runs")
     args = parser.parse_args(argv)
     if args.smoothing < 1:
@@ -446,11 +471,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.from_csv:
             x, groups = read_csv(args.from_csv)
         else:
-            x, groups = args.x, [read_group(args.log, "", args.x, args.smoothing)]
+            x, groups = args.x, [read_group(args.log, "", args.x, args.smoothing, args.key)]
             if args.control:
-                groups.append(read_group(args.control, args.control_label, args.x, args.smoothing))
+                groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
         title, note = describe(groups, args.smoothing)
-        panels = draw(groups, x, args.title or title, note, args.out, args.panel)
+        panels = draw(groups, x, args.title or title, note, args.out, args.panel, args.key)
         if args.csv:
             write_csv(args.csv, x, groups)
     except (NoPlot, OSError) as error:

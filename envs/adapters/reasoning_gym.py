@@ -152,11 +152,12 @@ class Attempt(Episode):
 
 
 def make_chunk(own: dict, name: str, number: int):
-    """The entries of a data set whose seeds follow those of the chunk before."""
+    """The entries of a data set whose seeds follow those of the chunk before. None has seed 0, which some take
+    for none."""
     import reasoning_gym
 
     with as_bad_input(f"environment reasoning-gym: {name} with {own[name]}"):
-        return reasoning_gym.create_dataset(name, size=CHUNK, seed=number * CHUNK, **own[name])
+        return reasoning_gym.create_dataset(name, size=CHUNK, seed=1 + number * CHUNK, **own[name])
 
 
 @functools.lru_cache(16)
@@ -166,6 +167,6 @@ def scorer(name: str, options: str):
 
 def score(name: str, options: dict, answer: str, entry: dict) -> float:
     """What a scorer that evaluates the reply makes of it, if nothing in it can do harm."""
-    if not FORMULA.fullmatch(answer):
+    if answer != entry["answer"] and not FORMULA.fullmatch(answer):
         ast.literal_eval(answer)  # raises where it is no literal
     return float(scorer(name, repr(options)).score_answer(answer, entry))
