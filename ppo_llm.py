@@ -2063,7 +2063,8 @@ def rollout_metrics(rollouts, throughput):
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
     for source in sorted({r.task.source for r in played}):
         for part, value in envs.means([r.info for r in played if r.task.source == source]).items():
-            metrics[f"train/{source}/{part}"] = float(value)
+            if math.isfinite(value):
+                metrics[f"train/{source}/{part}"] = float(value)
     return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}
 
 

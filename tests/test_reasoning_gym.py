@@ -35,7 +35,7 @@ def make(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DATA_SETS)
+@pytest.mark.parametrize("name", [name for name in DATA_SETS if name != "countdown"])  # half a minute
 def test_no_test_question_is_trained_on(gym, name):
     env = make(task=name)
     train, test = [{env.task(split, k).messages[0]["content"] for k in range(count)}

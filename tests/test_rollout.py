@@ -783,6 +783,57 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
         ("done", "error"), ("done", "error"), (False,))} <= set(seen)
 
 
+class Duel(World):
+    """A game of the policy with itself, two moves each: the other seat's are sub-agents. A third are cut off."""
+
+    def __init__(self):
+        super().__init__(self.act)
+
+    def task(self, split, index):
+        return envs.Task(f"t{index}", "world", [{"role": "user", "content": PROBLEMS[3]}], {})
+
+    def act(self, episode, reply):
+        if episode.task.seat:
+            return over(0.0)
+        if isinstance(reply, str):
+            messages = [{"role": "user", "content": PROBLEMS[4]}]
+            task = envs.Task(f"{episode.task.id}/1", "world", messages, {}, seat=1)
+            return Step([], 0.0, False, False, {}, ((task, self.start(task)),))
+        number = int(episode.task.id[1:])
+        won = float((number + episode.attempt) % 2)
+        if len(episode.replies) == 1:
+            return go_on()
+        seats = () if number % 3 == 1 else (won, -3 * won)
+        return Step([], won, True, False, {"correct": won}, seat_rewards=seats)
+
+
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
+def test_in_a_game_with_itself_each_seat_learns_what_it_earns(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(envs, "make", lambda name, **options: Duel())
+    own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else dict(epochs=2)
+    script.main(script.Args(iterations=1, prompts_per_iteration=8, group_size=4, eval_tasks=1, eval_samples=1,
+                            log_episodes=1.0, run_dir=str(tmp_path), **own))
+    lines = (tmp_path / "episodes/train_step_000001.jsonl").read_text().splitlines()
+    seen = collections.Counter()
+    for episode in map(json.loads, lines[:-1]):
+        has_ended = episode["termination"] == "done"
+        won = episode["reward"]
+        for child in episode["sub_agents"]:
+            seats_learn = has_ended and int(episode["task_id"][1:]) % 3 != 1
+            seen[seats_learn, won] += 1
+            assert child["reward"] == (-3 * won if seats_learn else 0.0)
+            (segment,) = child["segments"]
+            advantages = segment["advantages"] or []
+            if not seats_learn:
+                assert segment["old_logprobs"] is None
+            elif script is grpo_llm and advantages:
+                mine = episode["segments"][0]["advantages"]
+                assert advantages[0] == pytest.approx(-3 * mine[0]) and len(set(advantages)) == 1
+            elif script is ppo_llm:
+                assert segment["returns"] == [child["reward"]] * len(segment["response_ids"])
+    assert {(True, 0.0), (True, 1.0), (False, 1.0)} <= set(seen)
+
+
 def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama):
     """The engine answers all together once every episode waits for it: no batch depends on who was first."""
     tokenizer = byte_tokenizer(None, alphabet=LETTERS)
