@@ -454,6 +454,85 @@ def test_429_waits_as_long_as_the_server_asks_within_the_limits(serve):
         assert len(server.requests) == before + tries
 
 
+def test_games_are_told_one_by_one_and_none_can_be_downloaded(serve):
+    server = serve(games.Arcade(["maze-17", "lights-3"]))
+
+    def ask(path):
+        answer = requests.get(f"{server.url}/api/games{path}")
+        return answer.status_code, answer.json()
+
+    known = {"title": "Maze", "default_fps": 5, "tags": []}
+    assert ask("/maze-17") == (200, {"game_id": "maze-17"} | known) and ask("")[1][0] == ask("/maze-17")[1]
+    assert ask("/maze-250") == (200, {"game_id": "maze-250"} | known)  # played, though not listed
+    assert ask("/maze") == (200, known)  # which of them is not said
+    assert ask("/anonkey") == (200, {"api_key": "anonymous"})
+    for path in ("/ls20", "/maze-01", "/maze-17/source", "/maze%2017"):
+        status, answer = ask(path)
+        assert status == 404 and answer["error"] == "NOT_FOUND" and answer["message"]
+
+
+def test_a_kind_is_the_first_of_its_games_that_is_listed():
+    arcade = games.Arcade(["maze-17", "lights-3"])
+    client = arcagi3.Client(arcagi3.LocalTransport(arcade))
+    frame = client.reset("lights", client.open_scorecard())
+    assert frame.game_id == "lights-3"
+    assert client.act("lights", frame.guid, "ACTION6", 1, 2).guid == frame.guid
+    with pytest.raises(TransportError, match="no such game_id"):
+        client.reset("collect", client.open_scorecard())
+
+
+@pytest.mark.parametrize("competition", [False, True])
+def test_a_scorecard_measures_against_shortest_ways(competition):
+    arcade = games.Arcade(["maze-17", "lights-3"])
+
+    def ask(path, **payload):
+        status, reply = arcade.handle("GET" if path.startswith("scorecard/card") else "POST", f"/api/{path}",
+                                      payload)
+        return reply if status == 200 else status
+
+    card_id = ask("scorecard/open", tags=["mine", "human"], competition_mode=competition or None)["card_id"]
+    guid = ask("cmd/RESET", game_id="lights-3", card_id=card_id)["guid"]
+    play = dict(game_id="lights-3", guid=guid)
+    game = games.new_game("lights-3")
+    assert ask("cmd/RESET", **play)["full_reset"] is not competition
+    assert ask("cmd/ACTION6", **play, x=0, y=0, reasoning={"a": 1})["action_input"]["reasoning"] == {"a": 1}
+    assert not ask("cmd/RESET", **play)["full_reset"]
+    for _, x, y in game.solution():
+        last = ask("cmd/ACTION6", **play, x=x, y=y)
+    assert last["state"] == "WIN" and ask("cmd/ACTION6", **play, x=0, y=0) == 400
+    status = 403 if competition else 200
+    for path in (f"scorecard/{card_id}", f"scorecard/{card_id}/lights-3"):
+        assert isinstance(ask(path), dict) or ask(path) == status
+
+    least = [2, 3, 4]
+    assert [game.least(level) for level in game.levels] == least
+    card = ask("scorecard/close", card_id=card_id)
+    *others, run = card["environments"][0]["runs"]
+    assert len(others) == (not competition) and run["level_baseline_actions"] == least
+    taken = 5 if competition else 4  # the click and the reset after it, and the first reset if it is not full
+    assert (run["level_actions"], run["resets"]) == ([taken, 3, 4], 1 + competition)
+    assert run["level_scores"] == [100 * (2 / taken) ** 2, 100, 100] and run["completed"]
+    assert run["score"] == pytest.approx((run["level_scores"][0] + 500) / 6)
+    assert card["score"] == run["score"] / (1 + competition)  # in which what was not played counts too
+    assert card["total_environments"] == 1 + competition and card["tags"] == ["mine", "human"]
+    assert ask(f"scorecard/{card_id}") == card == ask("scorecard/close", card_id=card_id)
+    assert ask("cmd/RESET", **play) == 400  # it is closed
+    lists = ask(f"scorecard/{card_id}/lights-3")
+    assert (lists["won"], lists["played"], lists["levels_completed"]) == (1, 1 + competition, 3)
+    assert lists["cards"]["lights-3"]["actions_by_level"][-1] == [[1, taken], [2, taken + 3], [3, taken + 7]]
+
+
+@pytest.mark.parametrize("path, payload", [
+    ("scorecard/open", dict(tags="mine")), ("scorecard/open", dict(tags=[1])),
+    ("scorecard/open", dict(opaque="o" * 2**14)), ("cmd/RESET", dict(game_id="maze-1", guid={})),
+    ("cmd/RESET", dict(game_id="maze-1", reasoning="r" * 2**14)), ("cmd/RESET", dict(game_id=["maze"]))])
+def test_what_the_server_refuses(path, payload):
+    arcade = games.Arcade()
+    card_id = arcade.handle("POST", "/api/scorecard/open", {})[1]["card_id"]
+    status, reply = arcade.handle("POST", f"/api/{path}", {"card_id": card_id} | payload)
+    assert (status, reply["error"]) == (400, "VALIDATION_ERROR") and len(arcade.cards) == 1
+
+
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
 def test_a_page_in_a_browser_cannot_play(serve, headers):
     server = serve()
@@ -471,7 +550,7 @@ def test_a_dropped_action_is_not_sent_twice_and_the_next_frame_tells(serve):
     assert "may have been carried out or not" in steps[3].messages[0]["content"]
     assert steps[3].info["errors"] == 1 and steps[3].info["actions_taken"] == 2
     commands = [path for _, path in server.requests if path.startswith("/api/cmd/ACTION")]
-    play = next(iter(server.arcade.plays.values()))[0]
+    (play,) = server.arcade.cards[steps[-1].info["card_id"]]["runs"]
     assert len(commands) == len(env.replies(task)) == play["actions"]  # none of them twice
     assert play["state"] == "WIN"
 
@@ -682,7 +761,7 @@ def test_run_arc_eval_plays_in_process_live_and_from_a_recording(serve, tmp_path
     for name, flags in (("here", []), ("live", ["--live", "--root-url", server.url])):
         result = evaluate(capsys, "--game-id", "maze-17", "--scripted", "--out", tmp_path / name, *flags)
         assert (result["state"], result["score"], result["reward"]) == ("WIN", 3, 3) and result["ok"]
-        assert result["scorecard"]["won"] == 1
+        assert result["scorecard"]["score"] == 100 and result["scorecard"]["total_levels_completed"] == 3
         assert result["replay"] == (f"{server.url}/replay/maze-17/{result['guid']}" if flags else "")
         assert result["frames"] == 1 + result["actions_taken"] + 3  # each level ends with two frames
         played.append((result, (256, 276)))

@@ -4,7 +4,8 @@
     ARC_ROOT_URL=http://127.0.0.1:8001 python tools/run_arc_eval.py --game-id maze-17 --live --scripted
 
 Any game such as maze-17, lights-3 or collect-250 can be played; --seeds says how many of each /api/games
-lists. To see how a client copes, it can also misbehave:
+lists. The official client (arc-agi) plays them too, in its modes ONLINE and COMPETITION. To see how a client
+copes, it can also misbehave:
 
     --rate-limit N      429 with Retry-After to what is over N requests a minute
     --fail-every N      each N-th command is answered by 500 and not carried out

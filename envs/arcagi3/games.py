@@ -15,6 +15,7 @@ eight tiles of eight cells, the last row a bar with the levels done (left) and t
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import threading
@@ -24,6 +25,7 @@ TILES = SIZE // TILE
 MAX_LEVELS = 3  # of a game
 MAX_SEED = 2**31 - 1
 MAX_PLAYS = 20_000  # games that an arcade remembers; the oldest are forgotten
+MAX_NOTE = 16 * 1024  # characters, as JSON, of `opaque` and `reasoning`
 UP, DOWN, LEFT, RIGHT, TAKE, CLICK, UNDO = range(1, 8)
 MOVES = {UP: (0, -1), DOWN: (0, 1), LEFT: (-1, 0), RIGHT: (1, 0)}  # (x, y), y grows downwards
 WHITE, GREY, DARK, BLACK, PINK, RED, BLUE, LIGHT_BLUE, YELLOW = 0, 2, 4, 5, 6, 8, 9, 10, 11
@@ -54,9 +56,12 @@ class Game:
         self.most = self.budget(self.level)
         self.set_up()
 
-    def reset(self) -> bool:
-        """The level begins again; the whole game, if nothing was done in the level or it is won.  -> which"""
-        full = self.used == 0 or self.state == "WIN"
+    def reset(self, may_be_full: bool = True) -> bool:
+        """The level begins again; the whole game, if nothing was done in the level or it is won.  -> which
+
+        may_be_full=False: not the whole game but where it is won.
+        """
+        full = self.used == 0 and may_be_full or self.state == "WIN"
         if full:
             self.begin()
         else:
@@ -93,6 +98,10 @@ class Game:
                       for cell in (ground, *[thing] * (TILE - 2), ground)]
             rows += [edge, *(list(inside) for _ in range(TILE - 2)), list(edge)]
         return rows
+
+    def least(self, level) -> int:
+        """Actions of a shortest way through a level."""
+        return len(self.solve(level))
 
     def solution(self) -> list[tuple[int, int, int]]:
         """A shortest way, level by level, from the game's beginning to WIN: (action, x, y) in cells."""
@@ -158,8 +167,11 @@ class Maze(Game):
         goal = rng.choice([room for room in rooms if steps[room] == wanted])
         return frozenset(floor), start, goal, wanted
 
+    def least(self, level):
+        return level[3]
+
     def budget(self, level):
-        return 2 * level[3] + 4
+        return 2 * self.least(level) + 4
 
     def set_up(self):
         self.floor, self.place, self.goal, _ = self.level
@@ -220,8 +232,11 @@ class Lights(Game):
             if len(fewest_presses(dark)) == presses:
                 return left, top, colours, dark, presses
 
+    def least(self, level):
+        return level[4]
+
     def budget(self, level):
-        return 3 * level[4] + 4
+        return 3 * self.least(level) + 4
 
     def set_up(self):
         self.left, self.top, self.colours_now, self.dark, _ = self.level
@@ -282,7 +297,7 @@ class Collect(Game):
         return places[0], tuple(zip(places[1:], rng.sample(self.colours, number + 1), strict=True))
 
     def budget(self, level):
-        return 2 * len(self.solve(level)) + 6
+        return 2 * self.least(level) + 6
 
     def set_up(self):
         self.place, items = self.level
@@ -362,7 +377,7 @@ class Arcade:
     def __init__(self, game_ids=(), old_names: bool = False, num_levels: int = MAX_LEVELS):
         self.game_ids = tuple(game_ids) or tuple(f"{name}-{seed}" for name in GAMES for seed in range(8))
         self.old_names, self.num_levels = old_names, num_levels
-        self.plays, self.cards = {}, {}  # guid -> Play, card_id -> scorecard
+        self.plays, self.cards = {}, {}  # guid -> (run, Game, scorecard), card_id -> scorecard
         self.numbers = itertools.count(1)
         self.lock = threading.Lock()
 
@@ -376,103 +391,229 @@ class Arcade:
 
     def _answer(self, method, path, payload):
         parts = path.strip("/").split("/")
-        if method == "GET" and parts == ["api", "games"]:
-            return [{"game_id": name, "title": GAMES[parse_id(name)[0]].title} for name in self.game_ids]
+        if method == "GET" and parts[:2] == ["api", "games"]:
+            return self._games(*parts[2:])
         if method == "GET" and parts[:2] == ["api", "scorecard"] and len(parts) in (3, 4):
-            return self._scorecard(*parts[2:])
+            card = self._card(parts[2])
+            if card["competition_mode"] and card["open"]:
+                raise Refused(403, "SERVER_ERROR", "in competition mode a scorecard is shown at its end")
+            return plays_of(card, self.old_names, parts[3]) if parts[3:] else scores_of(card, self.old_names)
         if method == "POST" and parts[:1] == ["api"] and len(parts) == 3:
             if not isinstance(payload, dict):
                 raise Refused(400, "VALIDATION_ERROR", "the body is not a JSON object")
             if parts[1:] == ["scorecard", "open"]:
                 return self._open(payload)
             if parts[1:] == ["scorecard", "close"]:
-                card = self._scorecard(payload.get("card_id"))
-                self.cards[card["card_id"]]["open"] = False
-                return card
+                return self._close(self._card(payload.get("card_id")))
             if parts[1] == "cmd":
                 return self._command(parts[2], payload)
         raise Refused(404, "NOT_FOUND", f"no such path: {method} {path[:80]}")
 
+    def _games(self, name="", *more):
+        """All that are listed, what there is to know of one, or a key for who has none.
+
+        Of a kind such as maze, which is what the official client asks for whatever number follows it, no
+        game_id is told: the client would play that one in place of the one that it was asked for.
+        """
+        def about(kind):
+            return {"title": GAMES[kind].title, "default_fps": 5, "tags": []}
+
+        if more:
+            raise Refused(404, "NOT_FOUND", "games are played here by their commands; none can be downloaded "
+                          "(of the official client: OperationMode.ONLINE)")
+        if not name:
+            return [{"game_id": game_id} | about(parse_id(game_id)[0]) for game_id in self.game_ids]
+        if name == "anonkey":
+            return {"api_key": "anonymous"}
+        if name in GAMES:
+            return about(name)
+        if parse_id(name) is None:
+            raise Refused(404, "NOT_FOUND", "no such game")
+        return {"game_id": name} | about(parse_id(name)[0])
+
     def _open(self, payload):
+        tags, opaque = payload.get("tags") or [], payload.get("opaque")
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise Refused(400, "VALIDATION_ERROR", "tags must be a list of texts")
+        refuse_long("opaque", opaque)
+        if not {"human", "agent"} & set(tags):
+            tags = [*tags, "agent"]
         card_id = f"card-{next(self.numbers):08d}"
         self._keep(self.cards, card_id, {
-            "card_id": card_id, "source_url": payload.get("source_url"), "tags": payload.get("tags", []),
-            "opaque": payload.get("opaque"), "open": True, "plays": []})
+            "card_id": card_id, "source_url": payload.get("source_url"), "tags": tags, "opaque": opaque,
+            "competition_mode": bool(payload.get("competition_mode")), "open": True, "runs": []})
         return {"card_id": card_id}
 
-    def _scorecard(self, card_id, game_id=None):
+    def _card(self, card_id):
         card = self.cards.get(card_id) if isinstance(card_id, str) else None
         if card is None:
             raise Refused(404, "SCORECARD_NOT_FOUND", "no such scorecard")
-        plays = [play for play in card["plays"] if game_id in (None, play["game_id"])]
-        cards = {}
-        for play in plays:
-            row = cards.setdefault(play["game_id"], {
-                "game_id": play["game_id"], "total_plays": 0, "guids": [], "scores": [], "states": [],
-                "actions": [], "resets": []})
-            row["total_plays"] += 1
-            for name in ("guid", "score", "state"):
-                row[f"{name}s"].append(play[name])
-            for name in ("actions", "resets"):
-                row[name].append(play[name])
-        return {**{name: card[name] for name in ("card_id", "source_url", "tags", "opaque")},
-                "won": sum(play["state"] == "WIN" for play in plays), "played": len(plays),
-                "total_actions": sum(play["actions"] for play in plays),
-                "score": sum(play["score"] for play in plays), "cards": cards}
+        return card
+
+    def _close(self, card):
+        if card["competition_mode"] and card["open"]:  # what was not played counts with 0
+            played = {run["game_id"] for run in card["runs"]}
+            for game_id in self.game_ids:
+                if game_id not in played:
+                    self._new_play(game_id, card)
+        card["open"] = False
+        for run in card["runs"]:
+            self.plays.pop(run["guid"], None)
+        return scores_of(card, self.old_names)
 
     def _command(self, name, payload):
         match = re.fullmatch(r"RESET|ACTION([1-7])", name)
         if not match:
             raise Refused(404, "NOT_FOUND", "no such command")
         number = int(match[1] or 0)
-        game_id, guid = payload.get("game_id"), payload.get("guid")
-        if not isinstance(game_id, str) or parse_id(game_id) is None:
-            raise Refused(400, "VALIDATION_ERROR", "no such game_id")
+        game_id, guid = self._game_id(payload.get("game_id")), payload.get("guid")
+        action = {"id": number, "data": {}, "reasoning": payload.get("reasoning")}
+        refuse_long("reasoning", action["reasoning"])
         if number == 0 and guid is None:
-            guid, row, game = self._new_play(game_id, payload.get("card_id"))
-            return self._frame(guid, row, game, [game.frame()], number, {}, True)
-        row, game = self.plays.get(guid, (None, None)) if isinstance(guid, str) else (None, None)
-        if row is None or row["game_id"] != game_id:
+            card = self._card(payload.get("card_id"))
+            if not card["open"]:
+                raise Refused(404, "SCORECARD_NOT_FOUND", "no such open scorecard")
+            if card["competition_mode"] and any(run["game_id"] == game_id for run in card["runs"]):
+                raise Refused(400, "SERVER_ERROR", "in competition mode a game is played once")
+            run, game = self._new_play(game_id, card)
+            return self._frame(run, game, [game.frame()], action, True)
+        run, game, card = self.plays.get(guid, (None,) * 3) if isinstance(guid, str) else (None,) * 3
+        if run is None or run["game_id"] != game_id:
             raise Refused(400, "VALIDATION_ERROR", "no such guid for this game")
-        data, full = {}, False
+        full = False
         if number == 0:
-            full = game.reset()
-            row["resets"] += 1
+            full = game.reset(may_be_full=not card["competition_mode"])
             frames = [game.frame()]
         else:
-            if game.state != "NOT_FINISHED":
-                raise Refused(400, "GAME_NOT_STARTED_ERROR", f"the game is over ({game.state}); RESET it")
-            if number not in game.actions:
-                raise Refused(400, "VALIDATION_ERROR", f"{name} is not available in this game")
             if number == CLICK:
-                data = {axis: payload.get(axis) for axis in "xy"}
-                if not all(type(value) is int and 0 <= value < SIZE for value in data.values()):
-                    raise Refused(400, "VALIDATION_ERROR", "x and y must be integers from 0 to 63")
-            frames = game.act(number, **data)
-            row["actions"] += 1
-        row["score"], row["state"] = game.completed, game.state
-        return self._frame(guid, row, game, frames, number, data, full)
+                action["data"] = {axis: payload.get(axis) for axis in "xy"}
+            frames = self._act(game, number, **action["data"])
+        if full:
+            run = self._new_run(guid, game_id, game, card)
+        else:  # a reset counts as an action too
+            run["actions"] += 1
+            run["resets"] += number == 0
+        if game.completed > run["score"]:
+            run["ends"].append(run["actions"])
+        run["score"] = game.completed
+        if game.state != "NOT_FINISHED":  # a level that was lost and begun again stays noted
+            run["state"] = game.state
+        return self._frame(run, game, frames, action, full)
 
-    def _new_play(self, game_id, card_id):
-        card = self.cards.get(card_id) if isinstance(card_id, str) else None
-        if card is None or not card["open"]:
-            raise Refused(404, "SCORECARD_NOT_FOUND", "no such open scorecard")
+    def _game_id(self, name) -> str:
+        """A game's id; of a kind such as maze that of the first game which is listed."""
+        ids = [listed for listed in self.game_ids if parse_id(listed)[0] == name][:1] or [name]
+        if not isinstance(name, str) or parse_id(ids[0]) is None:
+            raise Refused(400, "VALIDATION_ERROR", "no such game_id")
+        return ids[0]
+
+    def _act(self, game, number, x=0, y=0):
+        if game.state != "NOT_FINISHED":
+            raise Refused(400, "GAME_NOT_STARTED_ERROR", f"the game is over ({game.state}); RESET it")
+        if number not in game.actions:
+            raise Refused(400, "VALIDATION_ERROR", f"ACTION{number} is not available in this game")
+        if not all(type(value) is int and 0 <= value < SIZE for value in (x, y)):
+            raise Refused(400, "VALIDATION_ERROR", "x and y must be integers from 0 to 63")
+        return game.act(number, x, y)
+
+    def _new_play(self, game_id, card):
         guid, game = f"play-{next(self.numbers):08d}", new_game(game_id, self.num_levels)
-        row = {"guid": guid, "game_id": game_id, "score": 0, "state": game.state, "actions": 0, "resets": 0}
-        card["plays"].append(row)
-        self._keep(self.plays, guid, (row, game))
-        return guid, row, game
+        return self._new_run(guid, game_id, game, card), game
+
+    def _new_run(self, guid, game_id, game, card):
+        """A play from its game's beginning; after RESET of the whole game another one of the same play."""
+        run = {"guid": guid, "game_id": game_id, "score": 0, "state": game.state, "actions": 0, "resets": 0,
+               "ends": [],  # actions taken up to the end of each level done
+               "least": [game.least(level) for level in game.levels]}
+        card["runs"].append(run)
+        self._keep(self.plays, guid, (run, game, card))
+        return run
 
     def _keep(self, kept, key, value):
         kept[key] = value
         if len(kept) > MAX_PLAYS:
             del kept[next(iter(kept))]
 
-    def _frame(self, guid, row, game, frames, number, data, full):
-        reply = {"game_id": row["game_id"], "guid": guid, "frame": frames, "state": game.state}
+    def _frame(self, run, game, frames, action_input, full):
+        reply = {"game_id": run["game_id"], "guid": run["guid"], "frame": frames, "state": game.state}
         if self.old_names:
             return reply | {"score": game.completed, "win_score": game.num_levels,
                             "available_actions": [f"ACTION{action}" for action in game.actions]}
         return reply | {"levels_completed": game.completed, "win_levels": game.num_levels,
-                        "action_input": {"id": number, "data": data}, "full_reset": full,
+                        "action_input": action_input, "full_reset": full,
                         "available_actions": list(game.actions)}
+
+
+def refuse_long(field, value):
+    if len(json.dumps(value, separators=(",", ":"))) > MAX_NOTE:
+        raise Refused(400, "VALIDATION_ERROR", f"{field} is longer than {MAX_NOTE} characters")
+
+
+# Scorecards
+
+def by_game(runs) -> dict[str, list[dict]]:
+    """game_id -> its runs, in the order in which they were begun."""
+    found = {}
+    for run in runs:
+        found.setdefault(run["game_id"], []).append(run)
+    return found
+
+
+def scores_of(card: dict, old_names: bool = False) -> dict:
+    """A scorecard: a game counts with its best run; the score is the mean over the games that were played."""
+    head = {name: card[name] for name in ("card_id", "source_url", "tags", "opaque")}
+    if old_names:
+        return head | plays_of(card, old_names)
+    rows = []
+    for game_id, runs in by_game(card["runs"]).items():
+        scored = [score_of(run) for run in runs]
+        row = {"id": game_id, "runs": scored, "level_count": len(runs[0]["least"])}
+        for name in ("score", "levels_completed", "completed"):
+            row[name] = max(run[name] for run in scored)
+        for name in ("actions", "resets"):
+            row[name] = sum(run[name] for run in scored)
+        rows.append(row)
+    return head | {
+        "competition_mode": card["competition_mode"], "environments": rows, "tags_scores": [],
+        "score": sum(row["score"] for row in rows) / max(len(rows), 1),
+        "total_environments": len(rows),
+        "total_environments_completed": sum(row["completed"] for row in rows),
+        "total_levels": sum(row["level_count"] for row in rows),
+        "total_levels_completed": sum(row["levels_completed"] for row in rows),
+        "total_actions": sum(row["actions"] for row in rows)}
+
+
+def score_of(run: dict) -> dict:
+    """A run against a shortest way: a level done in n actions where m suffice is worth 100 (m / n)^2, and the
+    second level weighs twice as much as the first, the third three times."""
+    taken, scores, weighted, before = [], [], 0.0, 0
+    for number, least in enumerate(run["least"]):
+        done = number < len(run["ends"])
+        until = run["ends"][number] if done else run["actions"]
+        taken.append(until - before)
+        before = until
+        scores.append(100 * (least / taken[-1]) ** 2 if done else 0.0)
+        weighted += (number + 1) * scores[-1]
+    weights = len(scores) * (len(scores) + 1) // 2
+    return {"guid": run["guid"], "score": weighted / weights, "levels_completed": run["score"],
+            "actions": run["actions"], "resets": run["resets"], "state": run["state"],
+            "completed": run["state"] == "WIN", "level_scores": scores, "level_actions": taken,
+            "level_baseline_actions": run["least"]}
+
+
+def plays_of(card: dict, old_names: bool = False, game_id: str | None = None) -> dict:
+    """How the runs of a game went (None: of each), as lists; the sums are of the whole scorecard."""
+    level_sum, level_list = ("score", "scores") if old_names else ("levels_completed",) * 2
+    played, cards = by_game(card["runs"]), {}
+    for name, runs in played.items():
+        if game_id not in (None, name):
+            continue
+        cards[name] = {
+            "game_id": name, "total_plays": len(runs), "guids": [run["guid"] for run in runs],
+            level_list: [run["score"] for run in runs], "states": [run["state"] for run in runs],
+            "actions": [run["actions"] for run in runs], "resets": [run["resets"] for run in runs],
+            "actions_by_level": [[list(pair) for pair in enumerate(run["ends"], 1)] for run in runs],
+            "total_actions": sum(run["actions"] for run in runs)}
+    return {"won": sum(any(run["state"] == "WIN" for run in runs) for runs in played.values()),
+            "played": len(played), "total_actions": sum(run["actions"] for run in card["runs"]),
+            level_sum: sum(max(run["score"] for run in runs) for runs in played.values()), "cards": cards}
