@@ -22,8 +22,8 @@ PROBES, PROBE_MOVES = 3, 40  # games at first, of so many moves, that tell wheth
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    game: str = ""
-    """names of games, with commas: the tasks take turns"""
+    """A subclass has a field more, `game`: names with commas."""
+
     num_players: int = 0
     """seats; 0: two, or what the game takes"""
     opponent: str = "random"

@@ -12,13 +12,13 @@ import re
 
 from envs.adapters import arguments, package, seats, seeded
 
-TRIES = 64  # texts that a random seat tries for a move
+TRIES = 200  # texts that a random seat tries for a move
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(seats.Config):
     game: str = "TicTacToe-v0"
-    """ids, with commas"""
+    """ids of games, with commas: the tasks take turns"""
     game_options: str = ""
     """of the games' constructors, such as `num_rows=5;num_cols=4`"""
     moves: str = ""
