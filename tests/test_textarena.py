@@ -3,6 +3,7 @@
 Fast tests play a game of this file; those of the package's games are slow.
 """
 
+import concurrent.futures
 import copy
 import dataclasses
 import json
@@ -32,7 +33,8 @@ class Race(seats.Game):
     """A step of 1 to 3 a move; who gets to 10 wins. "stumble" is more than the game can bear."""
 
     def reset(self, game, seed):
-        with seeded(f"{self.key}"):
+        with seeded(self.key):
+            time.sleep(1e-4)  # lets other threads in
             self.at, self.winner, self.next = random.randrange(3), None, 0
         self.unread = [[f"You are {seat} of {self.seats}, secret {seat * 7}, start {self.at}."]
                        for seat in range(self.seats)]
@@ -185,11 +187,13 @@ def test_a_function_plays_the_other_seats_and_what_it_raises_is_not_the_policys_
     path = tmp_path / "opponent.py"
     path.write_text("def two(observation, rng):\n    assert 'You are' in observation and rng.random() < 1\n"
                     "    return '2'\n"
-                    "def late(observation, rng):\n    raise ConnectionError('no server')\n")
+                    "def late(observation, rng):\n    raise ConnectionError('no server')\n"
+                    "late.blocking = True\n")
     step, talk, _ = play(make_races(opponent=f"{path}:two"), make_races().task("train", 0),
                          lambda seat, messages: "1")
     assert "1 is at 4" in str(talk[0]) and step.terminated  # it began at 1
     env = make_races(opponent=f"{path}:late")
+    assert env.blocking and not make_races(opponent=f"{path}:two").blocking
     with pytest.raises(ConnectionError):
         env.start(env.task("train", 0), 1).step("1")
 
@@ -224,10 +228,19 @@ def test_draws_from_the_global_generators_are_the_keys_and_leave_no_trace(capsys
         with seeded(key):
             print("noise")
             seen.append(draws())
-            with seeded("c"):
-                draws()
+            if len(seen) == 3:  # within another, too
+                with seeded("c"):
+                    draws()
             seen[-1] += draws()
     assert seen[0] == seen[2] != seen[1] and draws() == expected and capsys.readouterr().out == ""
+
+
+def test_episodes_in_several_threads_do_not_draw_each_others_numbers():
+    env = make_races(game="trio")
+    tasks = [env.task("train", k) for k in range(24)]
+    alone = [play(env, task, mover) for task in tasks]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda task: play(env, task, mover), tasks)) == alone
 
 
 def test_arguments_have_the_types_of_the_functions_defaults():

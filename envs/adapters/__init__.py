@@ -9,8 +9,11 @@ import importlib
 import inspect
 import io
 import random
+import threading
 
 from envs import BadInput, first_line, make_config, parse_options
+
+LOCK = threading.RLock()  # of the global generators
 
 
 def package(name: str, env: str):
@@ -25,19 +28,23 @@ def package(name: str, env: str):
 @contextlib.contextmanager
 def seeded(key: str):
     """Within it, what is drawn from Python's and NumPy's global generators is the key's, and leaves no trace
-    there; nothing is printed. Not for several threads at once."""
+    there; nothing is printed. One thread is within it at a time."""
     import numpy as np
 
-    state, generator, quiet = random.getstate(), np.random.get_bit_generator(), io.StringIO()
-    random.seed(key)
-    np.random.set_bit_generator(_spare_generator())
-    np.random.seed(random.getrandbits(32))
-    try:
-        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_bit_generator(generator)
+    with LOCK:
+        state, generator, quiet = random.getstate(), np.random.get_bit_generator(), io.StringIO()
+        inner = np.random.get_state() if generator is _spare_generator() else None
+        random.seed(key)
+        np.random.set_bit_generator(_spare_generator())
+        np.random.seed(random.getrandbits(32))
+        try:
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                yield
+        finally:
+            random.setstate(state)
+            np.random.set_bit_generator(generator)
+            if inner:
+                np.random.set_state(inner)
 
 
 @functools.cache

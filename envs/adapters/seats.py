@@ -45,6 +45,7 @@ class Games(envs.Env):
         self.function, self.seats = None, {}  # seats: the number of them in each game, by its name
         if config.opponent != "random":
             self.function = envs.load_object(config.opponent, f"environment {self.name}: option opponent")
+        self.blocking = getattr(self.function, "blocking", False)
         for game in map(str.strip, config.game.split(",")):
             where = f"environment {self.name}: game {game}"
             with envs.as_bad_input(f"{where} cannot be played"), seeded(game):
