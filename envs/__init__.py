@@ -45,6 +45,7 @@ ENVS = {
     "repl": "envs.code.repl:Repl",
     "rows": "envs.rows:Rows",
     "swe": "envs.code.swe:Swe",
+    "textarena": "envs.adapters.textarena:TextArena",
     "trl": "envs.adapters.trl:Trl",
 }
 MIXTURE = "envs.mixture:Mixture"  # of several of them
@@ -61,7 +62,8 @@ class BadInput(ValueError):
 
 def first_line(error: BaseException) -> str:
     """What an error says, for the one line of a BadInput."""
-    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    lines = [line for line in str(error).splitlines() if re.search(r"\w", line)]  # none of **** alone
+    first, *others = [*map(str.strip, lines)] or [type(error).__name__]
     if "validation error" in first:  # pydantic's first line only counts them
         first = " ".join([first, *map(str.strip, others)])
     return first[:300]
@@ -72,6 +74,8 @@ def as_bad_input(what: str):
     """Whatever a library raises within is a BadInput: `what`, and the first line of the error."""
     try:
         yield
+    except BadInput:  # it is one line already
+        raise
     except Exception as error:
         raise BadInput(f"{what} ({first_line(error)})") from error
 
