@@ -889,7 +889,7 @@ class Player:
                 if not given:
                     episode = await self.call(self.env.start, r.task, self.args.seed)
                 r.termination = await self.play_turns(r, episode)
-                if r.steps and r.termination in ("length", "context", "turns"):
+                if r.turns and r.termination in ("length", "context", "turns"):
                     # The script's own limit: the environment scores what there is.
                     if step := await self.call(episode.end, r.termination):
                         earned = 0.0

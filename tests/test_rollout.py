@@ -784,7 +784,7 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
 
 
 class Duel(World):
-    """A game of the policy with itself, two moves each: the other seat's are sub-agents. A third are cut off."""
+    """A game of the policy with itself, two moves each: the other seat is sub-agents. A third are cut off."""
 
     def __init__(self):
         super().__init__(self.act)

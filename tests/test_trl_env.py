@@ -172,7 +172,7 @@ def test_classes_that_break_their_word_are_named(shop):
     env = shop("Restless")
     task = env.task("train", 0)
     with pytest.raises(envs.BadInput,
-                       match="says something else each time; expected it to draw from `random` alone"):
+                       match="says something else each time; expected it to draw from `random` or np"):
         env.start(task, 1)
     with pytest.raises(envs.BadInput, match="reset, row train-.*: expected a text or None, got 5"):
         shop("Wordy").task("train", 0)

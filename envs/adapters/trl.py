@@ -5,7 +5,7 @@
 An object of the class is made for each episode. What its reset returns ends the row's prompt (None: nothing).
 Public methods are tools, with schemas from their type hints and docstrings. A reply without a call ends the
 episode, and get_reward() says what it is worth. Options, checks and reward functions are those of --env rows.
-For episodes that can be repeated, reset may draw from `random`, which is seeded by the task, but no other.
+For episodes that can be repeated, reset may draw from `random` or np.random, which are seeded by the row.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from envs import BadInput, Episode, Step, Task, as_bad_input, check_option, is_number, load_object, rows
-
-RANDOM = threading.Lock()  # held while the global generator has a task's seed
+from envs.adapters import seeded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +64,9 @@ class Trl(rows.Rows):
 
     def begin(self, task: Task):
         """-> an object of the class, and what its reset says"""
-        with RANDOM:
-            before = random.getstate()
-            random.seed(task.id)
-            try:
-                made = self.make()
-                said = awaited(made.reset(**task.data["row"]))
-            finally:
-                random.setstate(before)
+        with seeded(task.id):
+            made = self.make()
+            said = awaited(made.reset(**task.data["row"]))
         if not isinstance(said, str | None):
             raise BadInput(f"environment trl: {self.config.file}: reset, row {task.id}: expected a text or "
                            f"None, got {said!r:.80}")
@@ -84,7 +76,7 @@ class Trl(rows.Rows):
         made, said = self.begin(task)
         if said != task.data["said"]:
             raise BadInput(f"environment trl: {self.config.file}: reset, row {task.id}: says something else "
-                           "each time; expected it to draw from `random` alone")
+                           "each time; expected it to draw from `random` or np.random alone")
         return Play(self, task, made)
 
 
