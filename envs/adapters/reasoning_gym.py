@@ -152,7 +152,7 @@ class Attempt(Episode):
 
 
 def make_chunk(own: dict, name: str, number: int):
-    """Entries of a data set, with seeds after those of the chunk before; never 0, which some take for none."""
+    """Entries of a data set, with seeds after those of the chunk before. None is 0: some take it for none."""
     import reasoning_gym
 
     with as_bad_input(f"environment reasoning-gym: {name} with {own[name]}"):

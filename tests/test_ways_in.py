@@ -1,0 +1,118 @@
+"""docs/environments.md: each command of its table evaluates and trains a tiny model for two iterations."""
+
+import json
+import os
+import re
+import shlex
+
+import pytest
+import torch
+import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import envs
+import grpo_llm
+import ppo_llm
+from tests.run_folders import ROOT
+from tests.test_rollout import byte_tokenizer
+from tests.test_rows import write
+from tests.test_trl_env import SHOP
+from tools.validate_train_log import validate
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+WAYS = re.findall(r"^\| (.+?) \| `(--env .+?)` \|", (ROOT / "docs/environments.md").read_text(), re.MULTILINE)
+QUICK = ("questions with a number as the answer", "a file and reward functions made for TRL",
+         "several of these at once", "a class of your own")
+TINY = dict(iterations=2, prompts_per_iteration=2, group_size=2, eval_tasks=2, eval_samples=2,
+            max_response_tokens=6, eval_every=0, log_episodes=1.0)
+
+
+def number_rows(count=30):
+    return [dict(question=f"What is {n} + 1?", answer=str(n + 1)) for n in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the table's files are, and a model of bytes, `tiny`, that has learned nothing."""
+    write(tmp_path / "train.jsonl", number_rows())
+    write(tmp_path / "test.jsonl", number_rows(4))
+    (tmp_path / "system.txt").write_text("Be brief.")
+    write(tmp_path / "gsm8k.jsonl",
+          [dict(row, answer=f"It is so.\n#### {row['answer']}") for row in number_rows()])
+    write(tmp_path / "choices.csv",
+          [dict(question=f"{n}: (A) or (B)?", letter="AB"[n % 2]) for n in range(30)])
+    write(tmp_path / "math.jsonl",
+          [dict(problem=f"Half of {n}?", answer=rf"\frac{{{n}}}{{2}}") for n in range(30)])
+    write(tmp_path / "HumanEval.jsonl", [
+        dict(prompt=f"Write f{n}.", test=f"def check(f):\n    assert f() == {n}", entry_point=f"f{n}")
+        for n in range(30)])
+    asked = [[dict(role="user", content=f"How much is {n}?")] for n in range(30)]
+    write(tmp_path / "verl.parquet", [
+        dict(data_source="so/many", prompt=asked[n], ability="math", extra_info=dict(index=n),
+             reward_model=dict(style="rule", ground_truth=str(n))) for n in range(30)])
+    write(tmp_path / "rlvr.parquet", [dict(messages=asked[n], ground_truth=str(n), dataset="math")
+                                      for n in range(30)])
+    write(tmp_path / "trl.jsonl", [dict(prompt=asked[n], hint=str(n), answer=str(n)) for n in range(30)])
+    (tmp_path / "shop.py").write_text(SHOP.replace("class Counter", "class Shop"))
+    (tmp_path / "my.py").write_text(
+        "def correct(prompts, completions, answer, **columns):\n"
+        "    return [float(c[-1]['content'] == a) for c, a in zip(completions, answer)]\n"
+        "def brief(completions, **columns):\n"
+        "    texts = [completion[-1]['content'] for completion in completions]\n"
+        "    return [None if '?' in text else 1 / (1 + len(text)) for text in texts]\n")
+    page = (ROOT / "docs/design.md").read_text()
+    example = re.search(r"\n(    import dataclasses\n.+?)\n\nFor several turns", page, re.DOTALL)[1]
+    (tmp_path / "my_env.py").write_text(re.sub(r"^    ", "", example, flags=re.MULTILINE))
+    (tmp_path / "my_reward.py").write_text("def reward(rollout):\n    return len(rollout.reply) / 100\n")
+    tokenizer = byte_tokenizer(CHATML)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id))
+    model.save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("what, flags", [
+    pytest.param(*way, id=way[0], marks=[pytest.mark.slow] * (way[0] not in QUICK)) for way in WAYS])
+def test_each_command_evaluates_and_trains(folder, what, flags):
+    if "CI" not in os.environ:
+        for name in ("math_verify", "reasoning_gym", "textarena"):
+            if name.replace("_verify", "") in flags.replace("-", "_"):
+                pytest.importorskip(name)
+    flags = shlex.split(flags)
+    scripts = [grpo_llm] if what in QUICK else [grpo_llm, ppo_llm]
+    for script in scripts:
+        run = folder / script.__name__
+        own = dict(critic="none", gae_lambda=1.0) if script is ppo_llm else {}
+        given = tyro.cli(script.Args, args=flags)
+        script.main(script.Args(**vars(given) | TINY | own | dict(model="tiny", run_dir=str(run))))
+        assert validate(run, strict=True)["ok"]
+        lines = [json.loads(line) for line in (run / "train_log.jsonl").read_text().splitlines()]
+        source = {task.source for k in range(2) for task in [envs.make(
+            given.env, **envs.parse_options(given.env_kwargs)).task("test", k)]}
+        assert all(f"val/{name}/pass@1" in lines[1] for name in source)
+        assert any(key.startswith("train/") and key.endswith("/correct") for key in lines[-1])
+    env = envs.make(given.env, **envs.parse_options(given.env_kwargs))
+    for reply in ("", "\x00\ud800" * 100, "(" * 5000, "<think>", "\\boxed{" * 500):
+        task = env.task("train", 1)
+        episode = env.start(task, 1)
+        step = episode.step(reply, []) if task.tools else episode.step(reply)
+        assert not step.info.get("correct") and not step.info.get("error")
+        episode.close()
+
+
+@pytest.mark.parametrize("name, message", [
+    ("row", "unknown environment 'row' .did you mean 'rows'.*known: .*reasoning-gym.*textarena.*trl"),
+    ("reasoning_gym", "unknown environment 'reasoning_gym' .did you mean 'reasoning-gym'"),
+    ("shop.py:Shop", "--env shop.py:Shop: expected a class derived from envs.Env, with a Config")])
+def test_a_wrong_name_is_one_line(folder, name, message):
+    with pytest.raises(envs.BadInput, match=message):
+        envs.make(name)
+
+
+def test_what_a_page_promises_is_there():
+    assert len(WAYS) >= 16 and {what for what in QUICK} <= {what for what, _ in WAYS}
