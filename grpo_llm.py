@@ -201,7 +201,7 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
     size = len(rewards)
     advantages = rewards - rewards.mean()
     if baseline == "loo":
-        advantages = advantages * size / (size - 1)
+        advantages = advantages * size / max(size - 1, 1)
     if scale:
         advantages = advantages / (rewards.std() + 1e-6)
     weight_of_negative = 1 - max(balance, 0.0)
@@ -2008,8 +2008,11 @@ def rollout_metrics(rollouts, throughput):
         "rollout/segments": mean(len(r.segments) for r in played),
         "rollout/sub_agents": mean(len(r.family) - 1 for r in played),
         "env/suspicious": mean(float(r.info.get("suspicious", 0.0)) for r in played)}
-    for source in sorted({r.task.source for r in played}):
-        for part, value in envs.means([r.info for r in played if r.task.source == source]).items():
+    infos = collections.defaultdict(list)  # of each source
+    for r in played:
+        infos[r.task.source].append(r.info)
+    for source in sorted(infos):
+        for part, value in envs.means(infos[source]).items():
             if math.isfinite(value):
                 metrics[f"train/{source}/{part}"] = float(value)
     return metrics | {f"rollout/termination/{end}": ends[end] / len(rollouts) for end in TERMINATIONS}

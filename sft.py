@@ -581,7 +581,7 @@ def accuracy(model, tokenizer, env, args):
                 conversations.append([*task.messages, dict(role="assistant", content=reply)])
                 episode = env.start(task, args.seed)
                 steps.append(episode.step(reply))
-                episode.close()
+                envs.close(episode)
         if steps:
             steps = env.score_group(task, conversations, steps)
         scores[ended] = [step.info.get("correct", 0.0) for step in steps]
@@ -714,7 +714,7 @@ def make_tokenizer(args, env):
     if args.model:
         tokenizer = from_pretrained(AutoTokenizer, args.model)
     else:
-        tokenizer = new_tokenizer(env.vocabulary)
+        tokenizer = new_tokenizer(env.vocabulary if env else None)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"--model {args.model}: its tokenizer has no eos token, so no response could end")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1191,6 +1191,8 @@ def main(args):
         if env_name != Args.env and options == Args.env_kwargs:
             options = ()  # the default is for Countdown alone
         env = envs.make(env_name, **envs.parse_options(options))
+        if env.about:
+            print_rank_0(env.about)
     tokenizer = make_tokenizer(args, env)
     source = tokenizer.chat_template
     with as_bad_input("--train-files, --val-files: expected files"):

@@ -42,7 +42,7 @@ TESTS = {
 # file -> name: (text that the file holds exactly once, what takes its place)
 MUTANTS = {
     "grpo_llm.py": {
-        "RLOO's factor": ("size / (size - 1)", "size / size"),
+        "RLOO's factor": ("size / max(size - 1, 1)", "size / size"),
         "sample deviation": ("rewards.std()", "rewards.std(ddof=1)"),
         "balance of the other sign": ("np.where(advantages < 0", "np.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),

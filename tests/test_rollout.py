@@ -462,13 +462,16 @@ def test_an_end_or_a_limit_of_the_environments_own_counts_in_the_last_turn_too(v
     assert (r.termination, r.reward) == ("error", 0.0)
 
 
-def test_an_episode_that_ends_before_its_first_step_is_judged_by_nobody(visit):
+def test_a_cut_first_reply_is_judged_by_its_environment_and_no_reply_by_nobody(visit):
     world = World(None)
-    world.judge = None
     (cut,) = visit(world, say=lambda text: [65, 66])
     assert (cut.termination, cut.reward, cut.correct, cut.retries) == ("length", 0.0, 0.0, 0)
-    assert cut.segments[0].response_mask == [1, 1]
+    assert cut.segments[0].response_mask == [1, 1] and not cut.steps
+    world.judge = lambda episode, reason: Step([], -1.0, False, True, {"correct": 0.0})  # a lost game
+    (cut,) = visit(world, say=lambda text: [65, 66])
+    assert (cut.termination, cut.reward, cut.retries) == ("length", -1.0, 0)
 
+    world.judge = None
     (long,) = visit(world, max_context_tokens=6, max_response_tokens=4)
     assert (long.termination, long.reward, visit.engine.asked) == ("context", 0.0, [])
     assert world.all_closed_once
