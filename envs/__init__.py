@@ -40,9 +40,11 @@ ENVS = {
     "arcagi3": "envs.arcagi3:ArcAgi3",
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
+    "openenv": "envs.adapters.openenv:OpenEnv",
     "openspiel": "envs.openspiel:OpenSpiel",
     "repl": "envs.code.repl:Repl",
     "swe": "envs.code.swe:Swe",
+    "verifiers": "envs.adapters.verifiers:Verifiers",
 }
 MIXTURE = "envs.mixture:Mixture"  # of several of them
 
