@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -303,8 +304,11 @@ def test_a_script_trains_on_it(game, options, tmp_path):
         part.save_pretrained(tmp_path / "model")
     with running(game, sessions=8) as (url, _):
         flags = (f"--model {tmp_path}/model --run-dir {tmp_path}/run --prompts-per-iteration 2 "
-                 "--group-size 2 --eval-tasks 2 --eval-samples 2 --max-response-tokens 8 "
-                 f"--max-context-tokens 400 --iterations 2 --env openenv --env-kwargs url={url} {options}")
+                 "--group-size 2 --eval-tasks 4 --eval-samples 2 --max-response-tokens 200 "
+                 f"--max-context-tokens 700 --iterations 2 --env openenv --env-kwargs url={url} {options}")
         subprocess.run([sys.executable, "grpo_llm.py", *flags.split()], check=True, timeout=300)
     subprocess.run([sys.executable, "tools/validate_train_log.py", "--strict", tmp_path / "run"], check=True)
-    assert "val/openenv/" in (tmp_path / "run" / "train_log.jsonl").read_text()
+    log = (tmp_path / "run" / "train_log.jsonl").read_text()
+    answered = r'"val/openenv/Sum/invalid": 0' if game == "sum" else r'"rollout/turns": 1\.[1-9]'
+    assert re.search(answered, log) and '"rollout/termination/error": 0.0' in log
+    assert not re.search(r'"rollout/termination/error": (0\.[1-9]|1)', log)

@@ -168,8 +168,9 @@ def test_a_script_trains_on_it(vf, tmp_path):
     for part in (tokenizer, sft.new_model(sft.Args(max_length=1024), tokenizer)):
         part.save_pretrained(tmp_path / "model")
     flags = (f"--model {tmp_path}/model --run-dir {tmp_path}/run --prompts-per-iteration 2 --group-size 2 "
-             "--eval-tasks 2 --eval-samples 2 --max-response-tokens 8 --max-context-tokens 400 "
+             "--eval-tasks 4 --eval-samples 2 --max-response-tokens 200 --max-context-tokens 700 "
              f"--iterations 2 --env verifiers --env-kwargs taskset={LETTERS} tasks=50 correct=exact")
     subprocess.run([sys.executable, "grpo_llm.py", *flags.split()], check=True, timeout=300)
     subprocess.run([sys.executable, "tools/validate_train_log.py", "--strict", tmp_path / "run"], check=True)
-    assert "val/verifiers/Letters" in (tmp_path / "run" / "train_log.jsonl").read_text()
+    log = (tmp_path / "run" / "train_log.jsonl").read_text()
+    assert '"val/verifiers/Letters/exact": ' in log  # some replies ended, and were scored
