@@ -40,6 +40,7 @@ ENVS = {
     "arcagi3": "envs.arcagi3:ArcAgi3",
     "countdown": "envs.countdown:Countdown",
     "logic": "envs.logic:Logic",
+    "openenv": "envs.adapters.openenv:OpenEnv",
     "openspiel": "envs.openspiel:OpenSpiel",
     "reasoning-gym": "envs.adapters.reasoning_gym:ReasoningGym",
     "repl": "envs.code.repl:Repl",
@@ -47,6 +48,7 @@ ENVS = {
     "swe": "envs.code.swe:Swe",
     "textarena": "envs.adapters.textarena:TextArena",
     "trl": "envs.adapters.trl:Trl",
+    "verifiers": "envs.adapters.verifiers:Verifiers",
 }
 MIXTURE = "envs.mixture:Mixture"  # of several of them
 

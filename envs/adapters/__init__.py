@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import io
+import json
 import random
 import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 
-from envs import BadInput, first_line, make_config, parse_options
+from envs import BadInput, Env, Episode, Message, Step, Task, first_line, make_config, parse_options
 
 LOCK = threading.RLock()  # of the global generators
+TEST_SHARE = 10  # each tenth task of a `Listed` environment belongs to the test split
 
 
 def package(name: str, env: str):
@@ -63,3 +68,69 @@ def arguments(function, text: str, where: str, defaults: dict) -> dict:
     given = make_config(dataclasses.make_dataclass("Arguments", fields), where,
                         parse_options(filter(None, text.split(";"))))
     return {name: value for name, value in vars(given).items() if value is not None}
+
+
+def in_a_loop(coroutine: Coroutine, timeout: float | None):
+    """The result of a coroutine, run in a thread and an event loop of its own.
+
+    Raises TimeoutError after `timeout` seconds (None: never); what goes on in the thread then is left to itself.
+    """
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(asyncio.run(coroutine))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(timeout)
+
+
+class Listed(Env):
+    """Tasks of one reply that are read once, at the start. Each tenth is held out."""
+
+    source = "listed"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.listed = {}  # what was added, by the text of its prompt
+
+    def add(self, messages: list[Message], given) -> None:
+        """A task: its prompt, and what `score` gets. One whose prompt is there already is left out."""
+        self.listed.setdefault(json.dumps(messages), given)
+
+    @functools.cached_property
+    def prompts(self) -> list[str]:
+        return list(self.listed)
+
+    def num_tasks(self, split: str) -> int:
+        self.check_split(split)
+        held_out = len(self.prompts[::TEST_SHARE])
+        count = held_out if split == "test" else len(self.prompts) - held_out
+        if not count:
+            raise BadInput(f"{self.source}: expected 2 tasks or more, found {len(self.prompts)}: each "
+                           "tenth is held out for the test split, from the first on")
+        return count
+
+    def task(self, split: str, index: int) -> Task:
+        if not 0 <= index < self.num_tasks(split):
+            raise IndexError(f"{self.source}: {split} task {index} of {self.num_tasks(split)}")
+        place = index * TEST_SHARE if split == "test" else index + index // (TEST_SHARE - 1) + 1
+        messages = json.loads(self.prompts[place])
+        return Task(f"{self.source}-{place}", self.source, messages, {"place": place})
+
+    def start(self, task: Task, seed: int) -> Episode:
+        given = self.listed[self.prompts[task.data["place"]]]
+        return Reply(lambda reply: self.score(given, reply))
+
+    def score(self, given, reply: str) -> Step:
+        """The verdict on a reply to a task."""
+        raise NotImplementedError
+
+
+class Reply(Episode):
+    """An attempt that its only reply ends."""
+
+    def __init__(self, score: Callable[[str], Step]):
+        self.step = score

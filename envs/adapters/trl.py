@@ -10,13 +10,11 @@ For episodes that can be repeated, reset may draw from `random` or np.random, wh
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 
 from envs import BadInput, Episode, Step, Task, as_bad_input, check_option, is_number, load_object, rows
-from envs.adapters import seeded
+from envs.adapters import in_a_loop, seeded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +123,5 @@ class Play(Episode):
 
 
 def awaited(value):
-    """The result of a method, which may be a coroutine: a loop in a thread of its own runs it."""
-    if not inspect.isawaitable(value):
-        return value
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, rows.awaited(value)).result()
+    """The result of a method, which may be a coroutine."""
+    return in_a_loop(rows.awaited(value), None) if inspect.isawaitable(value) else value
