@@ -73,7 +73,7 @@ def arguments(function, text: str, where: str, defaults: dict) -> dict:
 def in_a_loop(coroutine: Coroutine, timeout: float | None):
     """The result of a coroutine, run in a thread and an event loop of its own.
 
-    Raises TimeoutError after `timeout` seconds (None: never); what goes on in the thread then is left to itself.
+    Raises TimeoutError after `timeout` seconds (None: never); what goes on in the thread is left to itself.
     """
     future = Future()
 

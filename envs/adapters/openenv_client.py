@@ -17,7 +17,7 @@ import warnings
 
 from tornado import httpclient, websocket
 
-from envs import BadInput, Episode, Message, Step, Task, final_part, first_line
+from envs import Episode, Message, Step, Task, final_part, first_line
 
 MCP = ("Action", "CallToolAction", "ListToolsAction")  # titles of the actions where tools are called
 OTHER = ("metadata", "reward", "done")  # what each action or observation may have
@@ -102,7 +102,7 @@ class Server:
 
 
 def describe(config) -> Server:
-    """Asks a server what it offers. Raises BadInput where that does not fit the options."""
+    """Asks a server what it offers. Raises ValueError where that does not fit the options."""
     def get(path, payload=None, optional=False):
         return fetch(config.url.rstrip("/") + path, config.timeout, payload, optional)
 
@@ -111,20 +111,20 @@ def describe(config) -> Server:
         name, title = about["name"], schema["action"].get("title")
         fields, seen = own_fields(schema["action"]), own_fields(schema["observation"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadInput("its /schema and /metadata are not those of an OpenEnv server") from error
+        raise ValueError("its /schema and /metadata are not those of an OpenEnv server") from error
     if title in MCP:
-        raise BadInput("its actions are calls of MCP tools: not supported")
+        raise ValueError("its actions are calls of MCP tools: not supported")
     texts = [field for field, kind in fields.items() if kind.get("type") == "string"]
     action = config.action or (texts[0] if len(texts) == 1 else "")
     if action not in (*texts, "json"):
-        raise BadInput(f"option action: expected one of {', '.join([*texts, 'json'])}, got {action!r}")
+        raise ValueError(f"option action: expected one of {', '.join([*texts, 'json'])}, got {action!r}")
     if config.observation not in ("", *seen):
-        raise BadInput(f"option observation: expected one of {', '.join(seen)}, got {config.observation!r}")
+        raise ValueError(f"option observation: expected one of {', '.join(seen)}, got {config.observation!r}")
     path = "/" + (get("/list_environments", optional=True) or [name])[0]
     listed = [split["name"] for split in get(f"{path}/splits", optional=True) or ()]
     wanted = config.splits.split(",") if listed else []
     if not {*wanted} <= {*listed}:
-        raise BadInput(f"option splits: expected two of {', '.join(listed)}, got {config.splits!r}")
+        raise ValueError(f"option splits: expected two of {', '.join(listed)}, got {config.splits!r}")
     tasks = {split: get(f"{path}/num_tasks", {"split": split})["num_tasks"] for split in wanted}
     return Server(name, action, fields, tasks)
 

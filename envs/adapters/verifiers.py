@@ -5,7 +5,7 @@ import inspect
 import json
 import math
 
-from envs import BadInput, Step, as_bad_input, final_part, hint, load_object
+from envs import Step, as_bad_input, final_part, hint, load_object
 from envs.adapters import Listed, in_a_loop, package
 
 
@@ -38,11 +38,11 @@ class Verifiers(Listed):
                 taskset = cls(kind.model_validate({"id": name} | json.loads(config.options)))
             for task in taskset.take(config.tasks):
                 if unfit := needs(load, taskset, task):
-                    raise BadInput(f"task {task.data.idx} needs {unfit}: not supported")
+                    raise ValueError(f"task {task.data.idx} needs {unfit}: not supported")
                 self.add(messages(task.data), task)
             names = sorted({hook.__name__ for task in self.listed.values() for hook in task.hooks("reward")})
             if (correct := config.correct) not in ("", *names):
-                raise BadInput(f"no reward {correct!r}{hint(correct, names)}; known: {', '.join(names)}")
+                raise ValueError(f"no reward {correct!r}{hint(correct, names)}; known: {', '.join(names)}")
         self.source = f"verifiers/{name.rpartition('/')[2] or cls.__name__}"
 
     def score(self, task, reply: str) -> Step:
