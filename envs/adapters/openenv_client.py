@@ -138,7 +138,7 @@ def fetch(url: str, timeout: float, payload: dict | None = None, optional: bool 
     """The JSON that a URL answers, to a POST where there is a payload. None: an optional one is unknown."""
     async def ask():
         client = httpclient.AsyncHTTPClient(force_instance=True, max_body_size=MAX_MESSAGE)
-        options = dict(connect_timeout=timeout, request_timeout=timeout)
+        options = dict(connect_timeout=2 * timeout, request_timeout=2 * timeout)  # `submit` is first
         if payload:
             options |= dict(method="POST", body=json.dumps(payload))
         try:
@@ -207,7 +207,11 @@ class Session:
         Raises BadAction where they do not fit the server's schema, TimeoutError, OSError and others.
         """
         self.asked = submit(self._ask(kind, data), self.timeout)
-        return Result.of(self.asked.result())
+        try:
+            return Result.of(self.asked.result())
+        finally:
+            if self.closed:  # meanwhile, perhaps before `asked` was there to be cancelled
+                self.close()
 
     async def _ask(self, kind, data):
         # Half of a pair of surrogates, which a reply may hold, is no text for others.

@@ -69,7 +69,6 @@ class Verifiers(Listed):
 
 
 def messages(data) -> list[dict]:
-    """A task's prompt, with its system prompt."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str | None):
         return [*system, {"role": "user", "content": data.prompt}]
