@@ -645,7 +645,7 @@ def main(args):
                 # 2. Advantages, and returns: the targets of the values.
                 values = batch["values"].detach()
                 advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
-                                 batch["reset_mask"], args.gamma, args.gae_lambda)
+                                 batch["terminated"] | batch["truncated"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
                     all_advantages = all_rows(advantages, env)
