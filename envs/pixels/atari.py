@@ -3,7 +3,7 @@
     env = make_vec("ALE/Pong-v5", 16, clip_rewards=False)
 
 The defaults are those of Mnih et al. (Nature 518, 2015, Methods): each action for 4 frames, the brighter of
-the last two at each pixel, 84 x 84 shades of grey, the 4 newest such pictures; up to 30 frames without an
+the last two at each pixel, 84 x 84 shades of grey, the 4 newest such pictures; up to 29 frames without an
 action at first; rewards cut to -1..1; a lost life ends the return, though not the game. What Machado et al.
 (arXiv:1709.06009) ask for instead is a matter of options (docs/atari.md).
 """
@@ -42,7 +42,7 @@ class Config:
     stack: int = 4
     """newest pictures in an observation; before a game's first they are black"""
     noop_max: int = 30
-    """a game begins with a random number of frames without an action, up to this [frames]"""
+    """a game begins with a random number of frames without an action, less than this [frames]"""
     fire_reset: bool = False
     """a game begins with the button FIRE, where it has one"""
     episodic_life: bool = True
