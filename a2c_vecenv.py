@@ -10,7 +10,7 @@ The update uses the weights that collected the data, so the forward pass that sa
 one that is differentiated: its graph is kept, observations are not, and there is no second pass.
 
     python a2c_vecenv.py                                        # the pixel goal, 100 s on one CPU core
-    python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # a Gymnasium id with discrete actions, or ALE/...
+    python a2c_vecenv.py --env-id CartPole-v1 --num-envs 8      # any Gymnasium id with discrete actions
     python a2c_vecenv.py --num-envs 16384 --num-steps 4 --network nature --dtype bfloat16 --cudagraphs
     torchrun --nproc_per_node=2 a2c_vecenv.py --num-envs 1024   # data-parallel on two GPUs or CPU cores
     python a2c_vecenv.py --self-test                            # a toy world in 20 s: JSON, exit code 0 or 1
