@@ -223,7 +223,9 @@ SHORT = dict(env_id="ALE/Breakout-v5", env_kwargs=("max_episode_frames=320", "re
 
 
 @pytest.mark.slow
-def test_a_run_has_a_valid_log_of_whole_games_resumes_exactly_and_can_be_shown(ale, tmp_path):
+def test_a_run_has_a_valid_log_of_whole_games_resumes_exactly_and_can_be_shown(ale, tmp_path, monkeypatch):
+    gae, ends = a2c.gae, []  # what it is told: terminated, done
+    monkeypatch.setattr(a2c, "gae", lambda *given: ends.append(given[3:5]) or gae(*given))
     whole = train(a2c, tmp_path / "whole", keep_checkpoints=0, **SHORT)
     report = validate(whole, strict=True)
     assert report["ok"], report
@@ -233,6 +235,7 @@ def test_a_run_has_a_valid_log_of_whole_games_resumes_exactly_and_can_be_shown(a
     last = records(whole)[-1]
     assert 0 < last["eval/return"] < 20 and last["eval/steps"] == 0 == last["eval/success_rate"]
     assert any(record["done_rate"] > record["reset_rate"] for record in records(whole))  # lives
+    assert len(ends) == 4 and all((done | ~terminated).all() for terminated, done in ends)
     killed = killed_after(whole, tmp_path / "killed", 2)
     train(a2c, killed, keep_checkpoints=0, **SHORT)
     same_end(whole, killed)
