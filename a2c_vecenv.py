@@ -55,8 +55,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Environment
-    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), or any Gymnasium id with discrete actions
-    env_kwargs: tuple[str, ...] = ()  # options of the environment, as key=value (docs/pixel_goal.md)
+    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), ALE/Pong-v5, or any other Gymnasium id
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, key=value (docs/pixel_goal.md, atari.md)
     alpha: float = 5.0  # goal environments: reward per decrease of the distance (one step: 0.03)
     num_envs: PositiveInt = 32  # environments, stepped in parallel
 
@@ -645,7 +645,7 @@ def main(args):
                 # 2. Advantages, and returns: the targets of the values.
                 values = batch["values"].detach()
                 advantages = gae(batch["rewards"], values, batch["next_values"], batch["terminated"],
-                                 batch["reset_mask"], args.gamma, args.gae_lambda)
+                                 batch["terminated"] | batch["truncated"], args.gamma, args.gae_lambda)
                 batch["returns"] = advantages + values
                 if args.normalize_advantages:
                     all_advantages = all_rows(advantages, env)

@@ -7,6 +7,7 @@
     python benchmarks/a2c_vs_sb3.py log                  # ours: share of the time that the log takes
     python benchmarks/a2c_vs_sb3.py memory               # ours: resident memory over 1,000 updates
     python benchmarks/a2c_vs_sb3.py cartpole             # CartPole-v1 to a greedy return of 500
+    python benchmarks/a2c_vs_sb3.py atari                # Pong, same network and preprocessing, steps/s
 
 Each side is a process of its own on the same core: ours runs a2c_vecenv.main itself, stable-baselines3's runs
 A2C.learn. They take turns, a block of iterations each, so that a machine that slows down slows all of them;
@@ -110,6 +111,8 @@ def work_ours(job, gate):
                  eval_every=0, eval_episodes=1, eval_envs=1) | job["flags"]
     flags.setdefault("log_every", 20)
     flags["iterations"] = -(-job["iterations"] // flags["log_every"]) * flags["log_every"]
+    if job["mode"] == "atari":  # of whole games, so that the evaluation at the end would take long
+        flags["iterations"] *= 2
     flags["checkpoint_every"] = flags["iterations"] * 10
     with tempfile.TemporaryDirectory() as folder:
         script.main(script.Args(run_dir=folder, **flags))
@@ -193,6 +196,16 @@ def check_world():
 
 
 # stable-baselines3
+
+
+def sb3_atari(job):
+    """The game as stable-baselines3 makes it: single emulators, its own wrappers, the same preprocessing."""
+    import ale_py
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+    gymnasium.register_envs(ale_py)
+    emulator = dict(frameskip=1, repeat_action_probability=0.0)  # its wrapper skips
+    return VecFrameStack(make_atari_env(job["env"], job["envs"], seed=job["seed"], env_kwargs=emulator), 4)
 
 
 def sb3_batched(env):
@@ -293,10 +306,11 @@ def work_sb3(job, gate):
         gate.evaluate = lambda: greedy_return(choose)
     else:
         import a2c_vecenv as script
-        args = script_args(job)
-        env = script.make_env(args, job["envs"], torch.device("cpu"))
-        worlds = sb3_batched(env)
-        if job["side"] == "sb3":
+        args = script_args(job, env_id=job["env"])
+        atari = job["mode"] == "atari"
+        env = script.make_env(args, 1 if atari else job["envs"], torch.device("cpu"))
+        worlds = sb3_atari(job) if atari else sb3_batched(env)
+        if job["side"] == "sb3" and not atari:
             tables = world_tables(env)
             worlds = DummyVecEnv([lambda: TileWorld(tables)] * job["envs"])
         model = sb3_model(job, worlds, env, args)
@@ -613,10 +627,21 @@ def cartpole(options):
                   f"{sum(r['cpu_s'] for r in group[:solved]):.1f} | {group[-1]['greedy']:.1f} |")
 
 
+def atari(options):
+    """The published settings of A2C: 16 games, 5 steps, the network of Nature's paper."""
+    flags = dict(network="nature", hidden_size=512, learning_rate=7e-4, entropy_coef=0.01, value_coef=0.25,
+                 gae_lambda=1.0, normalize_advantages=False, anneal=False)
+    case = f"{options.game} 16 x 5"
+    jobs = [job_of("atari", case, side, 16, 5, options.steps // 80, options.game, **flags)
+            for side in ("sb3", "ours")]
+    summarise(compare(options, jobs, 1 + options.repeats), "Atari", (case, "sb3"))
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    modes = dict(pixels=pixels, scale=scale, chunks=chunks, log=log, memory=memory, cartpole=cartpole)
+    modes = dict(pixels=pixels, scale=scale, chunks=chunks, log=log, memory=memory, cartpole=cartpole,
+                 atari=atari)
     parser.add_argument("mode", choices=(*modes, "worker"))
     parser.add_argument("--repeats", type=int, default=5, help="measured blocks")
     parser.add_argument("--steps", type=int, default=16384, help="environment steps in a block (at least)")
@@ -628,6 +653,7 @@ def main():
     parser.add_argument("--sides", default=SIDES, help="of `pixels` and `cartpole`, with commas")
     parser.add_argument("--seeds", default="1-3", help="of `cartpole`: first to last")
     parser.add_argument("--flags", default="{}", help="of `cartpole`: flags of a2c_vecenv.py, as JSON")
+    parser.add_argument("--game", default="ALE/Pong-v5", help="of `atari`")
     parser.add_argument("--sb3-python", default=str(REPOSITORY / ".venv-sb3/bin/python"))
     parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
     parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
@@ -639,7 +665,7 @@ def main():
         side = "ours" if job["mode"] in ("scale", "chunks", "log", "memory") else job["side"].split("-")[0]
         dict(ours=work_ours, sb3=work_sb3, check=work_check, loop=work_loop)[side](job, gate)
         return
-    if options.mode in ("pixels", "cartpole") and not Path(options.sb3_python).exists():
+    if options.mode in ("pixels", "cartpole", "atari") and not Path(options.sb3_python).exists():
         sys.exit(f"error: --sb3-python {options.sb3_python}: benchmarks/make_sb3_env.sh makes one")
     modes[options.mode](options)
 

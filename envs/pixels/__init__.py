@@ -7,9 +7,11 @@
 All in Gymnasium's meaning, a tensor of `num_envs` rows each. A row whose episode ends starts its next one in
 the same step (autoreset), so that `obs` is already the first observation of that one, while
 
-    info["reset_mask"]   terminated | truncated                                           (num_envs,) bool
+    info["reset_mask"]   the next episode has begun: terminated | truncated, but for      (num_envs,) bool
+                         lives that are lost (envs/pixels/atari.py)
     info["final_obs"]    the last observations of the episodes that ended, in row order   (ended, *obs_shape)
     info["dist"]         distance to the goal before the reset, where there is a goal     (num_envs,) float32
+    info["score"]        where the rewards are not what an episode is judged by: these    (num_envs,) float32
 
 `obs` is the environment's own buffer, valid until its next step: clone to keep it.
 """
@@ -102,7 +104,7 @@ class RecordEpisodeStatistics:
     """Wraps a VecEnv as Gymnasium's wrapper of this name does: return and length of each episode that ends.
 
     info["success"]           terminated, where there is a goal                           (num_envs,) bool
-    info["episode_return"]    sum of its rewards; 0 where no episode ended                (num_envs,) float32
+    info["episode_return"]    sum of its rewards (score); 0 where no episode ended        (num_envs,) float32
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
     info["dist"]              0 where there is no goal                                    (num_envs,) float32
 
@@ -123,7 +125,7 @@ class RecordEpisodeStatistics:
 
     def step(self, actions: torch.Tensor):
         obs, rewards, terminated, truncated, info = self.env.step(actions)
-        self.so_far += torch.stack([rewards, torch.ones_like(rewards)])
+        self.so_far += torch.stack([info.get("score", rewards), torch.ones_like(rewards)])
         info["episode_return"], info["episode_length"] = self.so_far * info["reset_mask"]
         self.so_far.masked_fill_(info["reset_mask"], 0)
         info["success"] = terminated & self.has_goal
@@ -181,12 +183,14 @@ def receipt_files(env: VecEnv, batch: dict) -> dict[str, bytes]:
 
 
 VEC_ENVS = {"pixel-goal": "envs.pixels.pixel_goal:PixelGoal", "pyboy": "envs.pixels.game_boy:GameBoy"}
+ATARI = "envs.pixels.atari:Atari"  # of ids that begin with ALE/
 GYMNASIUM = "envs.pixels.gymnasium:GymnasiumVec"  # of any other id
 
 
 def make_vec(env_id: str, num_envs: int, device="cpu", /, **options) -> VecEnv:
-    """Build a vectorised environment: one of VEC_ENVS, or any Gymnasium id. Option values may be strings.
+    """Build a vectorised environment: one of VEC_ENVS, an Atari game (ALE/...), or any Gymnasium id.
 
+    Option values may be strings.
     Raises BadInput for an unknown id or option, a wrong value, or a package that is not installed.
     """
     device = torch.empty(0, device=device).device  # cuda is cuda:0 from here on
@@ -200,4 +204,7 @@ def make_vec(env_id: str, num_envs: int, device="cpu", /, **options) -> VecEnv:
         if recorded:  # no flag has them, and a folder may be recorded anew
             env.log_meta["goal_options"] = recorded
         return env
+    if env_id.removeprefix("ale_py:").startswith("ALE/"):
+        cls = envs.load_object(ATARI, "--env-id")
+        return cls(env_id, num_envs, device, envs.make_config(cls.Config, env_id, options))
     return envs.load_object(GYMNASIUM, "--env-id")(env_id, num_envs, device, options)
