@@ -420,6 +420,28 @@ def test_a_figure_with_a_control_or_some_of_its_panels_is_drawn_again_from_its_c
     assert status == 1 and "no such panel" in errors[-1]["error"]
 
 
+def test_any_logged_number_is_drawn_by_its_key(tmp_path, plot):
+    """Also the parts of a reward, which the validator knows."""
+    lines = sample_log("grpo")
+    for number, line in enumerate(lines):
+        if "train/reward" in line:
+            line |= {"train/a/b/format": number / 20, "train/a/b/correct": 0.5}
+    log = write_jsonl(tmp_path / "train_log.jsonl", lines)
+    assert complaints(log, strict=True) == []
+    words = ["--out", tmp_path / "a.png", "--csv", tmp_path / "a.csv"]
+    status, report, _ = plot("--log", log, "--key", "train/a/*", "opt_steps", *words)
+    assert (status, report["panels"]) == (0, ["train/a/b/correct", "train/a/b/format", "opt_steps"])
+    assert_drawn(tmp_path / "a.png", 3)
+    words = ["--from-csv", tmp_path / "a.csv", "--out", tmp_path / "a.png"]
+    status, report, _ = plot(*words, "--key", "*/format")
+    assert (status, report["panels"]) == (0, ["train/a/b/format"])
+    status, _, errors = plot("--log", log, "--key", "train/a/b/fromat")
+    assert status == 1 and errors[-1]["error"].startswith(
+        "--key train/a/b/fromat: no record has it; the closest are train/a/b/format")
+    lines[RECORD - 1]["train/a/b/format"] = "1"
+    assert complaints(write_jsonl(Path(log), lines)) == [(RECORD, "train/a/b/format")]
+
+
 def test_resumes_are_marked(tmp_path, plot):
     images, path = [], logs(tmp_path, "grpo")[0]
     for out in (tmp_path / "with.svg", tmp_path / "without.svg"):

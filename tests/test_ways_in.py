@@ -55,6 +55,7 @@ def folder(tmp_path, monkeypatch):
                                       for n in range(30)])
     write(tmp_path / "trl.jsonl", [dict(prompt=asked[n], hint=str(n), answer=str(n)) for n in range(30)])
     (tmp_path / "shop.py").write_text(SHOP.replace("class Counter", "class Shop"))
+    (tmp_path / "letters_taskset.py").write_text((ROOT / "tests/letters_taskset.py").read_text())
     (tmp_path / "my.py").write_text(
         "def correct(prompts, completions, answer, **columns):\n"
         "    return [float(c[-1]['content'] == a) for c, a in zip(completions, answer)]\n"
@@ -78,10 +79,11 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what, flags", [
-    pytest.param(*way, id=way[0], marks=[pytest.mark.slow] * (way[0] not in QUICK)) for way in WAYS])
+    pytest.param(*way, id=way[0], marks=[pytest.mark.slow] * (way[0] not in QUICK)) for way in WAYS
+    if "--env openenv" not in way[1]])  # test_openenv.py has it: it needs a server
 def test_each_command_evaluates_and_trains(folder, what, flags):
     if "CI" not in os.environ:
-        for name in ("math_verify", "reasoning_gym", "textarena"):
+        for name in ("math_verify", "reasoning_gym", "textarena", "verifiers"):
             if name.replace("_verify", "") in flags.replace("-", "_"):
                 pytest.importorskip(name)
     flags = shlex.split(flags)
