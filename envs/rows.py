@@ -293,8 +293,6 @@ def gold_of(answer) -> str:
 class Check:
     """Compares replies with answers. The methods are total on replies."""
 
-    marks = "boxed"  # how `solution` marks an answer
-
     def check_answers(self, answers: list, row: dict) -> None:
         """ValueError where an answer cannot be compared with anything."""
 
