@@ -14,6 +14,8 @@ import pytest
 import envs
 from envs import rows
 
+# Of a few rows, one is held out, which a line says.
+pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
 HOSTILE = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000,
            "(" * 20_000,
            "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000,
