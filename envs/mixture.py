@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 from envs import BadInput, Env, Episode, Message, Step, Task
 
@@ -25,7 +26,7 @@ class Mixture(Env):
         for part in name.split(","):
             place, sign, number = map(str.strip, part.partition("="))
             short = place.rpartition(":")[2]
-            if sign and not (number.isascii() and number.isdigit() and 1 <= int(number[:5]) <= 1000):
+            if sign and not (re.fullmatch("[0-9]{1,9}", number) and 1 <= int(number) <= 1000):
                 raise BadInput(f"environment {name}: weight of {short}: expected a whole number from 1 to "
                                f"1000, got {number!r}")
             if not place or short in weights:

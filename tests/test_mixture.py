@@ -89,6 +89,7 @@ def test_words_are_known_where_all_know_theirs():
     ("countdown=0,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '0'"),
     ("countdown=²,tests/two_turn.py:TwoTurn", {}, "got '²'"),
     ("countdown=99999999999999999999,tests/two_turn.py:TwoTurn", {}, "weight of countdown"),
+    ("countdown=00099999,tests/two_turn.py:TwoTurn", {}, "weight of countdown.*got '00099999'"),
     ("countdown,tests/two_turn.py:TwoTurn", {"max_operands": "4"}, "NAME.OPTION.*countdown, TwoTurn"),
     ("countdown,tests/two_turn.py:TwoTurn", {"countdown.max_operand": "4"}, "did you mean 'max_operands'"),
 ])
