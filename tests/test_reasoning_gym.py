@@ -119,7 +119,7 @@ def test_options_are_the_data_sets_own(gym):
      "unknown option 'max_term' .did you mean 'max_terms'.*; known: allow_negation, extract"),
     (dict(max_terms="x"), "chain_sum: option max_terms: expected int, got 'x'"),
     ({"gcd.max_terms": "3"}, "unknown option 'gcd.max_terms'"),
-    (dict(min_terms="9"), "chain_sum with {'min_terms': 9} .max_terms must be >= min_terms"),
+    (dict(min_terms="9"), "chain_sum with {.min_terms.: 9} .max_terms must be >= min_terms"),
     (dict(extract="box"), "option extract: expected one of auto, last_number"),
     (dict(task="count_bits", min_n="1", max_n="1"), "count_bits has too few different questions")])
 def test_bad_options_are_one_line(gym, options, message):

@@ -62,13 +62,15 @@ class ReasoningGym(Env):
     def __init__(self, config: Configured):
         super().__init__(config)
         self.names = [*config.own]
-        self.chunk = functools.lru_cache(256)(functools.partial(make_chunk, config.own))
         self.entry = functools.lru_cache(4096)(self.find_entry)
         self.apart = {name for name in self.names
                       if EVALUATES.search(inspect.getsource(type(self.chunk(name, 0)).score_answer))}
         self.blocking = bool(self.apart)
         for k in range(len(self.names)):
             self.task("test", k)
+
+    def chunk(self, name: str, number: int):
+        return make_chunk(name, repr(self.config.own[name]), number)
 
     @classmethod
     def configure(cls, name, options):
@@ -140,7 +142,7 @@ class Attempt(Episode):
         try:
             if found and self.name in self.env.apart:
                 pool = shared_pool(min(os.cpu_count() or 1, 16), "reasoning_gym")
-                given = (self.name, config.own[self.name], found, self.entry)
+                given = (self.name, repr(config.own[self.name]), found, self.entry)
                 info["score"] = pool.submit(score, *given, seconds=SECONDS).result()
             elif found:
                 info["score"] = float(self.env.chunk(self.name, 0).score_answer(found, self.entry))
@@ -151,21 +153,18 @@ class Attempt(Episode):
         return Step([], reward, True, False, info)
 
 
-def make_chunk(own: dict, name: str, number: int):
+@functools.lru_cache(256)
+def make_chunk(name: str, options: str, number: int):
     """Entries of a data set, with seeds after those of the chunk before. None is 0: some take it for none."""
     import reasoning_gym
 
-    with as_bad_input(f"environment reasoning-gym: {name} with {own[name]}"):
-        return reasoning_gym.create_dataset(name, size=CHUNK, seed=1 + number * CHUNK, **own[name])
+    with as_bad_input(f"environment reasoning-gym: {name} with {options}"):
+        options = ast.literal_eval(options)
+        return reasoning_gym.create_dataset(name, size=CHUNK, seed=1 + number * CHUNK, **options)
 
 
-@functools.lru_cache(16)
-def scorer(name: str, options: str):
-    return make_chunk({name: ast.literal_eval(options)}, name, 0)
-
-
-def score(name: str, options: dict, answer: str, entry: dict) -> float:
+def score(name: str, options: str, answer: str, entry: dict) -> float:
     """What a scorer that evaluates the reply makes of it, if nothing in it can do harm."""
     if answer != entry["answer"] and not FORMULA.fullmatch(answer):
         ast.literal_eval(answer)  # raises where it is no literal
-    return float(scorer(name, repr(options)).score_answer(answer, entry))
+    return float(make_chunk(name, options, 0).score_answer(answer, entry))
