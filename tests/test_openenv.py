@@ -16,7 +16,9 @@ import urllib.request
 import pytest
 
 import envs
-import sft
+import grpo_llm
+from tests.test_ways_in import make_model
+from tools.validate_train_log import validate
 
 # Where the package is installed: it cannot be beside vLLM and others.
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
@@ -299,15 +301,13 @@ def test_the_packages_own_client_sees_the_same(sums):
 @pytest.mark.slow
 @pytest.mark.parametrize("game, options", [("sum", "seeds=9"), ("guess", "splits=train,extra max_turns=2")])
 def test_a_script_trains_on_it(game, options, tmp_path):
-    tokenizer = sft.new_tokenizer(None)
-    for part in (tokenizer, sft.new_model(sft.Args(max_length=1024), tokenizer)):
-        part.save_pretrained(tmp_path / "model")
+    make_model(tmp_path / "model")
     with running(game, sessions=8) as (url, _):
-        flags = (f"--model {tmp_path}/model --run-dir {tmp_path}/run --prompts-per-iteration 2 "
-                 "--group-size 2 --eval-tasks 4 --eval-samples 2 --max-response-tokens 200 "
-                 f"--max-context-tokens 700 --iterations 2 --env openenv --env-kwargs url={url} {options}")
-        subprocess.run([sys.executable, "grpo_llm.py", *flags.split()], check=True, timeout=300)
-    subprocess.run([sys.executable, "tools/validate_train_log.py", "--strict", tmp_path / "run"], check=True)
+        grpo_llm.main(grpo_llm.Args(
+            model=f"{tmp_path}/model", run_dir=f"{tmp_path}/run", prompts_per_iteration=2, group_size=4,
+            eval_tasks=4, eval_samples=2, max_response_tokens=20, iterations=2, env="openenv",
+            env_kwargs=(f"url={url}", *options.split())))
+    assert validate(tmp_path / "run", strict=True)["ok"]
     log = (tmp_path / "run" / "train_log.jsonl").read_text()
     answered = r'"val/openenv/Sum/invalid": 0' if game == "sum" else r'"rollout/turns": 1\.[1-9]'
     assert re.search(answered, log) and '"rollout/termination/error": 0.0' in log

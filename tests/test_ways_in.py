@@ -34,9 +34,21 @@ def number_rows(count=30):
     return [dict(question=f"What is {n} + 1?", answer=str(n + 1)) for n in range(count)]
 
 
+def make_model(path):
+    """Of bytes; it has learned nothing, but to end its replies soon."""
+    tokenizer = byte_tokenizer(CHATML)
+    torch.manual_seed(1)
+    model = PhiForCausalLM(PhiConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id))
+    model.lm_head.bias.data[tokenizer.eos_token_id] = 4.0
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the table's files are, and a model of bytes, `tiny`, that has learned nothing."""
+    """Where the table's files are, and a model, `tiny`."""
     write(tmp_path / "train.jsonl", number_rows())
     write(tmp_path / "test.jsonl", number_rows(4))
     (tmp_path / "system.txt").write_text("Be brief.")
@@ -68,14 +80,7 @@ def folder(tmp_path, monkeypatch):
     example = re.search(r"\n(    import dataclasses\n.+?)\n\nFor several turns", page, re.DOTALL)[1]
     (tmp_path / "my_env.py").write_text(re.sub(r"^    ", "", example, flags=re.MULTILINE))
     (tmp_path / "my_reward.py").write_text("def reward(rollout):\n    return len(rollout.reply) / 100\n")
-    tokenizer = byte_tokenizer(CHATML)
-    torch.manual_seed(1)
-    model = PhiForCausalLM(PhiConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id))
-    model.lm_head.bias.data[tokenizer.eos_token_id] = 4.0  # its replies are short
-    model.save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
+    make_model(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
