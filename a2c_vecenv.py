@@ -268,12 +268,12 @@ def evaluate(agent, env, args, greedy=False):
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
-        result = [info["success"], info["episode_length"], info["episode_return"]]
         counts = info["reset_mask"] & (number < args.eval_episodes)
-        results.append(torch.stack(result, -1)[counts])  # (ended, 3)
+        result = [info["success"], info["episode_length"], info["episode_return"]]
+        if counts.any():  # tensors that are kept at each step would fragment memory
+            results += torch.stack(result, -1)[counts]  # each (3,)
         number += args.eval_envs * info["reset_mask"]
-
-    success, lengths, returns = torch.cat(gather(results)).unbind(-1)
+    success, lengths, returns = torch.stack(gather(results)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
     return {prefix + "success_rate": success.mean().item(), prefix + "steps": steps,
