@@ -55,7 +55,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @dataclass(frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
     # Environment
-    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), ALE/Pong-v5, or any other Gymnasium id
+    env_id: str = "pixel-goal"  # pixel-goal, pyboy (a Game Boy), ALE/Pong-v5, or a Gymnasium id
     env_kwargs: tuple[str, ...] = ()  # options of the environment, key=value (docs/pixel_goal.md, atari.md)
     alpha: float = 5.0  # goal environments: reward per decrease of the distance (one step: 0.03)
     num_envs: PositiveInt = 32  # environments, stepped in parallel
@@ -270,7 +270,7 @@ def evaluate(agent, env, args, greedy=False):
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
         counts = info["reset_mask"] & (number < args.eval_episodes)
         result = [info["success"], info["episode_length"], info["episode_return"]]
-        if counts.any():  # tensors that are kept at each step would fragment memory
+        if counts.any():  # tensors kept at each step would fragment memory
             results += torch.stack(result, -1)[counts]  # each (3,)
         number += args.eval_envs * info["reset_mask"]
     success, lengths, returns = torch.stack(gather(results)).unbind(-1)
