@@ -1320,17 +1320,19 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos, device=device)
     num_done = 0
+    # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
+    ask_every = 1 if device.type == "cpu" else 8
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]  # (rows, H)
         token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
         ids[live, t] = token.masked_fill(done, -1)
         logprobs[live, t] = logprob.masked_fill(done, 0.0)
-        was_done = num_done
         done = done | torch.isin(token, eos)
-        num_done = int(done.sum())
-        if count:
-            count(num_done - was_done, len(done) - was_done)
+        if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
+            was_done, num_done = num_done, int(done.sum())
+            if count:
+                count(num_done - was_done, ask_every * (len(done) - was_done))
         if t + 1 == max_new_tokens or num_done == len(done):
             break
         if num_done > len(done) // 8:
@@ -1338,13 +1340,16 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
             live, row = live[going_on], row[going_on]
             token, done = token[going_on], done[going_on]
             num_done = 0
-        # A new row for each different pair of an old row and a token; a pair is one number.
-        pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
-        parent = pairs // vocabulary  # (rows,): the old row of each new one
-        tokens = (pairs % vocabulary)[:, None]
-        if not torch.equal(parent, torch.arange(len(mask), device=device)):
-            mask, position = mask[parent], position[parent]
-            cache.reorder_cache(parent)
+        if len(row) == len(mask):  # a row for each response: they stay as they are
+            tokens = token[row.argsort()][:, None]
+        else:
+            # A new row for each different pair of an old row and a token; a pair is one number.
+            pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
+            parent = pairs // vocabulary  # (rows,): the old row of each new one
+            tokens = (pairs % vocabulary)[:, None]
+            if not torch.equal(parent, torch.arange(len(mask), device=device)):
+                mask, position = mask[parent], position[parent]
+                cache.reorder_cache(parent)
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
         position = position[:, -1:] + 1
     ids = ids[:, :t + 1]

@@ -2,6 +2,7 @@
 
     benchmarks/make_trl_env.sh                           # once: .venv-trl, where TRL lives
     python benchmarks/grpo_vs_trl.py step                # one iteration of identical work, two sizes
+    python benchmarks/grpo_vs_trl.py real                # `step` of SmolLM2-135M, all weights and LoRA
     python benchmarks/grpo_vs_trl.py run                 # the whole default run, 500 iterations a side
     python benchmarks/grpo_vs_trl.py run --iterations 100 --repeats 3 --out benchmarks/results/run.csv
 
@@ -38,6 +39,8 @@ from pathlib import Path
 from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
 
 SIZES = "32x16x9,16x8x64"  # of `step`: prompts x responses to each x tokens of each
+REAL_SIZES = "4x4x64,4x4x64-lora"  # of `real`; -lora trains an adapter
+LORA_RANK = 16
 RUN_TOKENS = 9  # longest reply in `run`: two steps and eos
 FIELDS = ("started_at", "mode", "size", "seed", "side", "block", "iterations", "rollout", "update", "other",
           "total", "tokens", "reward", "greedy")
@@ -49,6 +52,8 @@ def our_args(job, **more):
     import grpo_llm
     size = dict(zip(("prompts_per_iteration", "group_size", "max_response_tokens"), job["size"], strict=True))
     unmeasured = dict(eval_every=0, eval_samples=1, checkpoint_every=10**9, log_episodes=0.0)
+    if job["mode"] == "real":
+        more |= dict(learning_rate=1e-6, entropy_coef=0.0, lora_rank=job["lora_rank"])
     return grpo_llm.Args(model=str(REPOSITORY / job["model"]), seed=job["seed"], iterations=job["iterations"],
                          **size, **unmeasured, **more)
 
@@ -57,8 +62,9 @@ def trl_config(flags, **more):
     """The flags of grpo_llm.py in TRL's names; those without one must have the value that TRL's way means."""
     from trl import GRPOConfig
     same = dict(loss="clip", aggregation="token", baseline="mean", scale_rewards=False, advantage_balance=0.0,
-                epochs=1, minibatches=1, kl_coef=0.0, dynamic_sampling=0, mask_truncated=False, lora_rank=0,
-                dtype="float32")
+                epochs=1, minibatches=1, kl_coef=0.0, dynamic_sampling=0, mask_truncated=False,
+                dtype="float32", lora_target_modules="all-linear", lora_adapter_path="",
+                gradient_checkpointing=False)
     for name, value in same.items():
         if flags[name] != value:
             sys.exit(f"error: grpo_llm.py's {name} is {flags[name]}, and this comparison is for {value}")
@@ -78,7 +84,7 @@ def trl_config(flags, **more):
 
 
 def alternating_reward(rollout):
-    """--reward-fn of `step`: half of each group succeeds, whatever it wrote."""
+    """--reward-fn of `step` and `real`: half of each group succeeds, whatever it wrote."""
     return rollout.order[-1] % 2
 
 
@@ -108,7 +114,7 @@ def work_ours(job, gate):
 
     grpo_llm.Run.timed, grpo_llm.Run.record = timed_in_cpu_seconds, record_and_wait
     more = dict(eval_tasks=EVAL_TASKS)
-    if job["mode"] == "step":
+    if job["mode"] != "run":
         grpo_llm.Engine.eos = property(lambda engine: [-1], lambda engine, ids: None)  # no token ends one
         more = dict(eval_tasks=1, reward_fn=f"{__file__}:alternating_reward")
     with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +126,7 @@ def work_trl(job, gate):
     os.environ |= dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
@@ -134,7 +141,7 @@ def work_trl(job, gate):
         return tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
 
     def rewards(prompts, completions, completion_ids, index, **_):
-        if job["mode"] == "step":
+        if job["mode"] != "run":
             return [i % 2 for i in range(len(prompts))]
         ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
         return [env.start(tasks[i], job["seed"]).step(text).reward if end else 0.0
@@ -182,8 +189,13 @@ def work_trl(job, gate):
     with tempfile.TemporaryDirectory() as folder:
         config = trl_config(job["flags"], output_dir=folder)
         gated = Gated()
-        trainer = Trainer(model, rewards, config, rows, processing_class=tokenizer, callbacks=[gated])
-        if job["mode"] == "step":
+        adapter = None
+        if job["lora_rank"]:
+            adapter = LoraConfig(r=job["lora_rank"], lora_alpha=job["flags"]["lora_alpha"],
+                                 target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = Trainer(model, rewards, config, rows, processing_class=tokenizer, callbacks=[gated],
+                          peft_config=adapter)
+        if job["mode"] != "run":
             trainer.eos_token_ids = [-1]  # no token ends a response
             trainer.generation_kwargs["eos_token_id"] = trainer.generation_config.eos_token_id = [-1]
         gate.send(prompts=[tokenizer(texts[index]).input_ids for index in job["tasks"][:prompts]],
@@ -212,8 +224,10 @@ def compare(options, mode, size_name, sides, seed, blocks):
     """Let the sides take turns through the blocks (iterations each).  -> rows of the CSV, warm-up too."""
     import envs
     import grpo_llm
-    size = [int(number) for number in size_name.split("x")]
-    job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model="models/countdown-tiny")
+    size = [int(number) for number in size_name.removesuffix("-lora").split("x")]
+    model = "models/smollm2-135m" if mode == "real" else "models/countdown-tiny"
+    job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model=model,
+               lora_rank=LORA_RANK if size_name.endswith("-lora") else 0)
     args, env = our_args(job), envs.make("countdown")
     job["flags"] = dataclasses.asdict(args)
     job["tasks"] = [envs.shuffled(cursor, seed, env.num_tasks("train"))
@@ -249,8 +263,8 @@ def compare(options, mode, size_name, sides, seed, blocks):
 def summarise(rows, sides):
     """Print what an iteration costs each side, and how many times as much it costs TRL.
 
-    step: medians of the blocks, and of the ratios of blocks measured in turn. run: means of all iterations,
-    since the work changes as the policy learns.
+    step, real: medians of the blocks, and of the ratios of blocks measured in turn. run: means of all
+    iterations, since the work changes as the policy learns.
     """
     mode, others = rows[0]["mode"], sides[1:]
     parts = {name: (name,) for name in ("rollout", "update")} | {"rollout + update": ("rollout", "update")}
@@ -262,7 +276,7 @@ def summarise(rows, sides):
         for r in rows:
             costs[r["side"]].append(sum(r[field] for field in fields) / r["iterations"])
         values = [statistics.median(costs[side]) for side in sides]
-        if mode == "step":
+        if mode != "run":
             ratios = [statistics.median(b / a for a, b in zip(costs["ours"], costs[side], strict=True))
                       for side in others]
         else:
@@ -282,13 +296,14 @@ def summarise(rows, sides):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("mode", choices=("step", "run", "worker"))
+    parser.add_argument("mode", choices=("step", "real", "run", "worker"))
     parser.add_argument("--iterations", type=int, default=500, help="of `run`")
     parser.add_argument("--block", type=int, default=50, help="iterations of `run` in one turn")
     parser.add_argument("--repeats", type=int, default=0,
-                        help="step: measured blocks of 3 iterations [7]; run: seeds [1]")
+                        help="step: measured blocks of 3 iterations [7]; real: of one [7]; run: seeds [1]")
     parser.add_argument("--sides", default="", help="with commas: ours,trl,trl-drop")
-    parser.add_argument("--sizes", default=SIZES, help="of `step`, with commas: prompts x group x tokens")
+    parser.add_argument("--sizes", default="", help="with commas: prompts x group x tokens; of `step` "
+                        f"[{SIZES}], of `real` [{REAL_SIZES}]")
     parser.add_argument("--trl-python", default=str(REPOSITORY / ".venv-trl/bin/python"))
     parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
     parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
@@ -303,10 +318,11 @@ def main():
         sys.exit(f"error: --trl-python {options.trl_python}: benchmarks/make_trl_env.sh makes one")
     import grpo_llm
     comparisons = []
-    if options.mode == "step":
+    if options.mode != "run":
         sides = (options.sides or "ours,trl").split(",")
-        for name in options.sizes.split(","):
-            rows = compare(options, "step", name, sides, 1, [3] * (1 + (options.repeats or 7)))
+        usual, block = (SIZES, 3) if options.mode == "step" else (REAL_SIZES, 1)
+        for name in (options.sizes or usual).split(","):
+            rows = compare(options, options.mode, name, sides, 1, [block] * (1 + (options.repeats or 7)))
             comparisons.append((rows, [r for r in rows if r["block"]], sides))  # block 0 warms up
     else:
         sides = (options.sides or "ours,trl,trl-drop").split(",")
