@@ -18,8 +18,8 @@ from tests.test_updates import corrections, group_advantages
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.4, -1.0])
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("baseline", ["mean", "loo", "maxrl"])
+@pytest.mark.parametrize("baseline, scale", [
+    ("mean", False), ("mean", True), ("loo", False), ("loo", True), ("maxrl", False)])
 def test_advantages_follow_their_formulas(baseline, scale, balance):
     rng = random.Random(2)
     flags = dict(scale_rewards=scale, baseline=baseline, advantage_balance=balance)
@@ -81,7 +81,7 @@ def test_the_gradient_of_a_loss_is_the_one_worked_out_by_hand(loss):
         mean_ratio = math.exp(sum(new[place] - before[place] for place in places) / len(places))
         for place in places:
             slope, out = slope_of(loss, new[place], before[place], float(advantages[row, 0]), mean_ratio)
-            assert float(gradient[row, place]) == pytest.approx(slope, rel=1e-9, abs=1e-12)
+            assert float(gradient[row, place]) == pytest.approx(slope, rel=1e-6, abs=1e-12)
             assert bool(is_out[row, place]) == out
             seen.add(out)
     assert seen == ({False} if loss in ("sapo", "pg") else {False, True})
@@ -96,8 +96,8 @@ def test_on_the_policy_that_sampled_all_losses_have_one_gradient():
         torch.testing.assert_close(found[-1], -advantages * mask)
 
 
-@pytest.mark.parametrize("bounds", [(), (0.7, 1.5)])
-@pytest.mark.parametrize("correction", ["tis", "icepop", "mis", "none"])
+@pytest.mark.parametrize("correction, bounds", [
+    ("none", ()), *itertools.product(["tis", "icepop", "mis"], [(), (0.7, 1.5)])])
 def test_a_correction_is_its_formula_token_by_token(correction, bounds):
     _, old, sampled, _, mask = off_policy_batch()
     flags = dict(correction=correction) | (dict(correction_bounds=bounds) if bounds else {})
