@@ -103,7 +103,7 @@ def start_weights():
 
 
 # At most, for all that a script promises: its lines, and the characters of a line of code.
-BOUNDS = {grpo_llm: (2228, 59), ppo_llm: (2316, 59), sft: (1353, 59.5), a2c: (700, 61)}
+BOUNDS = {grpo_llm: (2289, 59), ppo_llm: (2316, 59), sft: (1353, 59.5), a2c: (700, 61)}
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -112,7 +112,7 @@ def test_scripts_are_plain_and_short_and_have_few_flags(script):
     found = density(Path(script.__file__))
     too_much = [name for name, most in (MOST | dict(lines=lines, width=width)).items() if found[name] > most]
     assert not too_much, found
-    assert 10 < len(dataclasses.fields(script.Args)) <= (55 if script in RL else 45)
+    assert 10 < len(dataclasses.fields(script.Args)) <= (56 if script in RL else 45)
 
 
 @pytest.mark.parametrize("script", ALL)
