@@ -156,12 +156,6 @@ class Args:
     print_samples: NonNegativeInt = 0  # sample episodes to print at each rollout and evaluation
 
     def __post_init__(self):
-        if self.lora_rank and self.lora_adapter_path:
-            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path has its own")
-        if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
-            raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
-        if self.vllm_url and self.vllm_kwargs:
-            raise BadInput("--vllm-kwargs: for vLLM in this process; servers of --vllm-url have their own")
         if self.baseline == "maxrl" and self.scale_rewards:
             raise BadInput("--baseline maxrl divides by the mean: expected no --scale-rewards")
         if self.loss == "dppo" and self.correction != "none":  # or the sampler would count twice
@@ -170,6 +164,12 @@ class Args:
                                        or self.correction_bounds[0] >= self.correction_bounds[1]):
             raise BadInput(f"--correction-bounds {self.correction_bounds}: expected the lowest and the "
                            "highest weight, and a --correction to use them")
+        if self.lora_rank and self.lora_adapter_path:
+            raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path has its own")
+        if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
+            raise BadInput("--vllm-url and --vllm-kwargs need --engine vllm")
+        if self.vllm_url and self.vllm_kwargs:
+            raise BadInput("--vllm-kwargs: for vLLM in this process; servers of --vllm-url have their own")
 
     @property
     def may_change(self) -> set[str]:
