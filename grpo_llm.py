@@ -121,20 +121,24 @@ class Args:
     max_grad_norm: PositiveFloat = 1.0  # gradient clipping, by global norm
 
     # Loss
-    baseline: Literal["mean", "loo"] = "mean"  # the group's mean, or the others' (RLOO, arXiv:2402.14740)
+    # the group's mean; the others' (RLOO, arXiv:2402.14740); its mean, and divided by it (MaxRL)
+    baseline: Literal["mean", "loo", "maxrl"] = "mean"
     scale_rewards: bool = False  # divide advantages by the group's standard deviation (GRPO, not Dr. GRPO)
     # learn less from one sign: b > 0 multiplies negative advantages by 1 - b, b < 0 positive ones by 1 + b
     advantage_balance: Annotated[float, Field(ge=-1, le=1)] = 0.0
-    # PPO's clipped ratio; CISPO (arXiv:2506.13585); GSPO's sequence ratio (arXiv:2507.18071)
-    loss: Literal["clip", "cispo", "gspo"] = "clip"
+    # PPO's clipped ratio; CISPO (arXiv:2506.13585); GSPO's sequence ratio (arXiv:2507.18071); DPPO's mask
+    # (arXiv:2602.04879); SAPO's soft gate (arXiv:2511.20347); pg: policy gradient, neither ratio nor clip
+    loss: Literal["clip", "cispo", "gspo", "dppo", "sapo", "pg"] = "clip"
     # mean over tokens; over sequences of their token means; sum over sequences x longest reply (Dr. GRPO)
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: Share = 0.2  # the ratio is clipped at 1 - this
     clip_high: NonNegativeFloat = 0.28  # the ratio is clipped at 1 + this
     kl_coef: NonNegativeFloat = 0.0  # weight of the k3 penalty to the starting model; 0 loads no reference
     entropy_coef: NonNegativeFloat = 0.02  # weight of the entropy bonus [1/nats]
-    # truncated importance sampling: cap of the weight of trainer to sampler; 0: no correction
-    tis_cap: NonNegativeFloat = 2.0
+    # weight of trainer to sampler: clamped; 0 out of bounds; 0 where that of the whole sequence is; none
+    correction: Literal["tis", "icepop", "mis", "none"] = "tis"
+    # lowest and highest weight; nothing: 0 2 of tis, 0.5 5 of icepop, 0 3 of mis
+    correction_bounds: tuple[NonNegativeFloat, ...] = ()
     mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
 
     # Evaluation
@@ -152,6 +156,14 @@ class Args:
     print_samples: NonNegativeInt = 0  # sample episodes to print at each rollout and evaluation
 
     def __post_init__(self):
+        if self.baseline == "maxrl" and self.scale_rewards:
+            raise BadInput("--baseline maxrl divides by the mean: expected no --scale-rewards")
+        if self.loss == "dppo" and self.correction != "none":  # or the sampler would count twice
+            raise BadInput("--loss dppo takes its ratio to the sampler: expected --correction none")
+        if self.correction_bounds and (self.correction == "none" or len(self.correction_bounds) != 2
+                                       or self.correction_bounds[0] >= self.correction_bounds[1]):
+            raise BadInput(f"--correction-bounds {self.correction_bounds}: expected the lowest and the "
+                           "highest weight, and a --correction to use them")
         if self.lora_rank and self.lora_adapter_path:
             raise BadInput(f"--lora-rank {self.lora_rank}: the adapter of --lora-adapter-path has its own")
         if (self.vllm_url or self.vllm_kwargs) and self.engine != "vllm":
@@ -195,13 +207,18 @@ def group_advantages(rewards, scale=False, baseline="mean", balance=0.0):
     """Each reward of a group against the group's.  rewards (G,), at least two -> (G,)
 
     GRPO (arXiv:2402.03300 sec. 4.1.2) with scale (population std), Dr. GRPO (arXiv:2503.20783) without;
-    baseline "loo" is RLOO (arXiv:2402.14740): r_i minus the mean of the others, = G / (G - 1) (r_i - mean).
+    baseline "loo" is RLOO (arXiv:2402.14740): r_i minus the mean of the others, = G / (G - 1) (r_i - mean);
+    "maxrl" is MaxRL (arXiv:2602.02710, algorithm 1): (r_i - mean) / mean, for rewards of 0 or more.
     """
     rewards = np.array(rewards)
     size = len(rewards)
     advantages = rewards - rewards.mean()
     if baseline == "loo":
         advantages = advantages * size / max(size - 1, 1)
+    if baseline == "maxrl":
+        if rewards.min() < 0:
+            raise BadInput(f"--baseline maxrl: a reward is {rewards.min():g}; expected 0 or more")
+        advantages = advantages / max(rewards.mean(), 1e-9)  # without any reward all are 0
     if scale:
         advantages = advantages / (rewards.std() + 1e-6)
     weight_of_negative = 1 - max(balance, 0.0)
@@ -214,8 +231,15 @@ def k3(log_ratio):
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
+DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's default, as is the next
+DPPO_KL_COEF = 1e-3
+
+
 def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_high):
-    """Loss of each token, and whether it was clipped.  All (B, T)."""
+    """Loss of each token, and whether it was clipped or, with dppo, masked.  All (B, T).
+
+    old_logprobs: of the policy that a ratio is to; with dppo that is the sampler's.
+    """
     log_ratio = logprobs - old_logprobs
     if loss == "gspo":
         # GSPO (arXiv:2507.18071) eqs. 7 and 14: the sequence's geometric-mean ratio, its gradient spread over
@@ -230,9 +254,43 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
         # CISPO (arXiv:2506.13585) eqs. 4, 5: every token keeps a gradient; only its weight is clipped.
         is_clipped = ratio != clipped
         return -clipped.detach() * advantages * logprobs, is_clipped
+    if loss == "pg":  # REINFORCE (Williams, 1992): no gradient vanishes, however far the policy has moved
+        return -advantages * logprobs, torch.zeros_like(mask)
+    if loss == "sapo":
+        # SAPO (arXiv:2511.20347) eqs. 5, 6: the gradient fades as the ratio leaves 1, faster if A <= 0.
+        steepness = torch.where(advantages > 0, 1.0, 1.05)
+        return -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages, torch.zeros_like(mask)
+    if loss == "dppo":
+        # DPPO (arXiv:2602.04879) eq. 12 with the total variation of {this token, any other}, and prime-rl's
+        # penalty of all tokens (Kimi K2.5, arXiv:2602.02276).
+        moved = torch.exp(logprobs) - torch.exp(old_logprobs)
+        is_masked = torch.where(advantages > 0, moved > DPPO_LIMIT, moved < -DPPO_LIMIT)
+        return -ratio * advantages * ~is_masked + DPPO_KL_COEF * log_ratio**2, is_masked
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)  # PPO eq. 7
     is_clipped = clipped * advantages < ratio * advantages  # the minimum is the one without a gradient
     return per_token, is_clipped
+
+
+CORRECTION_BOUNDS = {"none": (0.0, math.inf), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.0, 3.0)}
+
+
+def correction_weights(log_mismatch, mask, correction, bounds=()):
+    """Weights of trainer to sampler, and where they are not as they were.  log_mismatch (B, T) -> two (B, T)
+
+    log_mismatch: log-probabilities before the update, minus those that the sampler reported.
+    """
+    low, high = bounds or CORRECTION_BOUNDS[correction]
+    weights = torch.exp(log_mismatch)
+    if correction == "mis":  # MIS: the product over a sequence, as TRL's sequence_mask
+        weights = torch.exp((log_mismatch * mask).sum(1, keepdim=True)).expand_as(mask)
+    is_out = (weights < low) | (weights > high)
+    if correction == "none":
+        weights = torch.ones_like(mask)
+    elif correction == "tis":  # truncated importance sampling, as IMPALA (arXiv:1802.01561) eq. 1
+        weights = weights.clamp(low, high)
+    else:  # IcePop (arXiv:2510.18855 sec. 2.3.2): what is far off teaches nothing
+        weights = weights.masked_fill(is_out, 0.0)
+    return weights, is_out
 
 
 def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
@@ -498,19 +556,20 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
     # On policy, the old policy is the current one. Without a reference KL is 0.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     ref_logprobs = batch.get("ref_logprobs", logprobs.detach())
-    per_token, clipped = policy_loss(logprobs, old_logprobs, advantages, mask, args.loss, args.clip_low,
+    anchor = batch["rollout_logprobs"] if args.loss == "dppo" else old_logprobs  # what a ratio is to
+    per_token, clipped = policy_loss(logprobs, anchor, advantages, mask, args.loss, args.clip_low,
                                      args.clip_high)
-    # Truncated importance sampling, since the sampler's numerics may differ.
-    mismatch = torch.exp(old_logprobs - batch["rollout_logprobs"])
-    if args.tis_cap:
-        per_token = per_token * mismatch.clamp(max=args.tis_cap)
+    # The sampler's numerics, or its weights, may differ.
+    correction, corrected = correction_weights(old_logprobs - batch["rollout_logprobs"], mask,
+                                               args.correction, args.correction_bounds)
+    per_token = per_token * correction
     kl = k3(ref_logprobs - logprobs)
     loss = ((per_token + args.kl_coef * kl - args.entropy_coef * entropy) * weight).sum()
     metrics = {"train/policy_loss": per_token * weight, "train/kl_loss": kl, "train/entropy": entropy,
                "train/clipfrac": clipped, "train/approx_kl": k3(logprobs - old_logprobs),
                "train/advantage": advantages, "kl/k1": logprobs - ref_logprobs,
                "mismatch/kl": k3(old_logprobs - batch["rollout_logprobs"]),
-               "mismatch/frac_capped": mismatch > (args.tis_cap or math.inf)}
+               "mismatch/frac_capped": corrected}
     sums = {name: (value.detach() * mask).double().sum() for name, value in metrics.items()}
     both = torch.stack([old_logprobs, batch["rollout_logprobs"]])
     return loss, sums, both[:, mask.bool()].double()
@@ -2223,6 +2282,8 @@ if __name__ == "__main__":
     # A reply may hold what the terminal's encoding has not; a file gets each line at once.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
+        if any(word.startswith(("--tis-cap", "--tis_cap")) for word in sys.argv):
+            raise BadInput("--tis-cap is --correction tis --correction-bounds 0 CAP, or --correction none")
         main(parse_flags())
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")

@@ -12,8 +12,8 @@ With --width a Llama of that hidden size, with random weights, takes the place o
 the reply's text decides at random what it is worth, so that every group is learned from.
 
 accuracy: default runs with overlap_hf.diff by staleness and seed, with and without the importance weight
-(--tis-cap 0), into --runs, where finished ones are taken as they are. One that the check of the sampler ends
-has no accuracy, but the iteration at which it ended.
+(--tis-cap 0: --correction none), into --runs, where finished ones are taken as they are. One that the
+check of the sampler ends has no accuracy, but the iteration at which it ended.
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ def accuracy(args, folder):
         for staleness in args.staleness_of:
             for seed in args.seeds:
                 run_dir = Path(args.runs, f"staleness{staleness}-cap{cap:g}-s{seed}").resolve()
-                flags = ["--max-staleness", staleness, "--tis-cap", cap, "--seed", seed, "--eval-every", 0,
-                         "--iterations", args.iterations]
+                correction = ["tis", "--correction-bounds", 0, cap] if cap else ["none"]
+                flags = ["--max-staleness", staleness, "--seed", seed, "--eval-every", 0,
+                         "--iterations", args.iterations, "--correction", *correction]
                 last = train(f"{folder}/grpo_overlap_hf.py", run_dir, "0,1", *flags)[-1]
                 rows.append(dict(staleness=staleness, tis_cap=cap, seed=seed, iteration=last["iteration"]) | {
                     name: value for name, value in last.items() if re.match("val/.*(greedy|@)", name)})

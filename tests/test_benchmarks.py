@@ -1,15 +1,20 @@
-"""What benchmarks reckon: a token's memory from a model's config alone, operations; gpu.py at toy sizes."""
+"""benchmarks/update_memory.py: what a token takes. benchmarks/losses.py: runs that go on; its rules."""
 
+import csv
 import functools
-import os
+import math
+import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
+
+from benchmarks import losses
+from tests.run_folders import ROOT, records
 
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
@@ -51,69 +56,43 @@ def test_with_an_adapter_the_weights_are_frozen_and_checkpointing_keeps_a_quarte
     assert figures["trained"] == 4 * LAYERS * 16 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    import gpu
-    return gpu
+def test_a_rate_is_the_one_of_the_largest_mean_area_once_all_its_seeds_have_ended():
+    method = ("countdown", "pg", "tis", "mean")
+    areas = {0.5: (0.7, 0.9), 1.0: (0.9, 0.6), 2.0: (0.1, 0.95)}
+    rows = [dict(stage="rates", problem="countdown", loss="pg", correction="tis", baseline="mean",
+                 factor=str(factor), area=str(area)) for factor, both in areas.items() for area in both]
+    assert losses.chosen_factor(method, rows) == 0.5
+    assert math.isnan(losses.chosen_factor(method, rows[1:]))
+    assert math.isnan(losses.chosen_factor(("countdown", "pg", "mis", "mean"), rows))
 
 
-def test_operations_for_the_utilisation_are_those_that_torch_counts(gpu, tmp_path):
-    gpu.make_model(tmp_path / "model", "Qwen3-0.6B", toy=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-
-    def counted(length):
-        ids = torch.arange(length)[None]
-        with FlopCounterMode(display=False) as counter:
-            model(ids).logits.sum().backward()
-        return counter.get_total_flops()
-
-    def ours(length):
-        return gpu.training_flops(tmp_path / "model", 0, 0, 1, length, lora=False)
-
-    # torch counts a token's attention to those after it too: as much again as to those before it.
-    attention = (ours(128) - 2 * ours(64)) / 2
-    assert counted(64) == pytest.approx(ours(64) + attention, rel=0.02)
-    # A prompt is computed once for its replies, and has no logits. Frozen weights have no gradient.
-    once = gpu.training_flops(tmp_path / "model", 1, 64, 2, 64, lora=False)
-    hidden, words, layers = 64, 512, 2
-    head, pairs = 3 * 2 * 64 * hidden * words, 2 * 64 * 64  # of each reply's tokens with the prompt's
-    assert once == 3 * ours(64) - head + 3 * 4 * layers * hidden * pairs
-    frozen = gpu.training_flops(tmp_path / "model", 0, 0, 1, 64, lora=True)
-    assert frozen == pytest.approx(ours(64) * 2 / 3, rel=0.1)
-
-
-@pytest.mark.parametrize("name, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                                        ("NVIDIA H200", 989e12), ("a card of nobody", None)])
-def test_the_peak_is_that_of_the_card(gpu, name, peak):
-    assert gpu.peak_of(name, 0) == peak
-    assert gpu.peak_of(name, 100) == 100e12
-
-
-def test_docs_have_the_table_of_what_was_measured(gpu):
-    page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
-    assert gpu.table(gpu.read_rows(Path(__file__).parent.parent / "docs" / "results")) in page
+def test_an_interval_is_students_t():
+    mean, half = losses.interval([0.1, 0.2, 0.4])
+    assert (mean, half) == pytest.approx((0.7 / 3, 4.303 * statistics.stdev([0.1, 0.2, 0.4]) / 3**0.5))
+    assert math.isnan(losses.interval([0.5])[1])
 
 
 @pytest.mark.slow
-def test_one_command_measures_all_parts_and_goes_on_where_it_was_stopped(gpu, tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "all", "--toy", "--out", str(tmp_path)]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-
-    def run():
-        return subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, text=True,
-                              capture_output=True, timeout=600)
-
-    first = run()
-    assert first.returncode == 0, first.stdout + first.stderr
-    rows = gpu.read_rows(tmp_path)
-    assert {row["part"] for row in rows} == set(gpu.PARTS)
-    assert {row["value"] for row in rows if row["part"] == "exact"} == {0.0}
-    assert "not measured yet" not in (tmp_path / "gpu.md").read_text()
-    lines = (tmp_path / "gpu.csv").read_text().splitlines()
-    (tmp_path / "gpu.csv").write_text("\n".join(lines[:-2]) + "\n")
-    assert run().returncode == 0
-    again = gpu.read_rows(tmp_path)
-    assert [(row["part"], row["job"], row["figure"]) for row in again] == \
-        [(row["part"], row["job"], row["figure"]) for row in rows]
-    assert again[:-2] == rows[:-2]  # nothing else was run again
+def test_runs_of_losses_go_on_after_a_kill_and_end_once(tmp_path):
+    table, runs = tmp_path / "losses.csv", tmp_path / "runs"
+    command = [sys.executable, ROOT / "benchmarks/losses.py", "--stage", "rates", "--problems", "countdown",
+               "--smoke", "--first", "2", "--csv", table, "--runs", runs]
+    first = losses.jobs_of("rates", [], ["countdown"])[0]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        while not [*runs.glob(f"{first.name}/checkpoints/step_000002")]:
+            assert process.poll() is None
+            time.sleep(0.05)
+        losses.os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run(command, cwd=ROOT, check=True)
+    log = (runs / first.name / "train_log.jsonl").read_text()
+    assert log.count('{"resume"') == 1
+    rows = [*csv.DictReader(table.open())]
+    assert [(row["loss"], row["staleness"], row["seed"]) for row in rows] == [
+        ("clip", "4", "11"), ("clip", "4", "12")]
+    last = records(runs / first.name)[-1]
+    assert float(rows[0]["greedy"]) == pytest.approx(last["val/countdown/greedy"], abs=1e-4)
+    assert {record.get("rollout/staleness") for record in records(runs / first.name)[1:]} == {0, 1, 2, 3, 4}
+    subprocess.run(command, cwd=ROOT, check=True)  # the next two
+    assert len([*csv.DictReader(table.open())]) == 4
+    assert (runs / first.name / "train_log.jsonl").read_text() == log
+    subprocess.run([sys.executable, ROOT / "benchmarks/losses.py", "--table", "--csv", table], check=True)

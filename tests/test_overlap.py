@@ -88,7 +88,7 @@ def test_without_staleness_all_is_as_in_grpo_llm(case, stand_in, tmp_path):  # n
 def test_a_stale_token_counts_by_the_trainers_probability_over_the_samplers_up_to_the_cap(
         stand_in, tmp_path):  # noqa: F811
     """The third iteration, replayed from the checkpoints before and after it; small passes take long."""
-    flags = dict(iterations=3, max_staleness=1, tis_cap=1.001, microbatch_tokens=20)
+    flags = dict(iterations=3, max_staleness=1, correction_bounds=(0.0, 1.001), microbatch_tokens=20)
     folder = overlap(tmp_path / "run", **asking(stand_in(), **KEEP) | flags)
     assert staleness(folder) == [(0, 0), (1, 1), (1, 1)] and validate(folder, strict=True)["ok"]
     check_versions(folder)

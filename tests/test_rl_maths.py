@@ -1,26 +1,183 @@
 """Equations of grpo_llm.py and ppo_llm.py against float64 references. Whole losses are in test_updates.py."""
 
+import collections
+import functools
 import itertools
+import json
 import math
+import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 import grpo_llm
 import ppo_llm
-from tests.test_updates import group_advantages
+from tests.test_updates import corrections, group_advantages
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.4, -1.0])
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("baseline", ["mean", "loo"])
+@pytest.mark.parametrize("baseline, scale", [
+    ("mean", False), ("mean", True), ("loo", False), ("loo", True), ("maxrl", False)])
 def test_advantages_follow_their_formulas(baseline, scale, balance):
     rng = random.Random(2)
     flags = dict(scale_rewards=scale, baseline=baseline, advantage_balance=balance)
-    for rewards in [[rng.random() for _ in range(2 + n % 5)] for n in range(32)] + [[0.25] * 5]:
+    for rewards in [[rng.random() for _ in range(2 + n % 5)] for n in range(32)] + [[0.25] * 5, [0.5, 0.0]]:
         found = grpo_llm.group_advantages(rewards, scale, baseline, balance)
         assert found.tolist() == pytest.approx(group_advantages(rewards, flags), abs=1e-7)
+
+
+def test_maxrl_is_for_rewards_of_0_or_more():
+    assert grpo_llm.group_advantages([0.0, 0.0, 0.0], baseline="maxrl").tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(grpo_llm.BadInput, match=r"^--baseline maxrl: a reward is -0.5; expected 0 or more$"):
+        grpo_llm.group_advantages([1.0, -0.5, 0.0], baseline="maxrl")
+
+
+LOSSES = ("clip", "cispo", "gspo", "dppo", "sapo", "pg")
+
+
+def off_policy_batch(num_sequences=24, length=9):
+    """Log-probabilities now, before and of the sampler, apart by 0.4 nats and more; advantages; mask."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (num_sequences, length)
+    logprobs = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    old = (logprobs + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+    sampled = (old + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+    advantages = torch.randn(num_sequences, 1, generator=generator, dtype=torch.float64).expand(shape)
+    mask = (torch.rand(shape, generator=generator) < 0.8).double()
+    mask[:, 0] = 1
+    return logprobs.requires_grad_(), old, sampled, advantages, mask
+
+
+def slope_of(loss, new, old, advantage, mean_ratio):
+    """The derivative of a token's loss by its log-probability, worked out by hand, and whether it is 0."""
+    ratio = math.exp(new - old)
+    if loss == "pg":
+        return -advantage, False
+    if loss == "cispo":
+        return -min(max(ratio, 0.8), 1.28) * advantage, not 0.8 <= ratio <= 1.28
+    if loss == "sapo":  # 4 sigmoid' = 1 / cosh^2
+        steepness = 1.0 if advantage > 0 else 1.05
+        return -advantage * ratio / math.cosh(steepness * (ratio - 1) / 2) ** 2, False
+    if loss == "dppo":
+        moved = math.exp(new) - math.exp(old)
+        masked = moved > 0.2 if advantage > 0 else moved < -0.2
+        return -advantage * ratio * (not masked) + 2e-3 * (new - old), masked
+    ratio = mean_ratio if loss == "gspo" else ratio
+    clipped = ratio > 1.28 if advantage > 0 else ratio < 0.8
+    return -advantage * ratio * (not clipped), clipped
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_of_a_loss_is_the_one_worked_out_by_hand(loss):
+    logprobs, old, _, advantages, mask = off_policy_batch()
+    per_token, is_out = grpo_llm.policy_loss(logprobs, old, advantages, mask, loss, 0.2, 0.28)
+    gradient, = torch.autograd.grad((per_token * mask).sum(), logprobs)
+    seen = set()
+    for row, chosen in enumerate(mask.bool().tolist()):
+        places = [place for place, is_chosen in enumerate(chosen) if is_chosen]
+        new, before = logprobs[row].tolist(), old[row].tolist()
+        mean_ratio = math.exp(sum(new[place] - before[place] for place in places) / len(places))
+        for place in places:
+            slope, out = slope_of(loss, new[place], before[place], float(advantages[row, 0]), mean_ratio)
+            assert float(gradient[row, place]) == pytest.approx(slope, rel=1e-6, abs=1e-12)
+            assert bool(is_out[row, place]) == out
+            seen.add(out)
+    assert seen == ({False} if loss in ("sapo", "pg") else {False, True})
+
+
+def test_on_the_policy_that_sampled_all_losses_have_one_gradient():
+    logprobs, _, _, advantages, mask = off_policy_batch()
+    found = []
+    for loss in LOSSES:
+        per_token, _ = grpo_llm.policy_loss(logprobs, logprobs.detach(), advantages, mask, loss, 0.2, 0.28)
+        found.append(torch.autograd.grad((per_token * mask).sum(), logprobs)[0])
+        torch.testing.assert_close(found[-1], -advantages * mask)
+
+
+@pytest.mark.parametrize("correction, bounds", [
+    ("none", ()), *itertools.product(["tis", "icepop", "mis"], [(), (0.7, 1.5)])])
+def test_a_correction_is_its_formula_token_by_token(correction, bounds):
+    _, old, sampled, _, mask = off_policy_batch()
+    flags = dict(correction=correction) | (dict(correction_bounds=bounds) if bounds else {})
+    weights, is_out = grpo_llm.correction_weights(old - sampled, mask, correction, bounds)
+    for row, chosen in enumerate(mask.bool()):
+        expected, bound = corrections((old - sampled)[row], chosen, flags)
+        torch.testing.assert_close(weights[row][chosen], expected[chosen])
+        assert is_out[row][chosen].tolist() == bound[chosen].tolist()
+    assert is_out.any() == (correction != "none")
+
+
+def of_script(loss, old_logprobs, batch, correction, aggregation):
+    """The loss of grpo_llm.py on a batch, and its gradient by the log-probabilities."""
+    logprobs, old, sampled, advantages, mask = batch
+    per_token, _ = grpo_llm.policy_loss(logprobs, old_logprobs, advantages, mask, loss, 0.2, 0.28)
+    weights, _ = grpo_llm.correction_weights(old - sampled, mask, correction)
+    weights *= grpo_llm.token_weights(mask, aggregation, mask.sum(), len(mask), 1)
+    total = (per_token * weights).sum()
+    return total.detach(), torch.autograd.grad(total, logprobs)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss, correction", [
+    ("clip", "none"), ("clip", "tis"), ("clip", "mis"), ("clip", "icepop"), ("cispo", "none"),
+    ("gspo", "none"), ("gspo", "mis"), ("sapo", "none"), ("sapo", "icepop")])
+def test_loss_and_gradient_are_those_of_trl(loss, correction, monkeypatch, tmp_path):
+    """GRPOTrainer._compute_loss of TRL 1.16 on a batch's log-probabilities, in place of a model's."""
+    if "CI" not in os.environ:
+        pytest.importorskip("trl")
+    from accelerate import Accelerator
+    from trl import GRPOConfig, GRPOTrainer
+
+    batch = off_policy_batch()
+    logprobs, old, sampled, advantages, mask = batch
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], beta=0.0, epsilon=0.2,
+        loss_type=dict(clip="grpo", gspo="grpo").get(loss, loss),
+        epsilon_high={"cispo": 1.28}.get(loss, 0.28),  # of CISPO it is the bound itself
+        importance_sampling_level={"gspo": "sequence"}.get(loss, "token"))
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    names = ("loss_type", "beta", "epsilon_high", "importance_sampling_level", "off_policy_mask_threshold",
+             "top_entropy_quantile")
+    vars(trainer).update(
+        {name: getattr(args, name) for name in names}, args=args, epsilon_low=args.epsilon, use_vllm=True,
+        vllm_importance_sampling_correction=correction != "none", aux_loss_enabled=False,
+        _entropy_bonus_enabled=False, current_gradient_accumulation_steps=args.steps_per_generation,
+        accelerator=Accelerator(cpu=True), model=torch.nn.Identity(),
+        _metrics=collections.defaultdict(functools.partial(collections.defaultdict, list)))
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies",
+                        lambda *_, **__: (logprobs, torch.zeros_like(old), None))
+    weights, _ = grpo_llm.correction_weights(old - sampled, mask, correction)
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    theirs = trainer._compute_loss(None, dict(
+        prompt_ids=ids[:, :1], prompt_mask=ids[:, :1] + 1, completion_ids=ids, completion_mask=mask,
+        advantages=advantages[:, 0], old_per_token_logps=old, importance_sampling_ratio=weights,
+        num_items_in_batch=mask.sum()))
+    theirs = theirs * args.steps_per_generation
+    if loss == "cispo":  # it has no lower bound
+        monkeypatch.setattr(torch.Tensor, "clamp", lambda x, low, high: torch.clamp(x, max=high))
+    ours, gradient = of_script(loss, old, batch, correction, "token" if loss == "cispo" else "sequence")
+    torch.testing.assert_close(ours, theirs.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs, logprobs)[0])
+
+
+# A batch, and what others computed of it: tests/data/losses.json says which functions of which commits.
+RECORDED = json.loads((Path(__file__).parent / "data/losses.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED["results"])
+def test_loss_and_gradient_are_those_that_others_compute(name):
+    batch = [torch.tensor(RECORDED[part], dtype=torch.float64) for part in (
+        "logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask")]
+    batch[0].requires_grad_()
+    recorded = RECORDED["results"][name]
+    anchor = batch[2] if recorded["loss"] == "dppo" else batch[1]
+    total, gradient = of_script(recorded["loss"], anchor, batch, recorded["correction"],
+                                recorded["aggregation"])
+    assert float(total) == pytest.approx(recorded["value"], rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor(recorded["gradient"], dtype=torch.float64),
+                               rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3 * 23 + 5, 2**23])

@@ -95,8 +95,16 @@ def k3(log_ratio):
 
 
 def surrogate(kind, new, old, advantage, chosen, low, high):
-    """PPO eq. 7, CISPO eq. 4, GSPO eq. 5.  -> loss, whether the clip binds"""
-    ratio = torch.exp(new - old)
+    """PPO eq. 7, CISPO eq. 4, GSPO eq. 5, DPPO eq. 12, SAPO eq. 6, REINFORCE.  -> loss, whether it binds"""
+    ratio, unbound = torch.exp(new - old), torch.zeros(new.shape, dtype=torch.bool)
+    if kind == "pg":
+        return -advantage * new, unbound
+    if kind == "sapo":  # by an identity: the gate is (2 / t) (1 + tanh(t (ratio - 1) / 2))
+        t = 1.0 if advantage > 0 else 1.05
+        return -advantage * (1 + torch.tanh(t * (ratio - 1) / 2)) * 2 / t, unbound
+    if kind == "dppo":
+        far = (new.exp() - old.exp()) * math.copysign(1, advantage) > 0.2
+        return torch.where(far, 0.0, -ratio * advantage) + 1e-3 * (new - old) ** 2, far
     if kind == "gspo":
         ratio = torch.exp((new - old)[chosen].mean()).expand_as(new)
     clipped = torch.clamp(ratio, 1 - low, 1 + high)
@@ -105,21 +113,39 @@ def surrogate(kind, new, old, advantage, chosen, low, high):
     return -torch.minimum(ratio * advantage, clipped * advantage), clipped * advantage < ratio * advantage
 
 
+def corrections(log_mismatch, chosen, flags):
+    """The weight of each token, one at a time, and whether it is not the ratio itself."""
+    kind = flags.get("correction", "tis")
+    usual = dict(tis=(0, 2), icepop=(0.5, 5), mis=(0, 3), none=(0, 1))
+    low, high = flags.get("correction_bounds", usual[kind])
+    found = []
+    for value in log_mismatch.tolist():
+        ratio = math.exp(float(log_mismatch[chosen].sum()) if kind == "mis" else value)
+        kept = min(max(ratio, low), high)
+        if kind == "none":
+            kept = ratio = 1.0
+        elif kind != "tis" and kept != ratio:
+            kept = 0.0
+        found.append((kept, kept != ratio))
+    weights, are_bound = zip(*found, strict=True)
+    return torch.tensor(weights, dtype=torch.float64), torch.tensor(are_bound)
+
+
 def of_grpo(s, response, flags, known):
     """The loss at each token of a segment, and what is logged of it."""
     _, new, entropy = response
     chosen = torch.tensor(s["response_mask"]) > 0
-    loss, binds = surrogate(flags.get("loss", "clip"), new, known["old"], s["advantage"], chosen,
+    kind = flags.get("loss", "clip")
+    loss, binds = surrogate(kind, new, known["sampled" if kind == "dppo" else "old"], s["advantage"], chosen,
                             flags.get("clip_low", 0.2), flags.get("clip_high", 0.28))
-    mismatch = torch.exp(known["old"] - known["sampled"])
-    cap = flags.get("tis_cap", 2.0)
-    loss = loss * (mismatch.clamp(max=cap) if cap else 1)
+    weights, are_bound = corrections(known["old"] - known["sampled"], chosen, flags)
+    loss = loss * weights
     kl = k3(known["ref"] - new) if flags.get("kl_coef") else 0 * new
     total = loss + flags.get("kl_coef", 0.0) * kl - flags.get("entropy_coef", 0.02) * entropy
     return total, {"train/policy_loss": loss, "train/kl_loss": kl, "train/entropy": entropy,
                    "train/clipfrac": binds, "train/approx_kl": k3(new - known["old"]),
                    "mismatch/kl": k3(known["old"] - known["sampled"]),
-                   "mismatch/frac_capped": mismatch > (cap or math.inf)}
+                   "mismatch/frac_capped": are_bound}
 
 
 def of_ppo(s, response, flags, known):
@@ -142,12 +168,14 @@ def of_critic(s, response, head):
 
 
 def group_advantages(rewards, flags):
-    """GRPO, Dr. GRPO, RLOO, one group at a time."""
+    """GRPO, Dr. GRPO, RLOO, MaxRL, one group at a time."""
     found = []
     for i, reward in enumerate(rewards):
         others = rewards[:i] + rewards[i + 1:]
         advantage = reward - statistics.fmean(others if flags.get("baseline") == "loo" else rewards)
         advantage /= statistics.pstdev(rewards) + 1e-6 if flags.get("scale_rewards") else 1
+        if flags.get("baseline") == "maxrl":
+            advantage = reward * len(rewards) / sum(rewards) - 1
         balance = flags.get("advantage_balance", 0.0)
         found.append(advantage * (1 - max(balance, 0.0) if advantage < 0 else 1 + min(balance, 0.0)))
     return found
@@ -267,18 +295,23 @@ GRPO = {
     "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=8,
                     temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
-                  microbatch_tokens=60, tis_cap=0.0),
+                  microbatch_tokens=60, correction="none"),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
-                tis_cap=1.0005, max_grad_norm=0.01, temperature=1.5, group_size=16, prompts_per_iteration=3,
+                correction_bounds=(0.9995, 1.0005), max_grad_norm=0.01, temperature=1.5, group_size=16,
+                prompts_per_iteration=3,
                 env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),  # prompts of two lengths
     "gspo-constant": dict(TURNS, loss="gspo", aggregation="constant", clip_low=0.02, clip_high=0.02, epochs=2,
                           prompts_per_iteration=3, microbatch_tokens=60),
     "cut": dict(microbatch_tokens=20),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
+    "dppo": dict(loss="dppo", correction="none", epochs=3, learning_rate=8e-3, reward_fn=CHECKSUM),
+    "sapo-icepop": dict(loss="sapo", correction="icepop", correction_bounds=(0.99, 1.001), epochs=2),
+    "pg-maxrl-mis": dict(TURNS, loss="pg", baseline="maxrl", correction="mis", reward_fn=CHECKSUM,
+                         correction_bounds=(0.0, 1.0005), prompts_per_iteration=3),
 }
 
 
@@ -303,7 +336,8 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
                  "rollout/groups_trainable": len(groups)}
     for name, value in expected.items():
         assert record[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
-    assert num_epochs == 1 or record["train/clipfrac"] > 0
+    assert num_epochs == 1 or (record["train/clipfrac"] > 0) == ("sapo" not in case)
+    assert flags.get("correction", "none") == "none" or 0.1 < record["mismatch/frac_capped"] < 0.9
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
     assert case != "turns" or record["rollout/segments"] > 1
     assert case != "context" or 0 < record["rollout/termination/context"] < 1

@@ -86,7 +86,7 @@ def made(diff, teacher):
 
     def of(**flags):
         flags = SMALL.get(script.removesuffix(".py"), SMALL["grpo_llm"]) | dict(
-            teacher=str(teacher), max_staleness=0, eval_every=0) | flags
+            teacher=str(teacher), max_staleness=2 * (diff == "stale.diff"), eval_every=0) | flags
         return {flag: value for flag, value in flags.items() if flag in known}
     return path, of
 
@@ -209,6 +209,47 @@ def test_draws_follow_what_the_episodes_have_earned(tmp_path):
             solved[episode["task_id"]] += episode["correct"]
             played[episode["task_id"]] += 1
         assert records(folder)[iteration]["curriculum/played"] == pytest.approx(len(played) / 6)
+
+
+# stale.diff
+
+
+STALE = {
+    "none": dict(correction="none", epochs=2),
+    "sapo": dict(loss="sapo", correction="none"),
+    "tis": dict(correction_bounds=(0.0, 1.01)),
+}
+
+
+def of_stale(s, response, flags, known):
+    total, logged = updates.of_grpo(s, response, flags, known)
+    if flags.get("correction") == "none":
+        return updates.of_grpo(s, response, flags, known | dict(old=known["sampled"]))
+    return total, logged
+
+
+@pytest.mark.parametrize("case", slow_but(("none",), STALE))
+def test_a_ratio_is_to_the_policy_that_sampled_or_a_correction_accounts_for_its_age(case, tmp_path):
+    """The second of two iterations that the starting model samples for, replayed; the third has its own."""
+    script, flags = load_script(variants()["grpo_stale.py"]), dict(max_staleness=1) | STALE[case]
+    folder = tmp_path / "run"
+    script.main(script.Args(**SMALL["grpo_llm"] | updates.RUN | flags | dict(
+        iterations=3, env_kwargs=("test_tasks=32",), reward_fn=updates.CHECKSUM, run_dir=str(folder))))
+    assert [record["rollout/staleness"] for record in records(folder)[1:]] == [0, 1, 0]
+    played, _ = episodes(folder, "train_step_000002")
+    segments = [s for group in updates.grpo_segments(played, flags) for s in group]
+    (before, state), (after, end) = (updates.checkpoint(folder, n) for n in (1, 2))
+    model, trained = updates.base_model(), updates.learnable(before)
+    for s, of_start in zip(segments, updates.known_before(model, {}, segments, flags), strict=True):
+        assert s["rollout_logprobs"] == pytest.approx(of_start["old"].tolist(), abs=1e-4)
+    adam = updates.Adam(trained, state["optimizer"], 2e-3 * 2 / 4, 0.95, 1.0)
+    known = updates.known_before(model, trained, segments, flags)
+    expected = updates.replay(adam, model, segments, known, of_stale, flags, flags.get("epochs", 1))
+    updates.check_step(adam, before, after, end["optimizer"], 3e-3)
+    record = records(folder)[2]
+    for name in ("train/policy_loss", "train/clipfrac"):
+        assert record[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-6), name
+    assert record["mismatch/kl"] > 1e-5 and (record["mismatch/frac_capped"] > 0.05) == (case == "tis")
 
 
 # reinforce.diff

@@ -80,7 +80,7 @@ _GRPO_AND_PPO = {
     "train/reward": ("number", "mean reward of the iteration's episodes, failed ones aside, as in all that "
                      "follows"),
     "train/advantage": ("number", "mean advantage over the tokens trained on"),
-    "train/clipfrac": ("rate", "share of trained tokens whose ratio was clipped"),
+    "train/clipfrac": ("rate", "share of trained tokens that the loss clips or masks; 0 of sapo and pg"),
     "train/approx_kl": ("number", "k3 estimate of KL(old policy || policy) [nats/token]"),
     "train/grad_norm": ("amount", "global gradient norm before clipping"),
     "train/weight_norm": ("amount?", "global norm of the policy's trained weights"),
@@ -113,7 +113,7 @@ _GRPO_AND_PPO = {
                             "from the policy"),
     "mismatch/slope": ("number?", "how the difference of the two log-probabilities grows with them: 0; -0.02 "
                        "where the sampler's temperature is 2 % higher"),
-    "mismatch/frac_capped": ("rate", "share of tokens whose ratio exceeds the cap of the importance weight"),
+    "mismatch/frac_capped": ("rate", "share of tokens whose weight the correction caps or sets to 0"),
     "time": ("amount rollout update sync eval checkpoint", "rollout, update, sync, eval, checkpoint (those "
              "since the record before) [s]"),
     **_SYSTEM,
