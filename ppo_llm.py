@@ -2110,7 +2110,7 @@ def main(args):
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
     check_cache(model, args)
-    source = envs.source_of(score) + str(tokenizer.chat_template)
+    source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
     # The run has logged the flags as they were given; a model may have fewer positions.

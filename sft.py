@@ -1261,7 +1261,7 @@ def main(args):
     if any(weight != 1 for weight in weights_of_files(args.val_files).values()):
         raise BadInput(f"--val-files {' '.join(args.val_files)}: expected files without weights")
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template
+    source = tokenizer.chat_template + (env.identity if env else "")
     with as_bad_input("--train-files, --val-files: expected files"):
         for name in [*weights_of_files(args.train_files), *weights_of_files(args.val_files)]:
             source += sha256(Path(name))
