@@ -1246,8 +1246,8 @@ def main(args):
     datasets.disable_progress_bars()
     device = start_processes()
     rows_given = args.train_files or args.dataset
-    if not args.steps and not args.epochs:
-        raise BadInput("--steps 0: expected --steps or --epochs")
+    if not args.steps and not (rows_given and args.epochs):
+        raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
     if args.dtype == "bfloat16" and not has_fast_bfloat16():
         warn_of_slow_bfloat16()
     env = env_name = None
