@@ -386,9 +386,11 @@ def weights_of_files(names):
     for text in names:
         for part in [text] if Path(text).is_file() else text.split(","):
             weighted = re.fullmatch(r"(.+)=(\d+\.?\d*)", part)
-            name, weight = part, 1.0
+            name = part
+            weight = 1.0
             if weighted and not Path(part).is_file():
-                name, weight = weighted[1], float(weighted[2])
+                name = weighted[1]
+                weight = float(weighted[2])
             if name in weights or not weight:
                 raise BadInput(f"--train-files, --val-files: {part}: expected each file once, with a weight "
                                "above 0")
