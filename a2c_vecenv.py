@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # later, its functions' defaults would hold the process group open at exit
 import tyro
+from dotenv import load_dotenv
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -295,10 +296,12 @@ def rollout_means(batch, num_actions):
 def window_metrics(window, grad_norms, batch, args, env):
     """Over all processes: means of a window of rollouts, statistics of its last; one copy to the host."""
     means = all_reduce(torch.stack(window).mean(0) * (env.num_envs / args.num_envs))
-    distances, values, returns = all_rows(torch.stack([batch[x] for x in ("dist", "values", "returns")]), env)
+    names = ("dist", "rewards", "values", "returns")
+    distances, rewards, values, returns = all_rows(torch.stack([batch[name] for name in names]), env)
     last = {f"dist_p{level}": distances.quantile(level / 100) for level in (10, 50, 90)}
-    last["value_mean"] = values.mean()
-    last["value_std"] = values.std(correction=0)
+    last |= {f"reward_p{level}": rewards.quantile(level / 100) for level in (10, 50, 90)}
+    last |= dict(value_mean=values.mean(), value_std=values.std(correction=0),
+                 value_min=values.min(), value_max=values.max())
     unexplained = (returns - values).var(correction=0)
     last["explained_variance"] = 1 - unexplained / returns.var(correction=0).clamp(min=1e-8)
     last["grad_norm"] = torch.stack(grad_norms).mean()
@@ -388,6 +391,7 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
+        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -427,6 +431,14 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
+    def hash_without(self, flags):
+        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+        what = self.meta | self.meta["args"]
+        if not what.get("model"):  # random weights, which follow from the seed
+            flags = flags | {"model_sha256"}
+        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
     def load_state(self):
         """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
         if not self.checkpoints:
@@ -453,9 +465,9 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
-        config = json.dumps(self.meta | dict(run_id=""))
         self.meta |= dict(
-            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            config_hash=self.hash_without(self.args.may_change),
+            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -475,6 +487,7 @@ class Run:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
                                                     checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
+        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -504,6 +517,12 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
+        if values["system/gpu_memory"] and self.asks_gpu:
+            try:  # the driver is asked, and no kernel is waited for
+                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
+            except Exception as error:  # no pynvml, or a GPU that does not tell
+                self.asks_gpu = False
+                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -549,10 +568,11 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
-        for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
-            if old.name not in names.values():
-                self.checkpoints.remove(old)
-                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
+        regular = [p.name for p in self.checkpoints if int(p.name[5:]) % self.args.checkpoint_every == 0]
+        kept = {*names.values(), *regular[-self.args.keep_checkpoints:]}
+        for old in [p for p in self.checkpoints if self.args.keep_checkpoints and p.name not in kept]:
+            self.checkpoints.remove(old)
+            shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -691,6 +711,7 @@ def self_test():
 
 
 if __name__ == "__main__":
+    load_dotenv(".env")  # a variable that is set already stays
     try:
         args = tyro.cli(Args)
         if args.self_test:

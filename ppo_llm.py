@@ -49,6 +49,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from dotenv import load_dotenv
+
+if __name__ == "__main__":
+    load_dotenv(".env")  # before the libraries below read HF_HOME; a variable that is set already stays
+
 import numpy as np
 import peft
 import psutil
@@ -1782,6 +1787,7 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
+        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -1821,6 +1827,14 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
+    def hash_without(self, flags):
+        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+        what = self.meta | self.meta["args"]
+        if not what.get("model"):  # random weights, which follow from the seed
+            flags = flags | {"model_sha256"}
+        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
     def load_state(self):
         """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
         if not self.checkpoints:
@@ -1847,9 +1861,9 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
-        config = json.dumps(self.meta | dict(run_id=""))
         self.meta |= dict(
-            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            config_hash=self.hash_without(self.args.may_change),
+            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1869,6 +1883,7 @@ class Run:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
                                                     checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
+        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -1898,6 +1913,12 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
+        if values["system/gpu_memory"] and self.asks_gpu:
+            try:  # the driver is asked, and no kernel is waited for
+                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
+            except Exception as error:  # no pynvml, or a GPU that does not tell
+                self.asks_gpu = False
+                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -1943,10 +1964,11 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
-        for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
-            if old.name not in names.values():
-                self.checkpoints.remove(old)
-                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
+        regular = [p.name for p in self.checkpoints if int(p.name[5:]) % self.args.checkpoint_every == 0]
+        kept = {*names.values(), *regular[-self.args.keep_checkpoints:]}
+        for old in [p for p in self.checkpoints if self.args.keep_checkpoints and p.name not in kept]:
+            self.checkpoints.remove(old)
+            shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -2093,7 +2115,7 @@ def main(args):
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
     check_cache(model, args)
-    source = envs.source_of(score) + str(tokenizer.chat_template)
+    source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
     # The run has logged the flags as they were given; a model may have fewer positions.
@@ -2166,6 +2188,11 @@ def main(args):
                  f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
     if env.about:
         print_rank_0(env.about)
+    num_prompts = args.iterations * args.prompts_per_iteration
+    num_tasks = env.num_tasks("train") if num_prompts else math.inf
+    if num_tasks <= 100 * num_prompts:  # else there is hardly an end to them, as where tasks are generated
+        print_rank_0(f"{num_prompts:,} prompts are {num_prompts / max(num_tasks, 1):.3g} epochs of "
+                     f"{num_tasks:,} training tasks")
     rollouts = []
     tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations whose episodes all had one reward, one after another

@@ -21,6 +21,8 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 import atexit
 import collections
 import contextlib
+import dataclasses
+import difflib
 import functools
 import hashlib
 import json
@@ -38,6 +40,11 @@ import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
+
+from dotenv import load_dotenv
+
+if __name__ == "__main__":
+    load_dotenv(".env")  # before the libraries below read HF_HOME; a variable that is set already stays
 
 import datasets
 import numpy as np
@@ -74,7 +81,8 @@ class Args:
     # Data
     env: str = "countdown"  # its reference solutions are learned; its test tasks measure accuracy
     env_kwargs: tuple[str, ...] = ("skill=mixed",)  # its options, as key=value; in a mixture, name.key=value
-    train_files: tuple[str, ...] = ()  # parquet and JSONL files to learn from in place of the environment
+    # parquet and JSONL files to learn from in place of the environment; FILE=2: each row twice an epoch
+    train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()  # files for val/loss; none: --val-ratio of the training rows is held out
     dataset: str = ""  # hub data set to learn from in place of files, OWNER/NAME or OWNER/NAME:CONFIG
     splits: tuple[str] | tuple[str, str] = ("train",)  # its split to learn from, a second one for val/loss
@@ -101,7 +109,7 @@ class Args:
     microbatch_tokens: PositiveInt = 4096  # tokens per pass, padded [tokens]; never changes the gradient
     seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random
     steps: NonNegativeInt = 1200  # optimiser steps; 0: as many as --epochs takes
-    epochs: NonNegativeFloat = 10.0  # passes over the training rows, where --steps is 0
+    epochs: NonNegativeFloat = 10.0  # passes over the training rows, where --steps is 0 or not given
     learning_rate: PositiveFloat = 5e-3  # peak learning rate of AdamW
     warmup_steps: NonNegativeInt = 20  # linear warm-up [steps]
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"  # wsd: linear decay in the last tenth
@@ -120,7 +128,7 @@ class Args:
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     log_every: PositiveInt = 10  # between records [steps]; a record's loss is the mean since the one before
     checkpoint_every: PositiveInt = 200  # steps between checkpoints [steps]
-    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep beside that of least val/loss; 0: all
+    keep_checkpoints: NonNegativeInt = 2  # newest regular ones to keep beside that of least val/loss; 0: all
 
     def __post_init__(self):
         # What must hold where a flag is not at its default.
@@ -148,6 +156,11 @@ REAL_MODEL = dict(
     env_kwargs=(), batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
     checkpoint_every=50, max_response_tokens=512)
+# What other systems call some of the flags, in variables such as SFT_LR.
+OTHER_NAMES = dict(
+    lr="learning_rate", max_seq_length="max_length", max_seq_len="max_length", output_dir="run_dir",
+    data="train_files", data_path="train_files", train_data="train_files", save_steps="checkpoint_every",
+    save_total_limit="keep_checkpoints", micro_batch_size="microbatch_tokens", scheduler="schedule")
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
@@ -361,14 +374,47 @@ def encode_row(row, tokenizer, args, eos):
 def cut(ids, mask, args):
     """Truncate to --max-length.  -> (ids, mask), where perhaps nothing is left to learn"""
     if len(ids) > args.max_length and args.truncation == "error":
-        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens")
+        raise BadInput(f"--max-length {args.max_length}: a row has {len(ids)} tokens; pass --max-length "
+                       f"{len(ids)}, if the model has so many positions, or --truncation right, or left")
     kept = slice(-args.max_length, None) if args.truncation == "left" else slice(args.max_length)
     return ids[kept], [0, *mask[kept][1:]]  # nothing predicts the first token
 
 
+def weights_of_files(names):
+    """("a.jsonl,b.jsonl=2",) -> {"a.jsonl": 1.0, "b.jsonl": 2.0}: how often an epoch has each of its rows."""
+    weights = {}
+    for text in names:
+        for part in [text] if Path(text).is_file() else text.split(","):
+            weighted = re.fullmatch(r"(.+)=(\d+\.?\d*)", part)
+            name = part
+            weight = 1.0
+            if weighted and not Path(part).is_file():
+                name = weighted[1]
+                weight = float(weighted[2])
+            if name in weights or not weight:
+                raise BadInput(f"--train-files, --val-files: {part}: expected each file once, with a weight "
+                               "above 0")
+            weights[name] = weight
+    return weights
+
+
+def mixed(train, weights, seed):
+    """Places in the training rows, each as often as its file's weight says: 2.5 is twice, and half of them
+    once more.  train: a data set with a column file, weights: of the files -> (rows of an epoch,)
+    """
+    files = np.array(train["file"])
+    places = []
+    for number, weight in enumerate(weights):
+        of_file = np.random.default_rng((seed, number)).permutation(np.flatnonzero(files == number))
+        whole, part = divmod(weight, 1)
+        places += [of_file] * int(whole)
+        places.append(of_file[:round(part * len(of_file))])
+    return np.concatenate(places)
+
+
 def encode_rows(args, side, path, tokenizer, eos, counts):
     """Write the rows of a side (train or val) as an Arrow file, a few in memory at a time; add to counts."""
-    names = getattr(args, f"{side}_files")
+    names = weights_of_files(getattr(args, f"{side}_files"))
     split = ""
     if args.dataset:
         names = [args.dataset]
@@ -376,9 +422,10 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     keys = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
-    features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")])
+    features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")],
+                                 file=datasets.Value("int32"))
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
-        for name in names:
+        for file, name in enumerate(names):
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
             rows = envs.read_rows(name, where, split, keys, streaming=True, optional=["tools"])
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
@@ -393,7 +440,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
                 if len(ids) < len(all_ids):
                     counts["data/truncated"] += 1
                 if any(mask):
-                    writer.write(dict(ids=ids, mask=mask))
+                    writer.write(dict(ids=ids, mask=mask, file=file))
                 else:
                     counts["data/dropped"] += 1
         writer.finalize()
@@ -429,8 +476,11 @@ def examples_of_rows(args, tokenizer, eos, run):
         raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
                        f"got {len(train)} and {len(val)}; {counts}")
 
-    # The columns are ids and mask.
-    held_out = [*zip(*val[:args.eval_tasks].values(), strict=True)]
+    weights = weights_of_files(args.train_files).values()
+    if any(weight != 1 for weight in weights):
+        train = train.select(mixed(train, weights, args.seed))
+    held_out = [(row["ids"], row["mask"]) for row in val.select(range(min(args.eval_tasks, len(val))))]
+    train = train.select_columns(["ids", "mask"])
     return lambda index: [tuple(train[index].values())], len(train), held_out, counts
 
 
@@ -988,6 +1038,7 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
+        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -1027,6 +1078,14 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
+    def hash_without(self, flags):
+        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+        what = self.meta | self.meta["args"]
+        if not what.get("model"):  # random weights, which follow from the seed
+            flags = flags | {"model_sha256"}
+        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
     def load_state(self):
         """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
         if not self.checkpoints:
@@ -1053,9 +1112,9 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
-        config = json.dumps(self.meta | dict(run_id=""))
         self.meta |= dict(
-            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            config_hash=self.hash_without(self.args.may_change),
+            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1075,6 +1134,7 @@ class Run:
             self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
                                                     checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
+        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -1104,6 +1164,12 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
+        if values["system/gpu_memory"] and self.asks_gpu:
+            try:  # the driver is asked, and no kernel is waited for
+                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
+            except Exception as error:  # no pynvml, or a GPU that does not tell
+                self.asks_gpu = False
+                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -1149,10 +1215,11 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
         self.checkpoints.append(folder)
-        for old in self.checkpoints[:-self.args.keep_checkpoints]:  # [:-0] is empty
-            if old.name not in names.values():
-                self.checkpoints.remove(old)
-                shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
+        regular = [p.name for p in self.checkpoints if int(p.name[5:]) % self.args.checkpoint_every == 0]
+        kept = {*names.values(), *regular[-self.args.keep_checkpoints:]}
+        for old in [p for p in self.checkpoints if self.args.keep_checkpoints and p.name not in kept]:
+            self.checkpoints.remove(old)
+            shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
         """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
@@ -1193,10 +1260,12 @@ def main(args):
         env = envs.make(env_name, **envs.parse_options(options))
         if env.about:
             print_rank_0(env.about)
+    if any(weight != 1 for weight in weights_of_files(args.val_files).values()):
+        raise BadInput(f"--val-files {' '.join(args.val_files)}: expected files without weights")
     tokenizer = make_tokenizer(args, env)
-    source = tokenizer.chat_template
+    source = tokenizer.chat_template + (env.identity if env else "")
     with as_bad_input("--train-files, --val-files: expected files"):
-        for name in args.train_files + args.val_files:
+        for name in [*weights_of_files(args.train_files), *weights_of_files(args.val_files)]:
             source += sha256(Path(name))
     lora = args.lora_rank or args.lora_adapter_path
     # Of the frozen base, which halves its memory; the adapter is float32.
@@ -1249,7 +1318,8 @@ def main(args):
     start = run.counters["iteration"]
     print_rank_0(f"{run.dir}\n{args.batch_size} rows a step in passes of {args.microbatch_tokens} tokens; "
                  f"{sum(p.numel() for p in parameters):,} trained weights on {device}; steps {start:,} to "
-                 f"{num_steps:,}; {num_rows:,} rows, {len(held_out):,} held out")
+                 f"{num_steps:,}, {num_steps * args.batch_size / num_rows:.3g} epochs of {num_rows:,} rows; "
+                 f"{len(held_out):,} held out")
 
     def evaluation():
         with run.timed("eval"):
@@ -1337,13 +1407,32 @@ def main(args):
         run.fail(error, {"evidence.json": json.dumps(texts).encode()})
 
 
+def read_flags():
+    """The flags; their defaults depend on which are given."""
+    given = {word.partition("=")[0] for word in sys.argv}
+    defaults = {}
+    if "--model" in given:
+        defaults = REAL_MODEL | dict(dtype="bfloat16" if has_fast_bfloat16() else "float32")
+    if "--epochs" in given:
+        defaults["steps"] = 0
+    for name in sorted(os.environ):
+        if name.startswith("SFT_"):  # which set up other systems
+            print_rank_0(f"{name} is set, and not read: pass {flag_like(name)}")
+    return tyro.cli(Args, default=Args(**defaults))
+
+
+def flag_like(variable):
+    """SFT_LR -> --learning-rate; what the variable is called in other systems, or the nearest flag."""
+    name = variable.removeprefix("SFT_").lower()
+    known = [field.name for field in dataclasses.fields(Args)]
+    close = difflib.get_close_matches(OTHER_NAMES.get(name, name), known, n=1)
+    return f"--{close[0].replace('_', '-')}" if close else "a flag (python sft.py --help)"
+
+
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # a file gets each line at once
     try:
-        defaults = Args()
-        if any(word.partition("=")[0] == "--model" for word in sys.argv):
-            defaults = Args(**REAL_MODEL | dict(dtype="bfloat16" if has_fast_bfloat16() else "float32"))
-        main(tyro.cli(Args, default=defaults))
+        main(read_flags())
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
     if UNDER_TORCHRUN:

@@ -46,6 +46,8 @@ ENVS = {
     "repl": "envs.code.repl:Repl",
     "rows": "envs.rows:Rows",
     "swe": "envs.code.swe:Swe",
+    "swe-synth": "envs.code.swe:Swe",
+    "swesynth": "envs.code.swe:Swe",
     "textarena": "envs.adapters.textarena:TextArena",
     "trl": "envs.adapters.trl:Trl",
     "verifiers": "envs.adapters.verifiers:Verifiers",
@@ -156,6 +158,7 @@ class Env:
     # model is made too (None: one of bytes).
     vocabulary: list[str] | None = None
     about = ""  # a line for the start of a run, such as how many rows were read
+    identity = ""  # text of files that options name, such as a prompt; another text is another run
 
     def __init__(self, config):
         self.config = config
@@ -546,7 +549,7 @@ def _convert_json(value, hint, where: str):
     import pydantic  # here: sandboxes import this module where there is nothing but Python
 
     kind = pydantic.TypeAdapter(hint)
-    for read in (json.loads, str, lambda value: value):
+    for read in (json.loads, lambda value: value, str):
         try:
             return kind.validate_python(read(value))
         except (TypeError, ValueError):  # pydantic's is one

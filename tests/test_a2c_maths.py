@@ -333,8 +333,10 @@ def test_records_are_what_numpy_makes_of_the_rollouts(tmp_path):
         dist = last["dist"].numpy()
         for level in (10, 50, 90):
             expected[f"dist_p{level}"] = np.percentile(dist, level)
+            expected[f"reward_p{level}"] = np.percentile(last["rewards"].numpy(), level)
         returns, values = watch.losses[part][-1][1].numpy(), last["values"].numpy()
-        expected |= dict(value_mean=values.mean(), value_std=values.std(),
+        expected |= dict(value_mean=values.mean(), value_std=values.std(), value_min=values.min(),
+                         value_max=values.max(),
                          explained_variance=1 - np.var(returns - values) / np.var(returns))
         for name, value in expected.items():
             assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name

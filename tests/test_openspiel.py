@@ -445,6 +445,8 @@ def test_mcts_is_a_stronger_opponent_than_random_play_and_the_reference_a_strong
 @pytest.mark.parametrize("options, expected", [
     ({"cases": "chess", "game_list": "hex"}, ["chess"]),
     ({"cases": "hex(board_size=4) , breakthrough(rows=5,columns=4);"}, ["hex(board_size=4)", BREAKTHROUGH]),
+    ({"cases": f'["hex(board_size=4)", " {BREAKTHROUGH}"]'}, ["hex(board_size=4)", BREAKTHROUGH]),
+    ({"cases": [BREAKTHROUGH]}, [BREAKTHROUGH]),
     ({"game_list": "hex;y", "game_configs": "board_size=4;board_size=5"},
      ["hex(board_size=4)", "hex(board_size=5)", "y(board_size=4)", "y(board_size=5)"]),
     ({"game_list": "breakthrough", "game_configs": "rows=5, columns=4"}, ["breakthrough(columns=4,rows=5)"]),
@@ -461,7 +463,7 @@ def test_cases_come_from_the_options(options, expected):
     ({"cases": "hex(size=5)"}, "option cases: .*Unknown parameter 'size'. Available .* board_size"),
     ({"cases": "hex(board_size=x)"}, "board_size. Expected type"), ({"cases": "hex(board_size=5"}, "bracket"),
     ({"cases": "mnk(m=0)"}, "has a choice"), ({"cases": "clobber(rows=0,columns=4)"}, "rows_ >= 1 rows_ = 0"),
-    ({"cases": ";"}, "cases: expected at least one game"),
+    ({"cases": ";"}, "cases: expected at least one game"), ({"cases": "[]"}, "at least one game, got .."),
     ({"cases": "hex;hex(board_size=11)"}, "cases: expected different games, got 'hex.board_size=11.'"),
     ({"game_types": "he"}, "game_types: expected some of hex, go, .*checkers, got 'he'"),
     ({"cases": "mfg_garnet"}, "mean-field"), ({"cases": "negotiation"}, "chance cannot be seeded"),

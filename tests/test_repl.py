@@ -873,11 +873,30 @@ def test_demonstrations_of_no_known_fix_and_of_new_files(tmp_path, patch, messag
     (dict(executor_url="http://a:1"), "executor_url: needs cache_dir, with a docker_image"),
     (dict(instance_ids="ledger-cents,nope"), "instance_ids: unknown 'nope'; known:"),
     (dict(cache_dir="/nowhere/at/all"), "/nowhere/at/all/index.json: expected a JSON object"),
+    (dict(first=-1), "first: expected 0 or more"),
+    (dict(first=2, **TINY), "first: expected 0 with scenarios=tiny, whose size is train_tasks"),
+    (dict(system="/nowhere"), "system=/nowhere: expected a file of text"),
+    (dict(system="/nowhere", **TINY), "system: expected no file with prompt=short"),
 ])
 def test_bad_options_are_named(options, says):
     with pytest.raises(envs.BadInput) as info:
         make(**options)
     assert says in str(info.value) and "\n" not in str(info.value)
+
+
+def test_the_first_instances_and_a_system_prompt_of_ones_own(tmp_path):
+    whole, few = make(), make(first="5")
+    names = {split: [few.task(split, k).id for k in range(few.num_tasks(split))] for split in few.splits}
+    assert sorted(names["train"] + names["test"]) == sorted(f"repl-{name}" for name in [*whole._rows][:5])
+
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Mend it in {turns} replies, {as} you like.\n{tools}")
+    own = make(system=str(prompt), max_turns=3)
+    system, said = own.task("train", 0).messages
+    assert system["content"].startswith("Mend it in 3 replies, {as} you like.\nEvery reply holds one block")
+    assert said == whole.task("train", 0).messages[1]
+    assert own.identity == prompt.read_text() and not whole.identity  # another text is another run
+    assert envs.make("repl,countdown", **{"repl.system": str(prompt)}).identity == own.identity
 
 
 def test_of_several_instances_one_is_held_out_and_of_one_none():

@@ -10,6 +10,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from envs.countdown import Countdown
 from tests.density import MOST, density
 from tests.run_folders import (
     LAST,
+    ROOT,
     SMALL,
     TINY,
     command_line,
@@ -127,7 +130,8 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     for name, (kind, _) in METRICS[algo].items():
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
-            assert found or key in ("data/truncated", "data/dropped", "data/bad"), f"{key} is never logged"
+            assert found or key in ("data/truncated", "data/dropped", "data/bad",
+                                     "system/gpu_utilization"), f"{key} is never logged"
     evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
@@ -312,6 +316,88 @@ CHANGED = {
     sft: (dict(weight_decay=0.5), "--weight-decay 0.5"),
     a2c: (dict(anneal=False), "--anneal False"),
 }
+
+
+ONE = {  # what makes a run of one step short
+    "sft": dict(steps=1, batch_size=1, eval_every=0, eval_tasks=1, eval_samples=1, schedule="constant"),
+    "a2c_vecenv": dict(iterations=1, eval_every=0, eval_episodes=2),
+}
+
+
+def hashes(script, folder, **flags):
+    short = ONE.get(script.__name__, dict(iterations=0, eval_tasks=1, eval_samples=1))
+    meta = log_lines(train(script, folder, **short | flags))[0]["meta"]
+    return meta["config_hash"], meta["experiment_hash"]
+
+
+@pytest.mark.parametrize("script", slow_but((sft, a2c), ALL))
+def test_runs_that_give_the_same_have_one_hash_and_seeds_of_an_experiment_another(script, tmp_path):
+    """sft.py's weights are random here, and follow from the seed."""
+    more = dict(keep_checkpoints=7, checkpoint_every=3, experiment="other")
+    if script in RL:
+        more |= dict(log_episodes=0.5, max_concurrent=3)
+    if script is sft:
+        more |= dict(steps=2)  # the rate is constant, so that a continued run may go on for longer
+    one, same = hashes(script, tmp_path / "one"), hashes(script, tmp_path / "same", **more)
+    seed = hashes(script, tmp_path / "seed", seed=2)
+    other = hashes(script, tmp_path / "other", learning_rate=0.01)
+    assert one == same and one[0] != one[1]
+    assert seed[0] != one[0] and seed[1] == one[1]
+    assert other[0] != one[0] and other[1] != one[1]
+
+
+def test_gpu_utilization_is_logged_where_the_driver_tells_it_and_left_out_after_one_line(
+        tmp_path, monkeypatch, capsys):
+    flags = ONE["a2c_vecenv"] | dict(iterations=2)
+    assert not [r for r in records(train(a2c, tmp_path / "cpu", **flags)) if "system/gpu_utilization" in r]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
+    folder = train(a2c, tmp_path / "gpu", **flags)
+    assert [record["system/gpu_utilization"] for record in records(folder)] == [0.4, 0.4]
+    assert validate(folder)["ok"]
+
+    def utilization():
+        raise ModuleNotFoundError("nvidia-ml-py is not here")
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    capsys.readouterr()
+    folder = train(a2c, tmp_path / "none", **flags)
+    assert not [r for r in records(folder) if "system/gpu_utilization" in r]
+    said = capsys.readouterr().out
+    assert said.count("without system/gpu_utilization: nvidia-ml-py is not here (pip install") == 1
+
+
+def test_a_run_says_how_many_epochs_it_makes_of_tasks_that_have_an_end(tmp_path, capsys):
+    for size, says in ((8, "16 prompts are 2 epochs of 8 training tasks"), (10**6, "")):
+        train(grpo_llm, tmp_path / str(size), iterations=4, eval_every=0,
+              env_kwargs=("test_tasks=8", f"train_tasks={size}"))
+        said = [line for line in capsys.readouterr().out.splitlines() if "epochs of" in line]
+        assert said == ([says] if says else [])
+
+
+SPY = """import os
+raise SystemExit("|".join(os.environ.get(name, "-") for name in ("HF_HOME", "WANDB_PROJECT", "ARC_API_KEY")))
+"""
+
+
+@pytest.mark.parametrize("program", [*(f"{script.__name__}.py" for script in ALL), "tools/track_run.py"])
+def test_a_file_of_variables_is_read_before_the_libraries_that_want_them(program, tmp_path):
+    """In place of the first library that reads them stands one that says what it finds."""
+    (tmp_path / ".env").write_text("HF_HOME=/from/file\nWANDB_PROJECT=file\nARC_API_KEY='a b'\n")
+    first = dict(sft="datasets", a2c_vecenv="envs.pixels.pixel_goal", track_run="wandb").get(
+        Path(program).stem, "numpy")
+    (tmp_path / "spy.py").write_text(SPY)
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nclass Spy:\n    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {first!r}: import spy\nsys.meta_path.insert(0, Spy())\n")
+    (tmp_path / "train_log.jsonl").write_text('{"meta": {"run_id": "a", "args": {}}}\n')
+    words = [tmp_path, "--once"] if "track" in program else []
+    environment = os.environ | dict(PYTHONPATH=str(tmp_path), WANDB_PROJECT="set")
+    for name in ("HF_HOME", "ARC_API_KEY"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, ROOT / program, *words], cwd=tmp_path, env=environment, text=True,
+                          capture_output=True, timeout=120)
+    assert "/from/file|set|a b" in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))

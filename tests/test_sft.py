@@ -340,6 +340,10 @@ def test_the_best_checkpoint_is_named_and_kept(tmp_path):
     named = {"last": "step_000014", "best": "step_000007"}
     assert checkpoints(folder) == ([7, 12, 14], named)
 
+    # Those before it, each the best in its time, count among the regular ones neither then nor later.
+    rare = train(sft, tmp_path / "rare", **flags | dict(checkpoint_every=5))
+    assert checkpoints(rare) == ([5, 7, 10, 14], named)
+
     # A run that goes on from step 12 knows of it.
     killed = train(sft, killed_after(folder, tmp_path / "killed", 12), **flags)
     assert checkpoints(killed) == ([7, 12, 14], named)
@@ -390,6 +394,52 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     expected = dataclasses.asdict(sft.Args()) | (sft.REAL_MODEL if form else {}) | given
     assert args == json.loads(json.dumps(expected))
     assert validate(tmp_path / "run")["ok"]
+
+
+def test_epochs_without_steps_set_the_length(tmp_path, capsys):
+    rows = write_rows(tmp_path)
+    flags = ["--train-files", rows, "--batch-size", 3, "--val-ratio", 0, "--eval-every", 0]
+    for number, (more, steps) in enumerate(((["--epochs", 1.5], 4), (["--epochs=1"], 3),
+                                            (["--epochs", 9, "--steps", 2], 2))):
+        folder = tmp_path / f"run{number}"
+        assert command_line("sft.py", *flags, *more, "--run-dir", folder) == 0, capsys.readouterr().err
+        assert records(folder)[-1]["iteration"] == steps
+        assert f"steps 0 to {steps}, {steps * 3 / 7:.3g} epochs of 7 rows" in capsys.readouterr().out
+
+
+def test_variables_of_other_systems_are_named_with_the_flags_to_use(tmp_path, capsys, monkeypatch):
+    for name in ("SFT_LR", "SFT_BATCH_SIZE", "SFT_XYZ", "NOT_SFT_SEED"):
+        monkeypatch.setenv(name, "7")
+    assert command_line("sft.py", "--help") == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if " is set, and not read" in line]
+    assert said == ["SFT_BATCH_SIZE is set, and not read: pass --batch-size",
+                    "SFT_LR is set, and not read: pass --learning-rate",
+                    "SFT_XYZ is set, and not read: pass a flag (python sft.py --help)"]
+
+
+def test_a_weight_says_how_often_an_epoch_has_the_rows_of_a_file(tmp_path):
+    """One row a step, at a rate of nothing: the losses tell which. Three rows twice, half of four once."""
+    for name, rows in (("a", ROWS[:3]), ("b,b=1", ROWS[3:])):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, rows)
+    flags = dict(model=TINY, batch_size=1, steps=0, epochs=2, learning_rate=1e-30, val_ratio=0.0)
+    plain = train(sft, tmp_path / "plain", train_files=(
+        f"{tmp_path}/a/rows.jsonl,{tmp_path}/a/../a/rows.jsonl=1", f"{tmp_path}/b,b=1/rows.jsonl"), **flags)
+    assert records(plain)[0]["data/rows"] == 10
+    folder = train(sft, tmp_path / "run", train_files=(
+        f"{tmp_path}/a/rows.jsonl=2", f"{tmp_path}/b,b=1/rows.jsonl"), **flags | dict(epochs=1))
+    assert records(folder)[0]["data/rows"] == 10
+    halved = train(sft, tmp_path / "half", **flags, train_files=(f"{tmp_path}/a/rows.jsonl=2.5",))
+    losses = [round(record["train/loss"], 5) for record in records(halved)[1:]]
+    counts = [[*map(epoch.count, {*losses})] for epoch in (losses[:8], losses[8:])]
+    assert len(losses) == 16 and counts[0] == counts[1] and sorted(counts[0]) == [2, 3, 3]
+
+    for files, says in ((("x.jsonl=0",), "x.jsonl=0: expected each file once, with a weight above 0"),
+                        (("x.jsonl,x.jsonl=2",), "expected each file once"), (("x.jsonl=much",), "=much'")):
+        with pytest.raises(envs.BadInput, match=says):
+            train(sft, tmp_path / "bad", train_files=files)
+    with pytest.raises(envs.BadInput, match="--val-files x.jsonl=2: expected files without weights"):
+        train(sft, tmp_path / "bad", train_files=("x.jsonl",), val_files=("x.jsonl=2",))
 
 
 def test_the_options_of_the_default_environment_are_not_those_of_another(tmp_path):

@@ -221,7 +221,8 @@ def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_lear
         assert counts == (len(expected), 0, 7, len(whole) - len(expected))
 
     line = complaint(tmp_path / "run", **flags)
-    assert re.match(rf"--train-files {re.escape(name)}, row 2, --max-length 18: .* 19 tokens", line)
+    assert re.match(rf"--train-files {re.escape(name)}, row 2, --max-length 18: a row has 19 tokens; pass "
+                    "--max-length 19, .*, or --truncation right, or left$", line)
 
 
 TURN = (

@@ -648,6 +648,13 @@ def test_which_rows_are_taken(tmp_path):
     assert ids(dataset=file) == [f"a__b-{number}" for number in range(100)]
     assert ids(dataset=file, task_id_range="98-101") == [f"a__b-{number}" for number in range(98, 102)]
     assert ids(dataset=file, task_id_range="98-101", task_ids="a__b-119, a__b-3") == ["a__b-119", "a__b-3"]
+    assert ids(dataset=file, task_id_range="[98,101]") == [f"a__b-{number}" for number in range(98, 102)]
+    for asked in ("[0, 99]", [0, 99], "0,99", '["a__b-0", 99]'):
+        assert ids(dataset=file, task_ids=asked) == ["a__b-0", "a__b-99"]
+    for name in ("swe-synth", "swesynth"):
+        assert [*envs.make(name, dataset=file, task_ids="[3]", export_only=True).rows] == ["a__b-3"]
+    with pytest.raises(envs.BadInput, match="task_ids: no instance 120$"):
+        ids(dataset=file, task_ids="[0,120]")
     with pytest.raises(envs.BadInput, match="no instances in .* at 130-140"):
         ids(dataset=file, task_id_range="130-140")
 
@@ -699,7 +706,9 @@ def test_a_row_of_a_wrong_form_is_named(tmp_path, field, values):
 @pytest.mark.parametrize("options, says", [
     (dict(dataset="x" * 300, export_only=True), "expected a .jsonl"),
     (dict(use_cache_only=True, cache_dir="nowhere", export_only=True), "no instances in nowhere"),
-    (dict(task_id_range="5"), "first-last"), (dict(timeout=0), "above 0"), (dict(test_share=2), "0 to 1"),
+    (dict(task_id_range="5"), "first-last"),
+    (dict(task_id_range="[5,"), "first-last, or .first,last."),
+    (dict(timeout=0), "above 0"), (dict(test_share=2), "0 to 1"),
     (dict(snapshots="x"), "a dataset beside it"), (dict(use_cache_only=True), "cache_dir beside it"),
     (dict(executor_url="http://a:1", image="{nope}"), "image: expected a name"),
     (dict(executor_url="http://a:1", export_only=True), "no executor_url beside"),

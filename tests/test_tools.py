@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.run_folders import ROOT, slow_but, write_jsonl
-from tools import plot_train_log, track_run
+from tools import compare_runs, plot_train_log, track_run
 from tools import validate_train_log as contract
 from tools.validate_train_log import name_of, validate
 
@@ -125,6 +125,9 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     *(("a2c", RECORD, {"action_hist": [1] * 7 + last}, "action_hist") for last in ([], [-1], [math.nan])),
     ("a2c", RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
     ("a2c", RECORD, {"dist_p10": 0.9}, "dist_p10"),
+    ("a2c", RECORD, {"reward_p10": 0.3, "reward_p50": 0.2, "reward_p90": 0.3}, "reward_p10"),
+    ("a2c", RECORD, {"system/gpu_utilization": 40}, "system/gpu_utilization"),
+    ("sft", 1, {"experiment_hash": 5}, "meta.experiment_hash"),
 
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in contract.COUNTERS),
     ("grpo", 5, {"wall_time_s": 0.01}, "wall_time_s"),
@@ -274,6 +277,158 @@ def test_a_run_that_cannot_be_mirrored_is_one_line(text, says, tmp_path, monkeyp
     (tmp_path / "train_log.jsonl").write_text(text)
     assert track_run.main([str(tmp_path)]) == 2
     assert says in capsys.readouterr().err
+
+
+ODD = "a\0b\x1b[31m\ud800 token-123 \u6f22\n\tz"  # which becomes:
+CLEAN = "ab[31m\ufffd [redacted] \u6f22\n\tz"
+
+
+def episode(number, *messages, **more):
+    return dict(number=number, source="countdown", reward=1.0, correct=1.0, info={"token-9": ODD},
+                termination="done", messages=messages, turns=[{}]) | more
+
+
+@pytest.fixture
+def episodes_run(tmp_path):
+    """A run folder with episodes, of which two are of training, and a checkpoint that is the best."""
+    lines = sample_log("grpo")
+    lines[0]["meta"] |= dict(experiment_hash="0123456789abcdef", argv=["--key", "token-1"])
+    write_jsonl(tmp_path / "train_log.jsonl", lines)
+    (tmp_path / "episodes").mkdir()
+    task = dict(role="user", content=ODD)
+    many = [episode(n % 2, task, dict(role="assistant", content=str(n))) for n in range(30)]
+    shot = [dict(role="user", content="1+1"), dict(role="assistant", content="2"), task,
+            dict(role="assistant", content="3", tool_calls=[{"function": {"name": "f"}}])]
+    first = episode(0, *shot, correct=0.0, reward=None)
+    write_jsonl(tmp_path / "episodes" / "val_step_000000.jsonl", [first, *many, dict(summary={})])
+    for step in (4, 5):
+        write_jsonl(tmp_path / "episodes" / f"train_step_{step:06d}.jsonl", many[:2])
+    (tmp_path / "checkpoints" / "step_000012").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000012" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "checkpoints" / "state.json").write_text('{"last": "step_000012"}')
+    return tmp_path
+
+
+class FakeWandb:
+    """What track_run.py needs of it; what it is given is kept."""
+
+    Settings = dict
+
+    def __init__(self):
+        self.id, self.starting_step, self.begun, self.logged, self.artifacts = "run", 0, {}, {}, []
+
+    def init(self, **options):
+        self.begun = options
+        return self
+
+    def Table(self, columns, data):
+        return [columns, *data]
+
+    def Artifact(self, name, **options):
+        self.name = name
+        return self
+
+    def add_dir(self, folder):
+        self.folder = folder
+
+    def log(self, numbers, step):
+        self.logged[step] = numbers
+
+    def log_artifact(self, artifact, aliases):
+        self.artifacts.append((artifact.name, artifact.folder, aliases))
+
+    def finish(self):
+        pass
+
+
+REDACT = ("--redact", r"token-\d+")
+
+
+def test_episodes_become_tables_without_what_must_not_leave(episodes_run, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    run, words = str(episodes_run), ["--once", "--train-table-every", "4", "--artifacts", "last"]
+    assert track_run.main([run, *words, *REDACT]) == 0
+    assert sorted(step for step, numbers in fake.logged.items() if "val/sample_table" in numbers) == [0]
+    assert sorted(step for step, numbers in fake.logged.items() if "train/sample_table" in numbers) == [4]
+    columns, first, second, *others = fake.logged[0]["val/sample_table"]
+    assert columns == ["prompt", "response", "reward", "is_correct", "data_source", "metrics_json"]
+    assert first[:5] == [f"user: 1+1\n\nassistant: 2\n\nuser: {CLEAN}",
+                         '3\n[{"function": {"name": "f"}}]', None, False, "countdown"]
+    assert second[:5] == [CLEAN, "0", 1.0, True, "countdown"] and len(others) == 8
+    assert json.loads(second[5]) == {"[redacted]": CLEAN, "termination": "done"}
+    assert all(int(row[1]) % 2 == 0 for row in others)  # each task's first attempt before a second one
+    begun = fake.begun
+    assert begun["name"] == "20261121_041501__grpo__countdown__s1" and begun["group"] == "grpo-0123456789ab"
+    assert begun["config"]["argv"] == ["--key", "[redacted]"] and begun["settings"]["x_disable_meta"]
+    folder = str(episodes_run / "checkpoints" / "step_000012")
+    assert fake.artifacts == [("run-last", folder, ["latest", "step_000012"])]
+
+    monkeypatch.setenv("WANDB_NAME", "its name")
+    for more, name, rows in (([], "its name", 10), (["--name", "mine", "--table-samples", "3"], "mine", 3),
+                             (["--table-samples", "0"], "its name", 0)):
+        track_run.main([run, "--once", *more])
+        assert fake.begun["name"] == name and fake.begun["settings"] is None
+        assert len(fake.logged[0].get("val/sample_table", [columns])) == rows + 1
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--redact", "("], "--redact: (: expected a regular expression"),
+    (["--artifacts", "best"], "--artifacts best: grpo keeps none, as sft does"),
+    (["--table-samples", "-1"], "-1: expected 0 or more")])
+def test_what_track_run_cannot_do_is_one_line(words, says, episodes_run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    assert track_run.main([str(episodes_run), "--once", *words]) == 2
+    line = capsys.readouterr().err
+    assert says in line and line.count("\n") == 1
+
+
+def wandb_records(folder):
+    """The protocol buffers of an offline run's file, which has LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    raw, place, parts = path.read_bytes(), 7, []  # behind a header of its own
+    while place + 7 <= len(raw):
+        left = 32768 - place % 32768  # in this block
+        if left < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(raw[place + 4:place + 6], "little"), raw[place + 6]
+        parts.append(raw[place + 7:place + 7 + size])
+        place += 7 + size
+        if kind in (1, 4):  # a whole one, or the last part
+            yield Record.FromString(b"".join(parts))
+            parts = []
+
+
+@pytest.mark.slow
+def test_wandb_gets_tables_names_groups_and_checkpoints(episodes_run):
+    pytest.importorskip("wandb")
+    (episodes_run / ".env").write_text("WANDB_PROJECT=from-file\nWANDB_MODE=offline\nWANDB_NAME=unused\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    words = ["--once", "--name", "mine", "--train-table-every", 4, "--artifacts", "last", *REDACT]
+    done = subprocess.run([sys.executable, track_run.__file__, episodes_run, *map(str, words)],
+                          cwd=episodes_run, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = [*wandb_records(episodes_run)]
+    (run,) = [record.run for record in found if record.HasField("run")][:1]
+    assert (run.project, run.display_name, run.run_group) == ("from-file", "mine", "grpo-0123456789ab")
+    tables = {}
+    for path in episodes_run.glob("wandb/offline-run-*/files/media/table/**/*.table.json"):
+        tables[path.parent.name] = json.loads(path.read_text())
+    assert {name: len(table["data"]) for name, table in tables.items()} == {"val": 10, "train": 2}
+    assert tables["val"]["columns"] == track_run.COLUMNS and tables["val"]["data"][1][0] == CLEAN
+    artifacts = [record.artifact for record in found if record.HasField("artifact")]
+    models = [artifact for artifact in artifacts if artifact.type == "model"]
+    assert [entry.path for artifact in models for entry in artifact.manifest.contents] == [
+        "model.safetensors"]
+    assert [sorted(artifact.aliases) for artifact in models] == [["latest", "step_000012"]]
+    sent = b"".join(path.read_bytes() for path in episodes_run.glob("wandb/offline-run-*/**/*")
+                    if path.is_file() and path.suffix in (".wandb", ".json"))
+    assert not re.search(rb"token-\d", sent)
 
 
 @pytest.mark.slow
@@ -440,6 +595,87 @@ def test_any_logged_number_is_drawn_by_its_key(tmp_path, plot):
         "--key train/a/b/fromat: no record has it; the closest are train/a/b/format")
     lines[RECORD - 1]["train/a/b/format"] = "1"
     assert complaints(write_jsonl(Path(log), lines)) == [(RECORD, "train/a/b/format")]
+
+
+def experiment(folder, number, seed, **flags):
+    """A log whose meta line tells its experiment."""
+    lines = sample_log("grpo", seed)
+    lines[0]["meta"] |= dict(experiment_hash=f"e{number}", config_hash=f"c{number}{seed}")
+    lines[0]["meta"]["args"] |= flags | dict(seed=seed, run_dir=f"{number}{seed}")
+    lines = [{key: line[key] for key in line if "/" not in key or key in FEW} for line in lines]
+    for line in lines:
+        if "val/countdown/pass@1" in line:
+            line["val/countdown/pass@1"] *= 1 - number / 10
+    (folder / f"run{number}{seed}").mkdir()
+    return Path(write_jsonl(folder / f"run{number}{seed}" / "train_log.jsonl", lines)).parent
+
+
+def test_each_group_has_its_curve_and_band(tmp_path, plot):
+    runs = [[experiment(tmp_path, n, seed, learning_rate=0.1 * n) for seed in (1, 2)] for n in range(8)]
+    words = [word for group in runs for word in ("--log", *group)]
+    out = ["--key", "train/reward", "--out", tmp_path / "a.png", "--csv", tmp_path / "a.csv"]
+    status, report, warnings = plot(*words, *out)
+    assert (status, report["runs"], warnings) == (0, [2] * 8, [])
+    assert_drawn(tmp_path / "a.png", 1)
+    with (tmp_path / "a.csv").open() as file:
+        groups = {row["group"]: row for row in csv.DictReader(file)}
+    assert list(groups) == [f"--learning-rate {0.1 * n}" for n in range(8)]
+    assert all(float(row["low"]) < float(row["high"]) for row in groups.values())
+    plot("--from-csv", tmp_path / "a.csv", "--out", tmp_path / "b.png", "--csv", tmp_path / "b.csv")
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+    svg = tmp_path / "c.svg"
+    status, report, _ = plot("--log", *runs[0], "--log", *runs[1], "--label", "slow", "fast", "--out", svg)
+    text = svg.read_text()
+    assert (status, report["runs"]) == (0, [2, 2]) and "countdown, held out" in report["panels"]
+    for name in ("slow, pass@1", "fast, greedy", "runs: slow (2), fast (2)"):
+        assert name in text
+    with pytest.raises(SystemExit):
+        plot_train_log.main(["--log", "a", "--label", "x", "y"])
+
+
+def test_a_group_of_different_experiments_is_told_with_the_flags_that_differ(undrawn, tmp_path, plot):
+    one, same = (experiment(tmp_path, 1, seed, learning_rate=0.1) for seed in (1, 2))
+    other = experiment(tmp_path, 2, 1, learning_rate=0.2)
+    out = ["--out", tmp_path / "a.png"]
+    assert not any("experiments" in entry["warning"] for entry in plot("--log", one, same, *out)[2])
+    (line,) = [entry for entry in plot("--log", one, other, *out)[2] if "experiments" in entry["warning"]]
+    assert line["differ"] == {"--learning-rate": [0.1, 0.2]}
+
+
+def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path, capsys):
+    runs = [experiment(tmp_path, number, 1, learning_rate=0.1 * (number + 1)) for number in (0, 1)]
+    lines = [json.loads(line) for line in (runs[1] / "train_log.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if "val/countdown/pass@1" in line:
+            line["val/countdown/pass@1"] = 0.9 - number / 1000  # the best is the first one
+    write_jsonl(runs[1] / "train_log.jsonl", [*lines, b'{"half a'])
+    assert compare_runs.main([*map(str, runs), "--form", "csv"]) == 0
+    one, other = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (one["run"], other["experiment_hash"], other["--learning-rate"]) == ("run01", "e1", "0.2")
+    assert "--seed" not in one and "--run-dir" not in one
+    key = "val/countdown/pass@1"
+    assert float(other[f"{key} best"]) == 0.899 and other[f"{key} best at"] == "0"
+    assert float(other[f"{key} final"]) < 0.899
+    assert float(one[f"{key} final"]) == lines_of(runs[0])[-1][key]
+
+    for form in ("text", "markdown"):
+        assert compare_runs.main([*map(str, runs), "--form", form]) == 0
+        said = capsys.readouterr().out
+        (row,) = [line for line in said.splitlines() if "--learning-rate" in line]
+        assert re.findall(r"[\d.]+", row) == ["0.1", "0.2"] and "\033" not in said
+        best = max(line[key] for line in lines_of(runs[0]))
+        assert (f"**{best:.4g}** | 0.899 |" in said) is (form == "markdown") and best > 0.899
+    for words, says in (([tmp_path], "train_log.jsonl"), ([], "RUN"), ([runs[0], "--form", "x"], "'x'")):
+        assert compare_runs.main([*map(str, words)]) == 2
+        line = capsys.readouterr().err
+        assert says in line and line.count("\n") == 1
+
+
+def lines_of(run):
+    """The records of a run with a held-out accuracy."""
+    lines = map(json.loads, (run / "train_log.jsonl").read_text().splitlines())
+    return [line for line in lines if "val/countdown/pass@1" in line]
 
 
 def test_resumes_are_marked(tmp_path, plot):

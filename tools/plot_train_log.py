@@ -2,16 +2,17 @@
 
     python tools/plot_train_log.py --log runs/countdown/RUN --out train.png
     python tools/plot_train_log.py --log S1 S2 S3 --x wall_time_s --smoothing 10 --out grpo.png --csv grpo.csv
+    python tools/plot_train_log.py --log A1 A2 --log B1 B2 --label "lr 1e-3" "lr 2e-3" --out rates.png
     python tools/plot_train_log.py --log G1 G2 --control S1 S2 --control-label "SFT continued" --out both.png
     python tools/plot_train_log.py --log runs/rows/RUN --key "train/rows/*" critic/score/max --out parts.png
     python tools/plot_train_log.py --from-csv grpo.csv --out grpo.png
 
 A log is the file or its run folder. Several logs are the seeds of one experiment: the line is their mean and
-the band reaches from the lowest to the highest, over the x that all of them cover. Dotted verticals mark
-where a run was resumed. A panel without its key is left out with a JSON warning on standard error; without a
-usable record the exit status is 1, with a JSON reason there. --key draws any numbers of the log. --csv writes
-the numbers of the figure, and --from-csv draws them again, so that the docs can carry the CSV instead of the
-runs.
+the band reaches from the lowest to the highest, over the x that all of them cover. With several --log each is
+a group with a colour of its own. Dotted verticals mark where a run was resumed. A panel without its key is
+left out with a JSON warning on standard error; without a usable record the exit status is 1, with a JSON
+reason there. --key draws any numbers of the log. --csv writes the numbers of the figure, and --from-csv draws
+them again, so that the docs can carry the CSV instead of the runs.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.compare_runs import OF_THE_FOLDER, differing
+
 # An environment's name is text, whatever dollars it holds.
 matplotlib.rcParams["text.parse_math"] = False
 
 MOST_POINTS = 250  # per curve; longer logs are averaged in equal chunks, finer than a panel can show
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: colour-blind safe
+LINES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1, 1, 1)))  # of curves, where groups have the colours
 X_LABELS = {"iteration": "iteration", "env_steps": "", "opt_steps": "optimiser steps",
             "wall_time_s": "wall-clock time [s]"}
 ENV_STEPS = {"a2c": "environment steps", "sft": "trained tokens", "ppo": "generated tokens",
@@ -114,6 +119,7 @@ class Run:
     env: str
     records: list[dict]  # in order; the finite numbers alone, x among them
     resumes: list[float]  # x of each resume
+    meta: dict
 
 
 @dataclass
@@ -131,11 +137,12 @@ class Series:
 class Group:
     """The runs that share a line."""
 
-    label: str  # "" for --log; the control's label for --control
+    label: str  # "" for a single --log; its label for one of several; the control's label for --control
     algo: str
     env: str = ""
     series: dict[str, Series] = field(default_factory=dict)
     resumes: list[float] = field(default_factory=list)
+    metas: list[dict] = field(default_factory=list)  # of the runs; none in a CSV
 
     @property
     def runs(self) -> int:
@@ -186,7 +193,8 @@ def read_run(path: str, x: str) -> Run:
         raise NoPlot(f"{path}: no meta line that names an algorithm ({', '.join(sorted(PANELS))})")
     if not records:
         raise NoPlot(f"{path}: no usable record (one with a finite {x})")
-    return Run(path, algo, str(meta.get("env") or ""), records, [at for at in resumes if at is not None])
+    marks = [at for at in resumes if at is not None]
+    return Run(path, algo, str(meta.get("env") or ""), records, marks, meta)
 
 
 def read_group(paths: list[str], label: str, x: str, smoothing: int, patterns: list[str]) -> Group:
@@ -207,6 +215,7 @@ def read_group(paths: list[str], label: str, x: str, smoothing: int, patterns: l
     if len({run.algo for run in runs}) > 1:
         found = ", ".join(f"{run.path} is {run.algo}" for run in runs)
         raise NoPlot(f"logs of different algorithms do not make one curve: {found}")
+    warn_of_different(runs)
     ends = [run.records[-1][x] for run in runs]
     if min(ends) < 0.9 * max(ends):
         warn("runs of different length: the curves stop with the shortest", x=x, ends=ends)
@@ -218,7 +227,35 @@ def read_group(paths: list[str], label: str, x: str, smoothing: int, patterns: l
     found = {key: value for key, value in series.items() if value is not None}
     if not found:
         raise NoPlot(f"{', '.join(map(str, paths))}: no usable record (one with a key of any panel)")
-    return Group(label, runs[0].algo, runs[0].env, found, sorted({at for run in runs for at in run.resumes}))
+    resumes = sorted({at for run in runs for at in run.resumes})
+    return Group(label, runs[0].algo, runs[0].env, found, resumes, [run.meta for run in runs])
+
+
+def differing_flags(metas: list[dict]) -> dict[str, list]:
+    """Those that make runs different experiments: the seed does not."""
+    metas = [meta | {"args": meta["args"] if isinstance(meta.get("args"), dict) else {}} for meta in metas]
+    return differing(metas, but=OF_THE_FOLDER | {"seed"})
+
+
+def warn_of_different(runs: list[Run]) -> None:
+    """Where the runs of a group say that they are not seeds of one experiment."""
+    if len({run.meta.get("experiment_hash") for run in runs} - {None}) > 1:
+        warn("runs of different experiments in one group", logs=[str(run.path) for run in runs],
+             differ=differing_flags([run.meta for run in runs]))
+
+
+def name_groups(groups: list[Group], paths: list[list[str]]) -> None:
+    """Give groups without a label one: the flags in which they differ, or the folder of their first run."""
+    differ = differing_flags([group.metas[0] for group in groups])
+    for number, group in enumerate(groups):
+        words = [f"{name} {values[number]}" for name, values in differ.items() if name.startswith("--")]
+        group.label = ", ".join(words)
+        if not 0 < len(words) < 3:  # nothing, or too much to read
+            first = Path(paths[number][0])
+            group.label = first.name if first.is_dir() else first.parent.name
+    for number, group in enumerate(groups):
+        if group.label in [other.label for other in groups[:number]]:
+            group.label += f" ({number + 1})"
 
 
 def matching(keys: list[str], patterns: list[str]) -> list[str]:
@@ -376,11 +413,15 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
 
 
 def draw_panel(axis, panel: Panel, curves: list[Curve], groups: list[Group]) -> None:
-    for group in groups:
-        for color, curve in zip(COLORS, curves, strict=False):
-            if curve.key in group.series:
-                draw_curve(axis, curve, color, group)
-    for at in groups[0].resumes:
+    several = bool(groups[0].label)
+    for number, group in enumerate(groups):
+        for place, curve in enumerate(curves):
+            if curve.key in group.series and several:
+                draw_of_group(axis, curve, group, colors(len(groups))[number], LINES[place % len(LINES)],
+                              len(curves) > 1)
+            elif curve.key in group.series and place < len(COLORS):
+                draw_curve(axis, curve, COLORS[place], group)
+    for at in [] if several else groups[0].resumes:
         axis.axvline(at, color="0.45", linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
     axis.set_title(panel.title, fontsize=10, loc="left")
     axis.set_ylabel(panel.unit, fontsize=8)
@@ -407,6 +448,22 @@ def tick(value: float, _position: int) -> str:
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:g}"
 
 
+def colors(number: int) -> list:
+    """So many different ones."""
+    if number <= len(COLORS):
+        return list(COLORS)
+    return list(matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, number)))
+
+
+def draw_of_group(axis, curve: Curve, group: Group, color, line, named: bool) -> None:
+    """A curve of one of several groups: its colour is the group's, its line the curve's."""
+    s = group.series[curve.key]
+    label = f"{group.label}, {curve.label}" if named and curve.label else group.label
+    axis.plot(s.x, s.mean, color=color, linestyle=line, linewidth=1.4, zorder=3, label=label)
+    if s.n > 1:
+        axis.fill_between(s.x, s.low, s.high, color=color, alpha=0.15, linewidth=0)
+
+
 def draw_curve(axis, curve: Curve, color: str, group: Group) -> None:
     """A line, its band over the runs, and the quantiles around it; a control is dashed and lighter."""
     s = group.series[curve.key]
@@ -428,14 +485,18 @@ def draw_curve(axis, curve: Curve, color: str, group: Group) -> None:
 def describe(groups: list[Group], smoothing: int) -> tuple[str, str]:
     """The title and the line under the figure: what a line, a band and a dotted vertical are."""
     main = groups[0]
-    parts = [main.algo, main.env, f"{main.runs} runs" if main.runs > 1 else ""]
+    several = bool(main.label)
+    parts = [main.algo, main.env, f"{main.runs} runs" if main.runs > 1 and not several else ""]
     notes = []
     if any(group.runs > 1 for group in groups):
         notes.append("line: mean over the runs, band: lowest to highest")
-    notes += [f"dashed: {group.label} ({group.runs} run{'s' * (group.runs > 1)})" for group in groups[1:]]
+    if several:
+        notes.append("runs: " + ", ".join(f"{group.label} ({group.runs})" for group in groups))
+    else:
+        notes += [f"dashed: {group.label} ({group.runs} run{'s' * (group.runs > 1)})" for group in groups[1:]]
     if smoothing > 1:
         notes.append(f"moving average over {smoothing} records, validation as it is")
-    if main.resumes:
+    if main.resumes and not several:
         notes.append("dotted vertical: resumed")
     return " · ".join(filter(None, parts)), " · ".join(notes)
 
@@ -443,9 +504,11 @@ def describe(groups: list[Group], smoothing: int) -> tuple[str, str]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Draw the curves of train_log.jsonl files.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--log", nargs="+", metavar="LOG",
-                        help="logs or run folders: the seeds of one experiment")
+    source.add_argument("--log", nargs="+", action="append", metavar="LOG",
+                        help="logs or run folders: the seeds of one experiment; again for another one")
     source.add_argument("--from-csv", type=Path, metavar="CSV", help="draw what an earlier --csv wrote")
+    parser.add_argument("--label", nargs="+", default=[], metavar="NAME",
+                        help="a name for each --log (default: the flags in which they differ)")
     parser.add_argument("--control", nargs="+", default=[], metavar="LOG",
                         help="logs of a control, drawn dashed where it has the key")
     parser.add_argument("--control-label", default="control", help="its name in the figure")
@@ -460,6 +523,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="in place of the panels: these numbers, such as 'train/rows/*', one panel each")
     parser.add_argument("--title", default="", help="instead of algorithm, environment and number of runs")
     args = parser.parse_args(argv)
+    names = [*args.label, args.control_label] if args.control else args.label
+    if args.label and (args.from_csv or len(args.label) != len(args.log) or len({*names}) < len(names)):
+        parser.error(f"--label {' '.join(args.label)}: expected a different name for each --log")
     if args.smoothing < 1:
         parser.error(f"--smoothing {args.smoothing}: expected at least 1 record")
     return args
@@ -471,7 +537,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.from_csv:
             x, groups = read_csv(args.from_csv)
         else:
-            x, groups = args.x, [read_group(args.log, "", args.x, args.smoothing, args.key)]
+            x = args.x
+            groups = [read_group(paths, "", x, args.smoothing, args.key) for paths in args.log]
+            if args.label:
+                for group, label in zip(groups, args.label, strict=True):
+                    group.label = label
+            elif len(groups) > 1:
+                name_groups(groups, args.log)
             if args.control:
                 groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
         title, note = describe(groups, args.smoothing)

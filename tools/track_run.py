@@ -3,21 +3,36 @@
     pip install wandb; wandb login
     python tools/track_run.py runs/grpo/RUN                  # follows the log until Ctrl-C
     python tools/track_run.py runs/grpo/RUN --once           # what is in the log now
+    python tools/track_run.py runs/sft/RUN --once --artifacts best --name "sft, two epochs"
 
-Its own variables hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and others. The run there has this run's id,
-flags and commit, and the iteration as its step; a log that goes on, or a second call, continues it.
+Its own variables hold, also from a file .env: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_NAME and others.
+The run there has this run's id, flags and commit, the seeds of one experiment as its group, and the iteration
+as its step; a log that goes on, or a second call, continues it. Episodes become tables: those of validation,
+and with --train-table-every some of training. It reads the run's folder, and the run knows nothing of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import re
 import sys
 import time
+import unicodedata
 from pathlib import Path
+
+from dotenv import load_dotenv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, ends_in_one_line, one_line
+from tools.command_line import Parser, at_least, ends_in_one_line, one_line
+
+COLUMNS = ["prompt", "response", "reward", "is_correct", "data_source", "metrics_json"]  # of a table
+MOST_TEXT = 20_000  # characters of a cell
+# What wandb sends of its own accord and --redact could not look at: command line, host, commit, console.
+PRIVATE = dict(console="off", disable_git=True, disable_code=True, x_disable_meta=True,
+               x_disable_machine_info=True, x_save_requirements=False)
 
 
 def log_lines(log: Path) -> list[dict]:
@@ -29,41 +44,172 @@ def log_lines(log: Path) -> list[dict]:
         raise BadInput(f"{log}: expected lines of JSON objects ({one_line(error)})") from error
 
 
-def begin(folder: Path, meta: dict):
+def safe(value, patterns):
+    """A JSON value whose texts have no control characters and lone surrogates, nor what a pattern matches."""
+    if isinstance(value, dict):
+        return {safe(name, patterns): safe(item, patterns) for name, item in value.items()}
+    if isinstance(value, list):
+        return [safe(item, patterns) for item in value]
+    if not isinstance(value, str):
+        return value
+    kept = []
+    for letter in value:
+        kind = unicodedata.category(letter)
+        if kind == "Cs":  # half of a UTF-16 pair, which UTF-8 has no form for
+            kept.append("\ufffd")
+        elif kind != "Cc" or letter in "\n\t":
+            kept.append(letter)
+    text = "".join(kept)
+    for pattern in patterns:
+        text = pattern.sub("[redacted]", text)
+    return text
+
+
+# Episodes as rows
+
+
+def episodes_of(folder: Path, kind: str, iteration: int) -> list[dict]:
+    """Those that the run wrote down of an iteration, the first attempt at each task before others."""
+    path = folder / "episodes" / f"{kind}_step_{iteration:06d}.jsonl"
+    if not path.is_file():
+        return []
+    found = [line for line in log_lines(path) if isinstance(line.get("messages"), list)]
+    return sorted(found, key=lambda episode: episode.get("number") or 0)
+
+
+def spoken(messages: list[dict]) -> str:
+    """A conversation as one text; who says what, where there are several messages."""
+    parts = []
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "\n".join(str(block.get("text", "")) for block in content)
+        calls = message.get("tool_calls")
+        if calls:
+            content = f"{content}\n{json.dumps(calls, ensure_ascii=False)}".strip()
+        parts.append(content if len(messages) == 1 else f"{message.get('role')}: {content}")
+    return "\n\n".join(parts)
+
+
+def row(episode: dict, patterns) -> list:
+    """The cells of COLUMNS. The prompt is what stands before the first reply."""
+    messages = episode["messages"]
+    replies = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    replies = replies[-len(episode.get("turns") or replies):]  # a task may begin with assistants' messages
+    start = replies[0] if replies else len(messages)
+    metrics = dict(episode.get("info") or {}, termination=episode.get("termination"))
+    correct = episode.get("correct")
+    return [cell(spoken(messages[:start]), patterns), cell(spoken(messages[start:]), patterns),
+            episode.get("reward"), None if correct is None else correct == 1,
+            cell(str(episode.get("source") or ""), patterns),
+            json.dumps(safe(metrics, patterns), ensure_ascii=False)]
+
+
+def cell(text: str, patterns) -> str:
+    text = safe(text, patterns)
+    left_out = len(text) - MOST_TEXT
+    return text if left_out <= 0 else f"{text[:MOST_TEXT]}\n[{left_out} more characters]"
+
+
+# To wandb
+
+
+def begin(folder: Path, meta: dict, args):
     """-> wandb's run of this id"""
     try:
         import wandb  # which not everybody has
         known = meta["run_id"].translate(str.maketrans(":;,#?/'", "-------"))  # those wandb refuses
-        return wandb.init(id=known, name=meta["run_id"], dir=folder, resume="allow",
-                          config=meta.pop("args") | meta)
+        name = args.name or os.environ.get("WANDB_NAME") or meta["run_id"]
+        group = None  # wandb's own variable
+        if not os.environ.get("WANDB_RUN_GROUP") and "experiment_hash" in meta:
+            group = f"{meta['algo']}-{meta['experiment_hash'][:12]}"
+        config = meta["args"] | {key: value for key, value in meta.items() if key != "args"}
+        settings = wandb.Settings(**PRIVATE) if args.redact else None
+        return wandb.init(id=known, name=safe(name, args.redact), dir=folder, resume="allow", group=group,
+                          config=safe(config, args.redact), settings=settings)
     except Exception as error:  # not installed, no key, no network
         raise BadInput(f"wandb: {error!r:.300} (pip install wandb; wandb login)") from error
 
 
-def send(run, lines: list[dict], after: int) -> int:
+def tables(args, iteration: int) -> dict:
+    """{name: wandb.Table} of the episodes of an iteration"""
+    import wandb
+
+    wanted = ["val"]
+    if args.train_table_every and iteration % args.train_table_every == 0:
+        wanted.append("train")
+    found = {}
+    for kind in wanted:
+        rows = [row(episode, args.redact) for episode in episodes_of(args.run, kind, iteration)]
+        if rows and args.table_samples:
+            found[f"{kind}/sample_table"] = wandb.Table(columns=COLUMNS, data=rows[:args.table_samples])
+    return found
+
+
+def send(run, lines: list[dict], after: int, args) -> int:
     """Send the records of iterations after that one.  -> the last one's iteration"""
     for line in lines:
         if line.get("iteration", -1) > after and "wall_time_s" in line:
             after = line["iteration"]
-            run.log({name: value for name, value in line.items() if isinstance(value, int | float)}, after)
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            run.log(safe(numbers, args.redact) | tables(args, after), after)
     return after
+
+
+def send_checkpoint(run, meta: dict, sent: str, args) -> str:
+    """A new version of the artifact where state.json names another checkpoint.  -> its name"""
+    import wandb
+
+    folder = args.run / "checkpoints"
+    try:
+        name = json.loads((folder / "state.json").read_text()).get(args.artifacts, sent)
+        if name == sent:
+            return sent
+        known = {key: meta[key] for key in ("run_id", "config_hash", "experiment_hash") if key in meta}
+        artifact = wandb.Artifact(f"{run.id}-{args.artifacts}", type="model",
+                                  metadata=safe(known | dict(checkpoint=name), args.redact))
+        artifact.add_dir(str(folder / name))  # copied at once
+    except (OSError, ValueError):  # there is none yet, or it is just replaced by a newer one
+        return sent
+    run.log_artifact(artifact, aliases=["latest", name])
+    return name
+
+
+def regular_expression(text: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected a regular expression ({error})") from error
 
 
 @ends_in_one_line
 def main(argv: list[str] | None = None) -> int:
+    load_dotenv(".env")  # before wandb reads its variables; those that are set already stay
     parser = Parser(description="Mirror a run's log to Weights & Biases.")
     parser.add_run(every=10.0)
     parser.add_argument("--once", action="store_true", help="send what there is, and end")
+    parser.add_argument("--name", default="", help="the run's name there (WANDB_NAME, else its id)")
+    parser.add_argument("--table-samples", type=at_least(0), default=10, metavar="N",
+                        help="episodes of a table, at most (10); 0: no tables")
+    parser.add_argument("--train-table-every", type=at_least(0), default=0, metavar="K",
+                        help="iterations between tables of training (0: none)")
+    parser.add_argument("--redact", type=regular_expression, action="append", default=[], metavar="REGEX",
+                        help="what must not leave the machine; may be given several times")
+    parser.add_argument("--artifacts", choices=("last", "best"), help="send this checkpoint, too")
     args = parser.parse_args(argv)
     log = args.run / "train_log.jsonl"
     while not (lines := log_lines(log)) and not args.once:
         time.sleep(args.every)  # the run is still loading
     if not (lines and isinstance(meta := lines[0].get("meta"), dict) and "args" in meta):
         raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl")
-    run, after = begin(args.run, meta), -1
+    if args.artifacts == "best" and meta.get("algo") != "sft":
+        raise BadInput(f"--artifacts best: {meta.get('algo')} keeps none, as sft does; expected last")
+    run, after, sent = begin(args.run, meta, args), -1, ""
     try:
         while True:
-            after = send(run, log_lines(log), max(after, run.starting_step - 1))
+            after = send(run, log_lines(log), max(after, run.starting_step - 1), args)
+            if args.artifacts:
+                sent = send_checkpoint(run, meta, sent, args)
             if args.once:
                 return 0
             time.sleep(args.every)

@@ -36,6 +36,7 @@ def _keys(**names: str) -> dict[str, str]:
 META = _keys(count="schema_version", text="run_id algo config_hash device", text_or_null="env git_sha",
              flag_or_null="git_dirty", integer="seed", object="args versions", texts="argv", utc="started_at")
 VERSIONS = _keys(text="python torch numpy")
+META_OPTIONAL = _keys(text="experiment_hash")  # in newer logs
 META_LLM = _keys(string="model", text="model_sha256")  # model is "" when it starts from random weights
 META_A2C = _keys(count="num_envs num_actions", count_or_null="frames_per_step stack_k",
                  text_or_null="action_codec_id goal_dir goal_sha256")
@@ -65,6 +66,8 @@ _SYSTEM = {
                             "[GiB]"),
     "system/cpu_utilization": ("amount?", "processor time over wall time since the record before [cores]"),
     "system/gpu_memory": ("amount?", "peak memory allocated on the GPU; 0 without one [GiB]"),
+    "system/gpu_utilization": ("rate?", "share of the last moment, up to a second, in which a kernel ran; "
+                               "with a GPU and pynvml (nvidia-ml-py)"),
 }
 _ACCURACY = {
     "val/<source>/pass@1": ("rate?", "held-out correctness at --eval-temperature, mean over tasks and "
@@ -208,9 +211,14 @@ METRICS = {
                      "a goal"),
         "dist_p50": ("number", "its median"),
         "dist_p90": ("number", "its 90th percentile"),
+        "reward_p10": ("number?", "reward of a step in the last rollout, 10th percentile"),
+        "reward_p50": ("number?", "its median"),
+        "reward_p90": ("number?", "its 90th percentile"),
         "entropy_mean": ("number", "of the policy [nats]; log(number of actions) is random play"),
         "value_mean": ("number", "predicted value, in the last rollout"),
         "value_std": ("amount", "its standard deviation"),
+        "value_min": ("number?", "the least"),
+        "value_max": ("number?", "the greatest"),
         "action_hist": ("histogram", "how often each action was chosen [count]"),
         "policy_loss": ("number?", "mean of -A log pi; near 0 by construction where advantages are "
                         "normalised"),
@@ -369,7 +377,8 @@ class Checker:
             return
         if line > 1:
             self.wrong(line, "meta", "the meta line must be line 1")
-        if not self.keys(line, meta, META, "meta"):
+        optional = META_OPTIONAL.keys() & meta.keys() if isinstance(meta, dict) else ()
+        if not self.keys(line, meta, META | {key: META_OPTIONAL[key] for key in optional}, "meta"):
             return
         algo = meta.get("algo")
         if isinstance(algo, str) and algo not in ALGOS:
@@ -485,7 +494,8 @@ class Checker:
         self.first = self.first or counters
 
     def pixels(self, line: int, record: dict) -> None:
-        for low, high in (("dist_p10", "dist_p50"), ("dist_p50", "dist_p90")):
+        for low, high in (("dist_p10", "dist_p50"), ("dist_p50", "dist_p90"), ("reward_p10", "reward_p50"),
+                          ("reward_p50", "reward_p90")):
             if is_number(record.get(low)) and is_number(record.get(high)) and record[low] > record[high]:
                 self.wrong(line, low, f"{show(record[low])} is over {high}, {show(record[high])}")
         counts = record.get("action_hist")

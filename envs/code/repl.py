@@ -33,7 +33,19 @@ from pathlib import Path
 from typing import Literal
 
 import envs
-from envs import BadInput, Env, Episode, Message, Step, Task, final_part, first_line, hold_out, read_rows
+from envs import (
+    BadInput,
+    Env,
+    Episode,
+    Message,
+    Step,
+    Task,
+    as_bad_input,
+    final_part,
+    first_line,
+    hold_out,
+    read_rows,
+)
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
 from envs.code.testing import decides, run_tests
@@ -119,12 +131,16 @@ class Config:
     """split of a hub data set"""
     instance_ids: str = ""
     """only these instances, with commas"""
+    first: int = 0
+    """only so many of the instances, the first ones: the size of the data set; 0: all"""
     train_tasks: int = 100_000
     """train tasks of tiny scenarios"""
     test_tasks: int = 256
     """their test tasks"""
     prompt: Literal["default", "minimal", "cot", "short"] = "default"
     """how the task is put; short is for tiny scenarios and word-level models, without fences"""
+    system: str = ""
+    """file with a system prompt in place of the one of `prompt`; {tools} and {turns} in it are filled in"""
     tools: bool = False
     """code and the end come in calls of functions, as the model's chat template has them, not in blocks"""
     max_turns: int = 15
@@ -158,6 +174,10 @@ class Config:
         for name in ("turn_timeout", "test_timeout"):
             check(0 < getattr(self, name) < 1e6, name, "seconds above 0")
         check(0 <= self.max_sub_agent_depth <= 8, "max_sub_agent_depth", "0 to 8")
+        tiny = self.scenarios == "tiny" and not self.cache_dir
+        check(self.first >= 0, "first", "0 or more")
+        check(not (self.first and tiny), "first", "0 with scenarios=tiny, whose size is train_tasks")
+        check(not (self.system and self.prompt == "short"), "system", "no file with prompt=short")
         if (self.prompt == "short") != (self.scenarios == "tiny" and not self.cache_dir):
             raise BadInput(f"environment repl: option prompt: {self.prompt} with scenarios={self.scenarios}; "
                            "short and tiny go together, and without cache_dir")
@@ -199,6 +219,9 @@ class Repl(Env):
         self.executor = HttpExecutor(config.executor_url) if config.executor_url else None
         if self.executor:
             self.executor.check()
+        if config.system:
+            with as_bad_input(f"environment repl: option system={config.system}: expected a file of text"):
+                self.identity = Path(config.system).read_text(encoding="utf-8")
         if config.scenarios == "tiny" and not config.cache_dir:
             self._ids = None
             return
@@ -209,6 +232,8 @@ class Repl(Env):
                 raise BadInput(f"environment repl: option instance_ids: unknown {unknown[0]!r}; known: "
                                f"{', '.join(list(self._rows)[:10])}")
             self._rows = {name: self._rows[name] for name in wanted}
+        if config.first:
+            self._rows = dict(itertools.islice(self._rows.items(), config.first))
         self._ids = hold_out(list(self._rows), lambda name: split_of(name) == "test",
                              "environment repl: instance")
         self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
@@ -245,6 +270,8 @@ class Repl(Env):
         else:
             text, block, tools = f"{TOOLS}{queries}\n\n", "block", None
         system = PROMPTS[self.config.prompt].format(tools=text, block=block, turns=self.config.max_turns)
+        if self.config.system:  # other braces in it stay
+            system = self.identity.replace("{tools}", text).replace("{turns}", str(self.config.max_turns))
         messages = [{"role": "system", "content": system}, user(row["problem_statement"])]
         data = dict(instance_id=row["instance_id"])
         return Task(f"repl-{row['instance_id']}", "repl", messages, data, tools)

@@ -36,6 +36,7 @@ from envs.code import sandbox, testing, trees
 from envs.code.executor import HttpExecutor
 
 BUNDLED = Path(__file__).with_name("swe_instances")
+RANGE = re.compile(r"\[?\s*(?P<first>\d{1,9})\s*[-,]\s*(?P<last>\d{1,9})\s*\]?")
 FIRST = 100  # instances that are taken where neither task_ids nor task_id_range says which
 MAX_FILES = 100  # that a diff may touch
 MAX_CHANGED = 16 * sandbox.MIB  # bytes of the files that a diff gives
@@ -76,10 +77,12 @@ class Config:
     """folder with task_<instance_id>.json, a row each: written for each row that a data set gives"""
     use_cache_only: bool = False
     """the rows are those in cache_dir; nothing else is read"""
-    task_ids: str = ""
-    """these instances, with commas; with use_cache_only also files, such as 3 for task_3.json"""
+    task_ids: str | list[str | int] = ""
+    """these instances, with commas or as a JSON list, such as [0,99]: by instance_id, with use_cache_only by
+    file, such as 3 for task_3.json, or by their place in the data set, from 0"""
     task_id_range: str = ""
-    """without task_ids, the rows of these places, from 0: first-last, both included; empty: the first 100"""
+    """without task_ids, the rows of these places, from 0: first-last, or [first,last], both included; empty:
+    the first 100"""
     test_share: float = 0.25
     """share of the instances, by a hash of the id, that are the test split, at least one of several; the
     others are train. 0: none is held out"""
@@ -116,7 +119,8 @@ class Config:
         check = functools.partial(check_option, "swe", self)
         check(not self.use_cache_only or self.cache_dir, "use_cache_only", "cache_dir beside it")
         check(not (self.use_cache_only and self.dataset), "use_cache_only", "no dataset beside it")
-        check(re.fullmatch(r"(\d{1,9}-\d{1,9})?", self.task_id_range), "task_id_range", "first-last")
+        check(not self.task_id_range or RANGE.fullmatch(self.task_id_range), "task_id_range",
+              "first-last, or [first,last]")
         check(0 <= self.test_share <= 1, "test_share", "0 to 1")
         for option in ("max_context_chars", "max_file_lines", "memory"):
             check(getattr(self, option) >= 1, option, "1 or more")
@@ -638,7 +642,8 @@ def context(row: dict, files: dict[str, bytes], config: Config) -> str:
 
 def load_rows(config: Config) -> list[dict]:
     """The rows that the options name, checked. BadInput names file and field."""
-    ids = [part.strip() for part in config.task_ids.split(",") if part.strip()]
+    ids = config.task_ids.split(",") if isinstance(config.task_ids, str) else config.task_ids
+    ids = [str(part).strip() for part in ids if str(part).strip()]
     if config.use_cache_only:
         paths = sorted(Path(config.cache_dir).glob("task_*.json"))
         pairs = [(str(path), read_json(path, "option cache_dir")) for path in paths]
@@ -647,14 +652,15 @@ def load_rows(config: Config) -> list[dict]:
         where = f"environment swe: option dataset={name}"
         pairs = [(f"{name}: row {number}", row) for number, row in read_rows(name, where, config.split)]
     if ids:
-        known = {str(row.get("instance_id")): (place, row) for place, row in pairs if isinstance(row, dict)}
+        known = {str(number): pair for number, pair in enumerate(pairs)}
+        known |= {str(row.get("instance_id")): (place, row) for place, row in pairs if isinstance(row, dict)}
         if config.use_cache_only:
             known |= {Path(place).stem.removeprefix("task_"): (place, row) for place, row in pairs}
         if missing := [name for name in ids if name not in known]:
             raise BadInput(f"environment swe: option task_ids: no instance {', '.join(missing)}")
         pairs = [known[name] for name in ids]
     elif config.task_id_range:
-        first, last = map(int, config.task_id_range.split("-"))
+        first, last = map(int, RANGE.fullmatch(config.task_id_range).group("first", "last"))
         pairs = pairs[first:last + 1]
     else:
         pairs = pairs[:FIRST]

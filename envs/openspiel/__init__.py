@@ -68,8 +68,9 @@ Choose your move. Reply with exactly one legal move, as it is written above, ins
 class Config:
     """The options. Between the items of a list stands `;`, or a comma, but for those of `game_configs`."""
 
-    cases: str = ""
-    """games with their parameters, such as `hex(board_size=5),othello`; goes before `game_list`"""
+    cases: str | list[str] = ""
+    """games with their parameters, such as `hex(board_size=5),othello`, or a JSON list of them; goes before
+    `game_list`"""
     game_list: str = ""
     """names of games, such as `hex,y`; empty: the 16 default cases"""
     game_configs: str = ""
@@ -105,6 +106,8 @@ class Config:
                                   ("baseline_moves", 0, 10**6), ("workers", -1, 1_000)):
             if not low <= getattr(self, option) <= high:
                 raise bad(option, f"{low} to {high}", getattr(self, option))
+        if isinstance(self.cases, list) and not self.cases:
+            raise bad("cases", "at least one game", self.cases)
         if self.game_configs and (self.cases or not self.game_list):
             raise bad("game_configs", "game_list beside it, and no cases", self.game_configs)
 
@@ -468,7 +471,7 @@ def items(text, commas=True) -> list[str]:
 def case_texts(config) -> list[str]:
     """The game strings that the options ask for."""
     if config.cases:
-        texts = items(config.cases)
+        texts = items(config.cases) if isinstance(config.cases, str) else [*map(str.strip, config.cases)]
     elif config.game_list:
         configs = [",".join(sorted(part.strip() for part in text.split(",")))
                    for text in items(config.game_configs, commas=False)]
