@@ -147,9 +147,14 @@ def test_only_an_iteration_without_a_trainable_group_may_lack_the_numbers_of_an_
     assert verdicts == [False, True]
 
 
-@pytest.mark.parametrize("script", RL)
-def test_the_counters_and_rates_of_the_log_add_up(script, finished):
-    folder = finished(script, **RICH[script])
+SEVERAL_TURNS = dict(env="tests/two_turn.py:FourTurn", max_context_tokens=45)
+
+
+@pytest.mark.parametrize(("script", "more"), [
+    (grpo_llm, {}), (grpo_llm, SEVERAL_TURNS), (ppo_llm, {}),
+    pytest.param(ppo_llm, SEVERAL_TURNS, marks=pytest.mark.slow)])
+def test_the_counters_and_rates_of_the_log_add_up(script, more, finished):
+    folder = finished(script, **RICH[script], **more)
     num_tasks = SMALL[script.__name__]["prompts_per_iteration"]
     num_episodes = num_tasks * SMALL[script.__name__]["group_size"]
     before, seen = records(folder)[0], set()
@@ -161,6 +166,7 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished):
         seen |= tasks
         tokens = sum(sum(s["response_mask"]) for episode in played for s in episode["segments"])
         assert record["env_steps"] - before["env_steps"] == tokens
+        assert not more or record["rollout/turns"] > 1 < record["rollout/segments"]
         if script is ppo_llm:
             assert record["train/policy_steps"] == (2 if record["iteration"] > 1 else 0)
             updates = record["train/policy_steps"] + 2 * 2
@@ -238,6 +244,10 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
     assert len({line["run_id"] for line in records(folder)}) == 1
+    state = torch.load(folder / "checkpoints" / "step_000002" / "trainer_state.pt")
+    after = next(record for record in records(folder) if record["iteration"] > 2)
+    seconds = after["wall_time_s"] - state["elapsed"]  # since it was taken up again
+    assert after["sps"] * seconds == pytest.approx(after["env_steps"] - state["env_steps"], rel=1e-3)
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
     first, last = (weights_of(whole / "checkpoints" / step) for step in ("step_000002", LAST))
