@@ -14,7 +14,7 @@ import signal
 from envs import THOUGHTS, BadInput, final_part
 
 MAX_CALLS = 16  # that are read of a reply: bounds the time of a step
-TEMPLATE_SECONDS = 10.0  # that a chat template has for two short messages
+TEMPLATE_SECONDS = 10.0  # of computing, that a chat template has for two short messages
 
 
 def decoded(value):
@@ -59,8 +59,8 @@ def check_template(tokenizer, name: str) -> None:
     if child == 0:
         texts = []
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
             for content in ("one", "two"):
                 texts.append(tokenizer.apply_chat_template([dict(role="user", content=content)],
                                                            tokenize=False, add_generation_prompt=True))
@@ -68,7 +68,7 @@ def check_template(tokenizer, name: str) -> None:
             os._exit(len(texts) == 2 and texts[0] == texts[1])
     _, status = os.waitpid(child, 0)
     ended = os.waitstatus_to_exitcode(status)
-    if ended == -signal.SIGALRM:
+    if ended == -signal.SIGPROF:
         raise BadInput(f"--chat-template {name}: it took more than {TEMPLATE_SECONDS:g} s for a message of "
                        "one word; expected a template that ends")
     if ended == 1:
