@@ -30,6 +30,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import functools
 import gc
 import hashlib
@@ -75,7 +76,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
 from envs import BadInput, as_bad_input, first_line
-from envs.chat import encode_within, for_template, in_parts, opened_thought, parse_reply
+from envs.chat import check_template, encode_within, for_template, in_parts, opened_thought, parse_reply
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -1056,7 +1057,13 @@ def from_pretrained(kind, name, **options):
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         if name.endswith(".gguf"):
             raise ValueError("a GGUF file: tools/get_smollm2.py --gguf makes a folder of one")
-        return kind.from_pretrained(str(path), **options)
+        try:
+            return kind.from_pretrained(str(path), trust_remote_code=False, **options)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise BadInput(f"--model {name}: it needs code of its own (auto_map), which is not run; if you "
+                           "trust it, write trust_remote_code=True in from_pretrained") from error
 
 
 def load_tokenizer(args):
@@ -1076,6 +1083,7 @@ def load_tokenizer(args):
             tokenizer.chat_template = plain
         else:
             tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+        check_template(tokenizer, args.chat_template)
     return tokenizer
 
 
@@ -1099,7 +1107,7 @@ def num_weights(name):
     try:
         config = from_pretrained(AutoConfig, name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception:  # what is wrong is said when the weights are loaded
         return 0
     return sum(parameter.numel() for parameter in model.parameters())
@@ -1781,6 +1789,23 @@ def flush_to_disk(*paths):
         os.close(handle)
 
 
+def take_lock(file):
+    """On rank 0 lock a file until this process ends, however it does.  -> who has locked it, "" if nobody"""
+    if RANK:
+        return ""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        return file.read() or "another process"
+    except OSError as error:
+        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return ""
+
+
 class Run:
     """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
@@ -1792,12 +1817,23 @@ class Run:
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        # Of two runs that begin in the same second without a --run-dir, one ends here.
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-        self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+        with as_bad_input(f"--run-dir {self.dir}: expected a folder to write into, or a new name"):
+            # Of two runs that begin in the same second without a --run-dir, one ends here.
+            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
+            self.lock = (self.dir / "lock").open("a+")  # locked while it is open
+            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+        other = gather([take_lock(self.lock)])[0]
+        if other:
+            raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
+        self.log_hashed = 0
+        for path in self.dir.glob("checkpoints/*step_*"):
+            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
+            if number.isdecimal() and not path.is_dir():
+                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
@@ -1806,6 +1842,10 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
+        digest = self.hash_log(self.state["log_bytes"])
+        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
+            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
+                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -1938,6 +1978,14 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
+    def hash_log(self, end):
+        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
+        with open(self.log.name, "rb") as file:
+            file.seek(self.log_hashed)
+            self.log_sha256.update(file.read(end - self.log_hashed))
+        self.log_hashed = end
+        return self.log_sha256.hexdigest()
+
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -1945,7 +1993,9 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
+        end = self.log.tell()
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
+                                      log_sha256=self.hash_log(end))
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew

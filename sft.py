@@ -23,6 +23,7 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import functools
 import hashlib
 import json
@@ -71,7 +72,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
 from envs import BadInput, as_bad_input
-from envs.chat import decoded, encode_within, for_template, opened_thought
+from envs.chat import check_template, decoded, encode_within, for_template, opened_thought
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -164,6 +165,8 @@ OTHER_NAMES = dict(
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
+LONGEST_ROW = 1_000_000  # to tokenise more would take seconds and 0.3 GB [characters]
+LONGEST_TOKEN = 20  # more of them where --max-length has so many for each of its tokens [characters]
 MIN_PACKED = 128  # rows are packed to at least this length, even if all are shorter [tokens]
 
 
@@ -412,6 +415,14 @@ def mixed(train, weights, seed):
     return np.concatenate(places)
 
 
+def check_size(row, keys, args):
+    """Refuse a row that is far too long before it is tokenised."""
+    most = max(LONGEST_ROW, LONGEST_TOKEN * args.max_length)
+    size = sum(len(str(row.get(key))) for key in (*keys, "tools"))
+    if size > most:
+        raise BadInput(f"--max-length {args.max_length}: expected at most {most:,} characters, got {size:,}")
+
+
 def encode_rows(args, side, path, tokenizer, eos, counts):
     """Write the rows of a side (train or val) as an Arrow file, a few in memory at a time; add to counts."""
     names = weights_of_files(getattr(args, f"{side}_files"))
@@ -430,6 +441,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
             rows = envs.read_rows(name, where, split, keys, streaming=True, optional=["tools"])
             for number, row in tqdm(rows, f"tokenising {name}", unit="row", disable=None):
                 try:
+                    check_size(row, keys, args)
                     all_ids, all_mask = encode_row(row, tokenizer, args, eos)
                     ids, mask = cut(all_ids, all_mask, args)
                 except BadInput as error:
@@ -686,7 +698,13 @@ def from_pretrained(kind, name, **options):
                              "adapter, expected its base, and the adapter as --lora-adapter-path")
         if name.endswith(".gguf"):
             raise ValueError("a GGUF file: tools/get_smollm2.py --gguf makes a folder of one")
-        return kind.from_pretrained(str(path), **options)
+        try:
+            return kind.from_pretrained(str(path), trust_remote_code=False, **options)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise BadInput(f"--model {name}: it needs code of its own (auto_map), which is not run; if you "
+                           "trust it, write trust_remote_code=True in from_pretrained") from error
 
 
 @torch.no_grad()
@@ -779,6 +797,7 @@ def make_tokenizer(args, env):
             tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
         else:
             tokenizer.chat_template = plain
+        check_template(tokenizer, args.chat_template)
         tokenizer.apply_chat_template([dict(role="user", content="hello")])
     return tokenizer
 
@@ -1032,6 +1051,23 @@ def flush_to_disk(*paths):
         os.close(handle)
 
 
+def take_lock(file):
+    """On rank 0 lock a file until this process ends, however it does.  -> who has locked it, "" if nobody"""
+    if RANK:
+        return ""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        return file.read() or "another process"
+    except OSError as error:
+        print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return ""
+
+
 class Run:
     """A run folder and counters. One that holds a checkpoint is continued. Rank 0 writes all but errors."""
 
@@ -1043,12 +1079,23 @@ class Run:
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
         self.dir = Path(args.run_dir or Path("runs", args.experiment, self.meta["run_id"]))
-        # Of two runs that begin in the same second without a --run-dir, one ends here.
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
-        self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+        with as_bad_input(f"--run-dir {self.dir}: expected a folder to write into, or a new name"):
+            # Of two runs that begin in the same second without a --run-dir, one ends here.
+            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
+            self.lock = (self.dir / "lock").open("a+")  # locked while it is open
+            self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
+        other = gather([take_lock(self.lock)])[0]
+        if other:
+            raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdigit())  # no copies
+        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
+        self.log_hashed = 0
+        for path in self.dir.glob("checkpoints/*step_*"):
+            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
+            if number.isdecimal() and not path.is_dir():
+                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
+        numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
             self.check_same_run(first_line)
@@ -1057,6 +1104,10 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
+        digest = self.hash_log(self.state["log_bytes"])
+        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
+            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
+                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -1189,6 +1240,14 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
+    def hash_log(self, end):
+        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
+        with open(self.log.name, "rb") as file:
+            file.seek(self.log_hashed)
+            self.log_sha256.update(file.read(end - self.log_hashed))
+        self.log_hashed = end
+        return self.log_sha256.hexdigest()
+
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -1196,7 +1255,9 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
+        end = self.log.tell()
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
+                                      log_sha256=self.hash_log(end))
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew

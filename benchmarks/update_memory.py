@@ -139,7 +139,7 @@ def read_config(name):
     import transformers
     if name in MODELS:
         return transformers.Qwen2Config(**MODELS[name])
-    return transformers.AutoConfig.from_pretrained(name).get_text_config()
+    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
 
 
 def with_layers(config, layers):

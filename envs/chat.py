@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 
-from envs import THOUGHTS, final_part
+from envs import THOUGHTS, BadInput, final_part
 
 MAX_CALLS = 16  # that are read of a reply: bounds the time of a step
+TEMPLATE_SECONDS = 10.0  # of computing, that a chat template has for two short messages
 
 
 def decoded(value):
@@ -45,6 +48,32 @@ def _with_object(call: dict) -> dict:
     function = dict(call["function"])
     function["arguments"] = decoded(function.get("arguments", {}))
     return call | {"function": function}
+
+
+def check_template(tokenizer, name: str) -> None:
+    """A chat template is a program: refuse one that does not end, or that leaves out what the user says.
+
+    name: the flag's value, for the BadInput. The template runs in a process, which the system can end.
+    """
+    child = os.fork()
+    if child == 0:
+        texts = []
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
+            for content in ("one", "two"):
+                texts.append(tokenizer.apply_chat_template([dict(role="user", content=content)],
+                                                           tokenize=False, add_generation_prompt=True))
+        finally:  # also after an error: it may want other messages, and the script renders its own
+            os._exit(len(texts) == 2 and texts[0] == texts[1])
+    _, status = os.waitpid(child, 0)
+    ended = os.waitstatus_to_exitcode(status)
+    if ended == -signal.SIGPROF:
+        raise BadInput(f"--chat-template {name}: it took more than {TEMPLATE_SECONDS:g} s for a message of "
+                       "one word; expected a template that ends")
+    if ended == 1:
+        raise BadInput(f"--chat-template {name}: it writes the same for two different messages; expected "
+                       "what the messages say")
 
 
 def opened_thought(prompt: str) -> str:

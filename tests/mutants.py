@@ -25,6 +25,7 @@ TESTS = {
     "sft.py": ("crash draws sft sft_data runs", "not grpo and not ppo"),
     "a2c_vecenv.py": ("a2c_maths crash runs a2c_runs a2c_distributed", "not grpo and not ppo and not sft"),
     "envs/__init__.py": ("envs countdown logic text_envs", ""),
+    "envs/chat.py": ("runs chat", "template or bad_input or chat"),
     "envs/countdown.py": ("countdown text_envs", "countdown"),
     "envs/mixture.py": ("mixture envs text_envs", "mixture or wait"),
     "envs/logic/": ("logic text_envs", "logic"),
@@ -68,6 +69,21 @@ MUTANTS = {
         "prompts are not counted in a pass": (
             "num_rows * (longest_prompt + longest_response)", "num_rows * longest_response"),
         "an open thought is forgotten": ("r.reply = opening + sampled", "r.reply = sampled"),
+        "a sequence's mean over padding": (
+            "mask / mask.sum(1, keepdim=True).clamp(min=1)", "mask / mask.shape[1]"),
+        "tokens of the first segment alone": (
+            "sum(segment.response_mask) for member in self.family for segment in member.segments",
+            "sum(segment.response_mask) for member in self.family for segment in member.segments[:1]"),
+        "what just fits does not": ("args.max_response_tokens <= args.max_context_tokens:",
+                                    "args.max_response_tokens < args.max_context_tokens:"),
+        "a prompt that just fits does not": ("0 < len(r.prompt_ids) <= self", "0 < len(r.prompt_ids) < self"),
+        "sps of a resumed run": ("self.begin_record(time.perf_counter())", "self.begin_record(self.started)"),
+        "a changed log goes on": ('if self.state.get("log_sha256", digest) != digest:', "if False:"),
+        "old checkpoints are refused": ('get("log_sha256", digest)', 'get("log_sha256")'),
+        "what is hashed is hashed again": ("self.log_hashed = end\n", "pass\n"),
+        "the lock ends with a child": ("fcntl.lockf(file,", "fcntl.flock(file,"),
+        "two runs in one folder": ("    if other:\n", "    if False:\n"),
+        "a model's code is run": ("str(path), trust_remote_code=False", "str(path)"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
         "failed ones are trained": (
             'args.group_size] if r.termination != "error"]', 'args.group_size]]'),
@@ -92,6 +108,9 @@ MUTANTS = {
             "itertools.compress(getattr(s, name), s.response_mask)", "getattr(s, name)"),
         "the penalty is a reward": ('"rewards") - kl_coef', '"rewards") + kl_coef'),
         "controller's upper bound": ("-0.2), 0.2)", "-0.2), 0.4)"),
+        "controller between its bounds": ("kl / target - 1,", "kl - target,"),
+        "target_kl of all steps together": (
+            "all_reduce(kl) > args", "all_reduce(kl) + 0.05 * len(norms) > args"),
         "value loss: the smaller": ("torch.maximum(error, near_error)", "torch.minimum(error, near_error)"),
         "returns are advantages": ("returns = advantages + values", "returns = advantages"),
         "importance weight without cap": (".clamp(max=TIS_CAP)", ""),
@@ -110,6 +129,8 @@ MUTANTS = {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
         "warm-up from 0": ("min(1.0, step /", "min(1.0, (step - 1) /"),
         "wsd goes down too early": ("steps * (1 - WSD_DECAY)", "steps * (1 - 2 * WSD_DECAY)"),
+        "a last step of few rows is left out": ("math.ceil(args.epochs", "math.floor(args.epochs"),
+        "rows of any length": ("    if size > most:\n", "    if False:\n"),
         "vectors decay": ("vectors, weight_decay=0.0", "vectors, weight_decay=args.weight_decay"),
         "the other end is cut": ('if args.truncation == "left"', 'if args.truncation == "right"'),
         "rows are renamed before they are flushed": (
@@ -141,6 +162,9 @@ MUTANTS = {
         "the beginning is kept": ("reply[-MAX_REPLY:]", "reply[:MAX_REPLY]"),
         "false is true": ('return value.lower() in ("true", "1")', "return True"),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
+    },
+    "envs/chat.py": {
+        "a template need not read": ("    if ended == 1:\n", "    if False:\n"),
     },
     "envs/countdown.py": {
         "numbers are used twice": ("            pool.remove(n)", "            pass"),
@@ -181,6 +205,7 @@ MUTANTS = {
     "envs/code/swe.py": {
         "no reward without PASS_TO_PASS": ('kept = kept if row["PASS_TO_PASS"] else 1.0', "pass"),
         "paths that lead elsewhere": ('part in ("", ".", "..")', 'part in ("", ".")'),
+        "skipped is passed": ('kinds & {"failure", "skipped"}', 'kinds & {"failure"}'),
         "links are text": ("and mode[1] not in PLAIN_MODES", "and False"),
     },
     "envs/code/testing.py": {
@@ -212,6 +237,7 @@ MUTANTS = {
     },
     "tools/merge_adapter.py": {
         "files are not flushed": ('for path in (*temporary.rglob("*"), temporary)', "for path in ()"),
+        "one type for all": ("chosen or types.get(name) or common", "chosen or common"),
         "what differs is merged": ("elif not difference <= min", "elif difference < -min"),
     },
 }

@@ -262,7 +262,9 @@ def same_checkpoint(one, other, step=LAST):
 def state_of(checkpoint):
     """What the trainer keeps in it, the clock aside."""
     state = torch.load(checkpoint / "trainer_state.pt")
-    return {name: value for name, value in state.items() if name not in ("elapsed", "log_bytes")}
+    for name in ("elapsed", "log_bytes", "log_sha256"):
+        state.pop(name, None)
+    return state
 
 
 def weights_of(checkpoint):

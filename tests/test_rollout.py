@@ -519,7 +519,10 @@ def test_a_cut_first_reply_is_judged_by_its_environment_and_no_reply_by_nobody(v
 
 
 @pytest.mark.parametrize("reason, flags", [
-    ("turns", dict(max_turns=2)), ("context", dict(max_context_tokens=9, max_response_tokens=4)),
+    ("turns", dict(max_turns=2)),
+    ("context", dict(max_context_tokens=7, max_response_tokens=4)),  # the first prompt just fits
+    ("context", dict(max_turns=2, max_context_tokens=10, max_response_tokens=4)),
+    ("turns", dict(max_turns=2, max_context_tokens=11, max_response_tokens=4)),  # the history just fits
     ("length", dict(say=lambda text: [65, 66] if "!" in text else "r0"))])
 def test_an_episode_that_a_limit_ends_is_judged_by_its_environment(visit, reason, flags):
     asked = []

@@ -1,10 +1,14 @@
 """The four scripts from the command line to the run folder. KILLS=10 pytest -m slow ... kills more often."""
 
 import dataclasses
+import errno
+import fcntl
 import functools
 import gc
+import hashlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -22,7 +26,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 import a2c_vecenv as a2c
-import envs
+import envs.chat
 import grpo_llm
 import ppo_llm
 import sft
@@ -46,6 +50,7 @@ from tests.run_folders import (
     same_tree,
     signal_once,
     slow_but,
+    spoken,
     timeless,
     train,
     weights_of,
@@ -146,9 +151,14 @@ def test_only_an_iteration_without_a_trainable_group_may_lack_the_numbers_of_an_
     assert verdicts == [False, True]
 
 
-@pytest.mark.parametrize("script", RL)
-def test_the_counters_and_rates_of_the_log_add_up(script, finished):
-    folder = finished(script, **RICH[script])
+SEVERAL_TURNS = dict(env="tests/two_turn.py:FourTurn", max_context_tokens=45)
+
+
+@pytest.mark.parametrize(("script", "more"), [
+    (grpo_llm, {}), (grpo_llm, SEVERAL_TURNS), (ppo_llm, {}),
+    pytest.param(ppo_llm, SEVERAL_TURNS, marks=pytest.mark.slow)])
+def test_the_counters_and_rates_of_the_log_add_up(script, more, finished):
+    folder = finished(script, **RICH[script], **more)
     num_tasks = SMALL[script.__name__]["prompts_per_iteration"]
     num_episodes = num_tasks * SMALL[script.__name__]["group_size"]
     before, seen = records(folder)[0], set()
@@ -160,6 +170,7 @@ def test_the_counters_and_rates_of_the_log_add_up(script, finished):
         seen |= tasks
         tokens = sum(sum(s["response_mask"]) for episode in played for s in episode["segments"])
         assert record["env_steps"] - before["env_steps"] == tokens
+        assert not more or record["rollout/turns"] > 1 < record["rollout/segments"]
         if script is ppo_llm:
             assert record["train/policy_steps"] == (2 if record["iteration"] > 1 else 0)
             updates = record["train/policy_steps"] + 2 * 2
@@ -237,6 +248,10 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
     assert (mark["iteration"], mark["checkpoint"]) == (2, "checkpoints/step_000002")
     assert len({line["run_id"] for line in records(folder)}) == 1
+    state = torch.load(folder / "checkpoints" / "step_000002" / "trainer_state.pt")
+    after = next(record for record in records(folder) if record["iteration"] > 2)
+    seconds = after["wall_time_s"] - state["elapsed"]  # since it was taken up again
+    assert after["sps"] * seconds == pytest.approx(after["env_steps"] - state["env_steps"], rel=1e-3)
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
     first, last = (weights_of(whole / "checkpoints" / step) for step in ("step_000002", LAST))
@@ -244,6 +259,103 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     if script in RL:  # made again where they were not yet
         for path in whole.glob("episodes/*"):
             assert (folder / "episodes" / path.name).read_bytes() == path.read_bytes()
+
+
+# At the first task it starts a process that lives on when this one is killed.
+OUTLIVED = """
+import os
+import time
+
+def score(r, started=[]):
+    if not started:
+        started.append(os.fork())
+        if not started[0]:
+            time.sleep(15)
+            os._exit(0)
+    return r.correct
+"""
+
+
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
+def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(script, tmp_path, capsys):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL[script.__name__].items()]
+    flags += ["--run-dir", tmp_path / "run"]
+    if script in RL:
+        flags += ["--reward-fn", f"{write(tmp_path, OUTLIVED)}:score", "--env-kwargs", "test_tasks=32"]
+    name, log = f"{script.__name__}.py", tmp_path / "run" / "train_log.jsonl"
+    first = multiprocessing.get_context("fork").Process(  # from this one, which has imported all
+        target=spoken, args=(tmp_path / "said", {}, name, *flags, "--seed", 3))
+    first.start()
+    try:
+        while not (log.exists() and log.stat().st_size > 3000):
+            assert first.is_alive(), (tmp_path / "said").read_text()
+            first.join(0.01)
+        os.kill(first.pid, signal.SIGSTOP)
+        before = log.read_bytes()
+        assert command_line(name, *flags, "--seed", 3) == 1
+        assert log.read_bytes() == before
+    finally:
+        first.kill()
+        first.join()
+    told = f"error: --run-dir {tmp_path}/run: process {first.pid} on {os.uname().nodename} is running in it"
+    assert told in capsys.readouterr().err
+    assert command_line(name, *flags, "--seed", 3) == 0
+    verdict = validate(tmp_path / "run")
+    assert verdict["ok"] and verdict["errors"] == 0, verdict
+
+
+def test_where_nothing_can_be_locked_a_line_says_so(tmp_path, monkeypatch, capsys):
+    def lockf(*given):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    folder = train(grpo_llm, tmp_path / "run", iterations=0, eval_tasks=1)
+    assert validate(folder)["ok"]
+    assert re.search(f"warning: {folder}/lock cannot be locked .*No locks available", capsys.readouterr().out)
+
+
+def other_number(text):
+    """A digit of the second record is another."""
+    lines = text.splitlines(keepends=True)
+    lines[2] = re.sub(rb'"sps": \d', lambda found: found[0][:-1] + b"%d" % (9 - int(found[0][-1:])), lines[2])
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize(("script", "change"), [
+    (grpo_llm, lambda text: text.replace(b"\n", b"\r\n")), (sft, other_number), (a2c, other_number),
+    pytest.param(ppo_llm, other_number, marks=pytest.mark.slow)])
+def test_a_log_that_was_changed_before_the_checkpoint_is_refused_by_name(script, change, finished, tmp_path):
+    whole = finished(script)
+    folder = killed_after(whole, tmp_path / "run", 2)
+    log, as_it_was = folder / "train_log.jsonl", (folder / "train_log.jsonl").read_bytes()
+    changed = change(as_it_was)
+    assert changed != as_it_was
+    log.write_bytes(changed)
+    with pytest.raises(envs.BadInput, match=f"{log}: it was changed; expected .*step_000002"):
+        go_on(script, folder, whole)
+    assert log.read_bytes() == changed
+    log.write_bytes(as_it_was)
+    go_on(script, folder, whole)
+    for path in folder.glob("checkpoints/step_*/trainer_state.pt"):
+        state = torch.load(path)
+        start = log.read_bytes()[:state["log_bytes"]]
+        assert hashlib.sha256(start).hexdigest() == state["log_sha256"], path
+    same_end(whole, folder)
+
+
+def test_a_checkpoint_that_does_not_know_its_log_still_resumes(finished, tmp_path):
+    """As earlier versions wrote them."""
+    whole = finished(grpo_llm)
+    folder = killed_after(whole, tmp_path / "run", 2)
+    for checkpoint in folder.glob("checkpoints/step_*"):
+        state = torch.load(checkpoint / "trainer_state.pt")
+        del state["log_sha256"]
+        torch.save(state, checkpoint / "trainer_state.pt")
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["trainer_state.pt"] = hashlib.sha256(
+            (checkpoint / "trainer_state.pt").read_bytes()).hexdigest()
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    same_end(whole, go_on(grpo_llm, folder, whole))
 
 
 SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in ALL for name in ("SIGTERM", "SIGINT")
@@ -406,6 +518,7 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     folder, before = shutil.copytree(whole, tmp_path / "run"), timeless(whole)
     go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
+    (folder / "checkpoints" / "step_²").mkdir()  # a digit, but no number
     both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
     for flags, named in ((dict(seed=2, learning_rate=0.25), both),
                          (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
@@ -584,8 +697,21 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("torn", "mute", "endless", "odd", "short", "capped"):
+    for name in ("torn", "mute", "endless", "odd", "short", "capped", "coded", "coded_tokens"):
         shutil.copytree(TINY, folder / name)
+    for name, file in (("coded", "config.json"), ("coded_tokens", "tokenizer_config.json")):
+        (folder / name / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+        config = json.loads((folder / name / file).read_text())
+        config |= dict(model_type="mine", tokenizer_class="Mine", auto_map=dict(
+            AutoConfig="code.C", AutoModelForCausalLM="code.M", AutoTokenizer=["code.T", "code.T"]))
+        (folder / name / file).write_text(json.dumps(config))
+    (folder / "deaf.jinja").write_text("{% if add_generation_prompt %}Reply: {% else %}Reply: yes{% endif %}")
+    start, end = "{% for i in range(100000) %}", "{% endfor %}"
+    (folder / "loops.jinja").write_text(start + start + end + end + "{{ messages[0].content }}")
+    for name in ("run/checkpoints/step_000006", "torn_run/checkpoints/.step_000006.writing"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("")
+    (folder / "dangling").symlink_to(folder / "nowhere")
     Gemma2ForCausalLM(Gemma2Config(
         vocab_size=112, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.1)).save_pretrained(folder / "capped")
@@ -603,7 +729,9 @@ def bad_folder(tmp_path_factory):
     (folder / "exits.py").write_text("raise SystemExit")
     write_jsonl(folder / "blank.jsonl", [dict(prompt="6 18 14 -> 38", response=" ")])
     (folder / "meta" / "train_log.jsonl").write_text("{}\n")
-    write_jsonl(folder / "good.jsonl", [dict(prompt="6 18 14 -> 38", response="18 + 14 = 32")] * 4)
+    good = [dict(prompt="6 18 14 -> 38", response="18 + 14 = 32")] * 4
+    write_jsonl(folder / "good.jsonl", good)
+    write_jsonl(folder / "long.jsonl", [*good, dict(prompt="6", response="18 + 14 = 32; " * 700_000)])
     return folder
 
 
@@ -621,7 +749,14 @@ BAD = [
     ([grpo_llm], "--model {d}/adapter", r"--model \S*adapter: .*as --lora-adapter-path"),
     ([grpo_llm], "--model gpt2", r"--model gpt2: .*connect to 'https://huggingface.co'"),
     ([grpo_llm], "--chat-template {d}/no.jinja", r"--chat-template \S*no\.jinja: expected model"),
-    ([grpo_llm], "--chat-template {d}/file", r"--chat-template \S*file: no prompt, or an empty one"),
+    ([grpo_llm, sft], "--chat-template {d}/file", r"--chat-template \S*file: it writes the same for two"),
+    ([ppo_llm, sft], "--chat-template {d}/deaf.jinja", r"--chat-template \S*deaf\.jinja: it writes the same"),
+    ([grpo_llm, sft], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
+    (LLM, "--model {d}/coded", r"--model \S*coded: it needs code of its own .*trust_remote_code=True"),
+    ([grpo_llm, sft], "--model {d}/coded_tokens", r"--model \S*coded_tokens: it needs code of its own"),
+    ([grpo_llm], "--run-dir {d}/run", r"error: \S*run/checkpoints/step_000006: expected a folder"),
+    ([a2c], "--run-dir {d}/torn_run", r"error: \S*/\.step_000006\.writing: expected a folder"),
+    ([sft], "--run-dir {d}/dangling", r"--run-dir \S*dangling: expected a folder to write into, or a new"),
     ([grpo_llm], "--env tests/two_turn.py:Chances", r"--env tests/two_turn\.py:Chances: .*derived from envs"),
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
     ([grpo_llm], "--model {d}/mute", r"--model \S*mute --chat-template model: expected"),
@@ -640,6 +775,8 @@ BAD = [
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
     ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
     ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
+    ([sft], "--train-files {d}/long.jsonl --truncation right",
+     r"long\.jsonl, row 5, --max-length 2048: expected at most 1,000,000 characters, got 9,800,00\d"),
     ([sft], "--train-files {d}/good.jsonl --model {d}/short --steps 1", r"--max-length 9: .*1\d tokens"),
     ([sft], "--train-files {d}/good.jsonl --val-files {d}/blank.jsonl", "and rows to hold out .*, got"),
     ([a2c], "--env-id NoSuch-v0", "NoSuch"),
@@ -652,7 +789,11 @@ BAD = [
 @pytest.mark.parametrize(("script", "flags", "expected"), [
     pytest.param(script, flags, expected, id=f"{script.__name__} {flags}")
     for scripts, flags, expected in BAD for script in scripts])
-def test_bad_input_is_one_clear_message_that_names_it(script, flags, expected, bad_folder, tmp_path, capsys):
+def test_bad_input_is_one_clear_message_that_names_it(
+        script, flags, expected, bad_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *asked: "y")  # a person in a hurry
+    if "loops.jinja" in flags:
+        monkeypatch.setattr(envs.chat, "TEMPLATE_SECONDS", 0.2)
     flags = flags.replace("{d}", str(bad_folder)).split()
     flags += [] if "--run-dir" in flags else ["--run-dir", tmp_path / "run"]
     if script is sft:
@@ -666,7 +807,7 @@ def test_bad_input_is_one_clear_message_that_names_it(script, flags, expected, b
     assert "Traceback" not in text
     lines = [line for line in output.err.splitlines() if line.startswith("error:")]
     assert (code, len(lines)) in ((1, 1), (2, 0)), (code, output.err)
-    assert not list(tmp_path.glob("run/events*"))  # nothing began
+    assert not list(tmp_path.glob("run/events*")) and not (bad_folder / "ran").exists()  # nothing began
 
 
 @pytest.mark.parametrize(("script", "returned", "error", "says"), [

@@ -381,6 +381,8 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_
     assert len(set(losses[12:])) == 3
     assert not [key for record in records(folder) for key in record if key.startswith("val/")]
     assert checkpoints(folder)[1] == {"last": "step_000015"} and validate(folder)["ok"]
+    folder = train(sft, tmp_path / "four", **flags | dict(batch_size=4), epochs=2.5)
+    assert records(folder)[-1]["iteration"] == 4  # the last one has more rows than the fifteen that are left
 
 
 @pytest.mark.parametrize("form", [[f"--model={TINY}"], []])

@@ -784,6 +784,23 @@ def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error, ap
     assert elsewhere.sent[0] == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
 
 
+@pytest.mark.parametrize("kind, partial", [
+    ("", 1.0), ("<skipped/>", 0.5), ("<failure/>", 0.5), ("<error/>", 0.5)])
+def test_every_test_of_an_executors_report_has_to_pass(elsewhere, kind, partial, monkeypatch):
+    """The first one of those that the issue broke ends in another way."""
+    monkeypatch.setattr(testing, "canaries", lambda path, plain: (path, "", {}))
+    cases = []
+    for column in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+        for name in json.loads(ROWS[WITH_PYTEST][column]):
+            path, _, function = name.partition("::")
+            where = path.removesuffix(".py").replace("/", ".")
+            cases.append(f'<testcase classname="{where}" name="{function}">')
+    report = "".join(f"{case}{kind if case is cases[0] else ''}</testcase>" for case in cases)
+    elsewhere.answer = "\n{0}\n<testsuite>" + report + "</testsuite>\n{0}\n"
+    info = score(elsewhere, WITH_PYTEST, elsewhere.solution(elsewhere.task_of(WITH_PYTEST))).info
+    assert (info["correct"], info["partial"]) == (float(not kind), partial)
+
+
 HIDDEN = {  # what some programs read, in forms that others do not
     "a date after a name": (
         "--- a/conftest.py 2010-07-05\n+++ b/conftest.py 2010-07-05\n@@ -1 +1 @@\n-c\n+d\n"),

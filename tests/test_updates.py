@@ -295,7 +295,7 @@ GRPO = {
     "failing": dict(env="tests/two_turn.py:Flaky", env_kwargs=("test_tasks=32",), group_size=8,
                     temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
-                  microbatch_tokens=60, correction="none"),
+                  microbatch_tokens=60, correction="none", aggregation="sequence"),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
@@ -339,7 +339,9 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     assert num_epochs == 1 or (record["train/clipfrac"] > 0) == ("sapo" not in case)
     assert flags.get("correction", "none") == "none" or 0.1 < record["mismatch/frac_capped"] < 0.9
     assert record["mismatch/ratio_max"] == pytest.approx(math.exp(NOISE), rel=1e-4)
-    assert case != "turns" or record["rollout/segments"] > 1
+    if case == "turns":
+        assert record["rollout/segments"] > 1
+        assert len({sum(s["response_mask"]) for s in segments}) > 1  # or all aggregations are alike
     assert case != "context" or 0 < record["rollout/termination/context"] < 1
     assert case != "failing" or any(len(group) < flags["group_size"] for group in groups)
     if case == "dynamic":  # rounds of other tasks, until enough groups teach, or three of them were played
@@ -377,10 +379,11 @@ PPO = {
     "shared-lora": dict(critic="shared", lora_rank=2, lora_alpha=8, learning_rate=2e-2),
     "target": dict(critic="none", critic_warmup=9, target_kl=0.08,  # more than that of each pass
                    microbatch_tokens=20),
+    "later": dict(critic="none", critic_warmup=9, target_kl=0.25, epochs=9),  # of the fourth pass,
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("turns", "shared", "target"), PPO))
+@pytest.mark.parametrize("case", slow_but(("turns", "shared", "target", "later"), PPO))
 def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     flags = dict(critic_epochs=2, critic_minibatches=1, minibatches=1, epochs=2, critic_warmup=0,
                  critic_learning_rate=5e-3) | PPO[case]
@@ -420,8 +423,8 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
 
     adam = Adam(trained, state["optimizer"], flags.get("learning_rate", 2e-3) * 2 / 4,
                 flags.get("beta2", 0.95), 1.0)
-    expected = replay(adam, model, segments, known, of_both if kind == "shared" else of_ppo, flags, 2,
-                      flags.get("target_kl", math.inf))
+    expected = replay(adam, model, segments, known, of_both if kind == "shared" else of_ppo, flags,
+                      flags["epochs"], flags.get("target_kl", math.inf))
     check_step(adam, before, after, end["optimizer"], 3e-3)
     expected |= {"train/grad_norm": statistics.fmean(adam.norms), "train/learning_rate": adam.rate,
                  "train/policy_steps": len(adam.norms)}
@@ -441,8 +444,8 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
     for name, number in expected.items():
         rounded = 0.05 if name == "critic/vf_clipfrac" else 2e-6  # where the two errors are all but equal
         assert record[name] == pytest.approx(number, rel=3e-3, abs=rounded), name
-    assert len(adam.norms) == (1 if case == "target" else 2) and record["train/clipfrac"] + (
-        case == "target") > 0
+    assert len(adam.norms) == {"target": 1, "later": 3}.get(case, 2)
+    assert case == "target" or record["train/clipfrac"] > 0
 
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])

@@ -3,10 +3,13 @@
     python tools/compare_runs.py runs/grpo/A runs/grpo/B                     # a table to read
     python tools/compare_runs.py runs/grpo/* --form markdown                 # one for a page
     python tools/compare_runs.py runs/grpo/* --form csv > runs.csv           # a row for each run
+    python tools/compare_runs.py --golden                 # makes the golden runs of tests/golden and compares
+    python tools/compare_runs.py runs/mine --golden grpo  # a run folder with the golden log of that name
 
 A run is its folder, or its train_log.jsonl. Held out are val/<source>/pass@n, greedy, val/loss, and what
 eval/ measures of a2c: each in the last evaluation, and in the best one, with its iteration. docs/train_log.md
-has more. plot_train_log.py takes `differing` from here.
+has more. plot_train_log.py takes `differing` from here. With --golden: a line for each log, equal, or the
+first number that differs, by run, iteration and key, and both values; the exit status is 0 where all are equal.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
+from tools import golden
 from tools.command_line import Parser, ends_in_one_line
 
 HELD_OUT = re.compile(r"val/.+/(greedy|pass@\d+)|val/loss|eval/(greedy_)?(success_rate|return)")
@@ -177,9 +181,17 @@ def compare(paths: list[Path], form: str, bold: bool) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Compare runs: flags that differ, and held-out figures.",
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="run folders, or their logs")
+    parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help="run folders, or their logs")
     parser.add_argument("--form", choices=("text", "markdown", "csv"), default="text", help="of the table")
+    parser.add_argument("--golden", nargs="*", metavar="NAME",
+                        help=f"compare with golden logs: {', '.join(golden.RUNS)} (all)")
     args = parser.parse_args(argv)
+    if args.golden is not None:
+        if len(args.run) > 1 or args.run and len(args.golden) != 1:
+            parser.error("expected one run and one name behind --golden, or no run")
+        return min(golden.compare(args.golden, args.run[0] if args.run else None), 1)
+    if not args.run:
+        parser.error("expected run folders, or --golden")
     print(compare(args.run, args.form, bold=sys.stdout.isatty()))
     return 0
 

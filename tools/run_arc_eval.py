@@ -90,8 +90,8 @@ def load_player(args):
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BadInput(f"--model {args.model}: cannot be loaded ({one_line(error)})") from error
     if tokenizer.chat_template is None:

@@ -98,7 +98,8 @@ def load_tokenizer(run: Path):
         try:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(str(place), local_files_only=True).backend_tokenizer
+            found = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+            return found.backend_tokenizer
         except Exception:  # whatever a folder without a tokenizer makes of it
             continue
     return None

@@ -284,13 +284,13 @@ def record(log, metrics):
 
 
 def main(args):
-    torch.set_num_threads(1)  # more do not help a small model
+    torch.set_num_threads(1)  # more do not help
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     if env.multi_turn:
-        sys.exit(f"--env {args.env} has several turns: grpo_llm.py plays those")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        sys.exit(f"--env {args.env} has several turns: see grpo_llm.py")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left", trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     reference = copy.deepcopy(model) if args.kl_coef else None
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, args.beta2))

@@ -80,7 +80,7 @@ SHOWN = ("iteration", "train/reward", "critic/vf_explained_var", "val/")  # prin
 # Maths
 
 def gae(rewards, values, lam, gamma=1.0):
-    """Generalised advantage estimation (arXiv:1506.02438 eq. 16).  All (B, T), 0 after the end"""
+    """GAE (arXiv:1506.02438 eq. 16).  All (B, T), 0 after the end"""
     deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
     advantages = torch.zeros_like(deltas)
     trace = 0.0  # (B,)
@@ -332,13 +332,13 @@ def record(log, metrics):
 
 
 def main(args):
-    torch.set_num_threads(1)  # more do not help a small model
+    torch.set_num_threads(1)  # more do not help
     env = envs.make(args.env, **envs.parse_options(args.env_kwargs))
     if env.multi_turn:
-        sys.exit(f"--env {args.env} has several turns: ppo_llm.py plays those")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        sys.exit(f"--env {args.env} has several turns: see ppo_llm.py")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left", trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     reference = copy.deepcopy(model) if args.kl_coef else None
     critic = Critic(model).to(model.device)
