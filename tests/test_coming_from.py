@@ -12,11 +12,12 @@ from tools.docs_tables import flags
 PAGE = (ROOT / "docs/coming_from.md").read_text()
 # Fields of TRL's PPOConfig and of what it inherits, as of the commit that the page names: 1.16 has neither.
 OF_PPO = set("""
-    batch_size cliprange cliprange_value dataset_num_proc gamma gradient_accumulation_steps kl_coef kl_estimator
-    lam learning_rate local_batch_size local_mini_batch_size local_rollout_forward_batch_size micro_batch_size
-    mini_batch_size missing_eos_penalty model_adapter_name num_mini_batches num_ppo_epochs num_sample_generations
-    num_total_batches per_device_train_batch_size push_to_hub ref_adapter_name response_length
-    reward_model_path sft_model_path stop_token stop_token_id temperature total_episodes vf_coef whiten_rewards
+    batch_size cliprange cliprange_value dataset_num_proc gamma gradient_accumulation_steps kl_coef
+    kl_estimator lam learning_rate local_batch_size local_mini_batch_size
+    local_rollout_forward_batch_size micro_batch_size mini_batch_size missing_eos_penalty
+    model_adapter_name num_mini_batches num_ppo_epochs num_sample_generations num_total_batches
+    per_device_train_batch_size push_to_hub ref_adapter_name response_length reward_model_path
+    sft_model_path stop_token stop_token_id temperature total_episodes vf_coef whiten_rewards
     world_size
     """.split())
 

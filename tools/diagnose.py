@@ -2,9 +2,9 @@
 
     python tools/diagnose.py runs/grpo/RUN
     python tools/diagnose.py runs/grpo/RUN --json
-    python tools/diagnose.py runs/grpo/RUN --like runs/grpo/OTHER    # where does it differ from that one?
+    python tools/diagnose.py runs/grpo/RUN --like runs/grpo/OTHER    # where do the two differ?
 
-A line for each symptom: what was seen, with the figures, and where the page speaks of it. The exit status is 0
+A line for each symptom: what was seen, with figures, and where the page speaks of it. The exit status is 0
 without a symptom, 1 with some, 2 where there is no log that can be read. It sees what the curves tell; a run
 without a symptom may still be wrong.
 """
@@ -60,7 +60,9 @@ class Run:
     def planned(self) -> int | None:
         """Iterations of the whole run; None where the log does not say."""
         number = self.args.get("steps") or self.args.get("iterations")
-        return int(number) if is_number(number) else None
+        if not is_number(number) or number < self.last_iteration:  # a run may be extended
+            return None
+        return int(number)
 
     def values(self, key: str, records: list[dict] | None = None) -> list[float]:
         """A metric's numbers, in order, of the records that have it."""
@@ -74,6 +76,11 @@ class Run:
             return None
         size = min(WINDOW, len(values) // 3)
         return statistics.fmean(values[:size]), statistics.fmean(values[-size:])
+
+    def recent(self, key: str) -> float | None:
+        """The mean of its last three values: what an update measures may be there in few records."""
+        values = self.values(key)
+        return statistics.fmean(values[-3:]) if len(values) >= 3 else None
 
     def accuracies(self, name: str) -> dict[str, list[float]]:
         """{source: its numbers at all evaluations}; name: pass@1, greedy, or pass@n, the largest n > 1."""
@@ -121,17 +128,16 @@ def read(folder: Path) -> Run:
                if isinstance(line.get("resume"), dict)])
 
 
-def episodes(run: Run) -> list[dict]:
-    """Those of the later half of the steps that have some; damaged lines are left out."""
-    files = step_files(run.folder)
-    found = []
-    for path in files[len(files) // 2:]:
-        with contextlib.suppress(OSError), path.open("rb") as lines:
-            for line in lines:
-                with contextlib.suppress(*DAMAGE):
-                    episode = json.loads(line)
-                    if isinstance(episode["messages"], list):
-                        found.append(episode)
+def right_replies(path: Path) -> dict[str, str]:
+    """{task: the last reply that was judged right}, of a file of episodes; damaged lines are left out."""
+    found = {}
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(*DAMAGE):
+                episode = json.loads(line)
+                said = [m.get("content") for m in episode["messages"] if m.get("role") == "assistant"]
+                if said and episode["correct"] == 1:
+                    found[clean(episode["task_id"])] = clean(said[-1])
     return found
 
 
@@ -194,17 +200,22 @@ STILL = 1e-7  # relative change of the norm of all trained weights: float32's ro
 
 def stands_still(run: Run) -> str | None:
     """Why the policy is the same as at the start, though there were optimiser steps."""
-    steps = int(run.records[-1]["opt_steps"]) if run.records else 0
-    if steps < STEPS_TO_MOVE or len(run.records) < FEWEST:
+    records = [r for r in run.records if r.get("train/policy_steps") != 0]  # PPO's critic may learn alone
+    if len(records) < FEWEST or not (steps := steps_of(records)) >= STEPS_TO_MOVE:
         return None
-    norms, gradients = run.values("train/weight_norm"), run.values("train/grad_norm")
+    norms, gradients = run.values("train/weight_norm", records), run.values("train/grad_norm", records)
     if gradients and not any(gradients):
         return f"the gradient is 0 in all {len(gradients)} updates"
     if norms and max(norms) - min(norms) <= STILL * max(norms):
         mean = show(statistics.fmean(gradients)) if gradients else "unknown size"
-        return (f"{steps} optimiser steps with gradients of {mean} have left the norm of the trained weights at "
-                f"{norms[-1]:.7g}")
+        return (f"{steps} optimiser steps with gradients of {mean} have left the norm of the trained weights "
+                f"at {norms[-1]:.7g}")
     return None
+
+
+def steps_of(records: list[dict]) -> int:
+    """Optimiser steps, those of the first record aside."""
+    return int(records[-1]["opt_steps"]) - int(records[0]["opt_steps"])
 
 
 def has_adapter(run: Run) -> bool:
@@ -224,11 +235,10 @@ def adapter_does_not_learn(run: Run) -> str | None:
     if not has_adapter(run):
         return None
     says, norms = stands_still(run), run.values("train/weight_norm")
-    if not says and norms and int(run.records[-1]["opt_steps"]) >= STEPS_OF_ADAPTER:
-        change = abs(norms[-1] - norms[0]) / max(norms)
+    if not says and norms and (steps := steps_of(run.records)) >= STEPS_OF_ADAPTER:
+        change = abs(norms[-1] - norms[0]) / (max(norms) or 1.0)
         if change < HARDLY:
-            says = (f"{run.records[-1]['opt_steps']} optimiser steps have changed the norm of the adapter by "
-                    f"{change:.1e} of it")
+            says = f"{steps} optimiser steps have changed the norm of the adapter by {change:.1e} of it"
     return says and f"{says}; {rate(run)}, and an adapter needs some ten times that of full weights"
 
 
@@ -251,17 +261,19 @@ def reward_falls(run: Run) -> str | None:
             f"{rate(run)}")
 
 
-COLLAPSED = 0.1  # of the entropy at the start; the default run: 0.12, with 0.98 of its replies right
-SOLVED = 0.9  # share of right replies from which a low entropy is as it should be
+COLLAPSED = 0.2  # of the entropy at the start; the default run ends at 0.12, with 0.98 of its replies right
+SOLVED = 0.75  # share of right replies from which a low entropy is as it should be
 RISEN = 1.5  # times the entropy at the start; no good run here rises
 
 
 def entropy_collapses(run: Run) -> str | None:
-    entropy, right = run.ends("train/entropy"), share_of_right(run)
-    if not entropy or right is None or entropy[1] > COLLAPSED * entropy[0] or right > SOLVED:
+    values, end, right = run.values("train/entropy"), run.recent("train/entropy"), share_of_right(run)
+    if len(values) < FEWEST or right is None or right > SOLVED:
         return None
-    return (f"entropy falls from {show(entropy[0])} to {show(entropy[1])} nats, and {right:.0%} of the "
-            "replies are right")
+    start = statistics.fmean(values[:3])
+    if end > COLLAPSED * start:
+        return None
+    return f"entropy falls from {show(start)} to {show(end)} nats, and {right:.0%} of the replies are right"
 
 
 def share_of_right(run: Run) -> float | None:
@@ -273,13 +285,13 @@ def share_of_right(run: Run) -> float | None:
 
 
 def entropy_rises(run: Run) -> str | None:
-    values, reward = run.values("train/entropy"), run.ends("train/reward")
-    if len(values) < 3 or not reward or reward[1] > 1.1 * reward[0]:
+    end, reward = run.recent("train/entropy"), run.ends("train/reward")
+    if end is None or not reward or reward[1] > 1.1 * reward[0]:
         return None
-    end = statistics.fmean(values[-3:])
-    if end < RISEN * values[0]:
+    start = run.values("train/entropy")[0]
+    if end < RISEN * start:
         return None
-    return (f"entropy rises from {show(values[0])} to {show(end)} nats, and the reward does not "
+    return (f"entropy rises from {show(start)} to {show(end)} nats, and the reward does not "
             f"({show(reward[0])} to {show(reward[1])}); --entropy-coef {run.args.get('entropy_coef')}, "
             f"{rate(run)}")
 
@@ -290,17 +302,14 @@ FAR = 1.0  # nats per token from the starting model, where the share of right re
 
 
 def kl_grows(run: Run) -> str | None:
-    step, clipped = run.ends("train/approx_kl"), run.ends("train/clipfrac")
-    if step and clipped and (step[1] > STEP_KL or clipped[1] > CLIPPED):
-        return (f"an iteration moves the policy by {show(step[1])} nats per token, and {clipped[1]:.0%} of the "
+    step, clipped = run.recent("train/approx_kl"), run.recent("train/clipfrac")
+    if step is not None and clipped is not None and (step > STEP_KL or clipped > CLIPPED):
+        return (f"an iteration moves the policy by {show(step)} nats per token, and {clipped:.0%} of the "
                 "tokens are clipped: lower --learning-rate, fewer --epochs or --minibatches")
-    away, correct = run.values("train/kl_loss"), run.ends("train/pass@1")
-    if len(away) < 3 or not correct or correct[1] > correct[0]:
+    away, correct = run.recent("train/kl_loss"), run.ends("train/pass@1")
+    if away is None or away < FAR or not correct or correct[1] > correct[0]:
         return None
-    end = statistics.fmean(away[-3:])
-    if end < FAR:
-        return None
-    return (f"the policy is {show(end)} nats per token from the starting model, and {correct[1]:.0%} of the "
+    return (f"the policy is {show(away)} nats per token from the starting model, and {correct[1]:.0%} of the "
             f"replies are right (at first {correct[0]:.0%}); --kl-coef {run.args.get('kl_coef')}")
 
 
@@ -340,9 +349,9 @@ def answers_are_lost(run: Run) -> str | None:
         if len(values) == len(once) > LASTING and min(once[-LASTING:]) > once[0]:
             best = max(values[-LASTING:])
             if best < values[0] and is_more_than_chance(values[0] - best, best, run):
-                return (f"pass@{run.args.get('eval_samples')} of {clean(source)} falls from {show(values[0])} to "
-                        f"{show(best)} at most in the last {LASTING} evaluations, while pass@1 rises from "
-                        f"{show(once[0])} to {show(once[-1])}: answers are lost")
+                return (f"pass@{run.args.get('eval_samples')} of {clean(source)} falls from "
+                        f"{show(values[0])} to {show(best)} at most in the last {LASTING} evaluations, while "
+                        f"pass@1 rises from {show(once[0])} to {show(once[-1])}: answers are lost")
     return None
 
 
@@ -354,8 +363,8 @@ def greedy_disagrees(run: Run) -> str | None:
         best, least = max(greedy[-LASTING:]), min(once[-LASTING:])
         where = f"greedy decoding of {clean(source)}"
         if best < least and is_more_than_chance(least - best, best, run):
-            return (f"{where} is right on {show(best)} at most in the last {LASTING} evaluations, a sample on "
-                    f"{show(least)} at least")
+            return (f"{where} is right on {show(best)} at most in the last {LASTING} evaluations, a sample "
+                    f"on {show(least)} at least")
         if best < greedy[0] and least > once[0] and is_more_than_chance(greedy[0] - best, best, run):
             return (f"{where} falls from {show(greedy[0])} to {show(best)} at most in the last {LASTING} "
                     f"evaluations, while pass@1 rises from {show(once[0])} to {show(once[-1])}")
@@ -453,7 +462,7 @@ def hangs(run: Run) -> str | None:
     if silent < limit or not (processes := run_processes(run.folder.resolve())):
         return None
     return (f"no record for {silent:.0f} s after iteration {run.last_iteration}, before that for "
-            f"{show(max(gaps, default=0.0))} s at most: py-spy dump --pid {processes[0].pid} tells in which call")
+            f"{show(max(gaps, default=0.0))} s at most: py-spy dump --pid {processes[0].pid} tells the call")
 
 
 FORKS = 0.5  # segments more than one, for each turn after the first
@@ -482,18 +491,13 @@ def verifier_is_fooled(run: Run) -> str | None:
         if reward[1] - reward[0] > WRONG_WAY * span > 0 and correct[0] - correct[1] > LOST:
             return (f"the reward rises from {show(reward[0])} to {show(reward[1])}, while the share of right "
                     f"replies falls from {show(correct[0])} to {show(correct[1])}")
-    replies = {}  # to each task, the last one that was judged right
-    for episode in episodes(run):
-        said = [m.get("content") for m in episode["messages"]
-                if isinstance(m, dict) and m.get("role") == "assistant"]
-        if said and episode.get("correct") == 1:
-            replies[clean(episode.get("task_id"))] = clean(said[-1])
-    if len(replies) < TASKS:
-        return None
-    reply, count = collections.Counter(replies.values()).most_common(1)[0]
-    if count < SAME_REPLY * len(replies):
-        return None
-    return f"one reply is right for {count} of {len(replies)} tasks: {reply[:80]!r}"
+    for path in reversed(step_files(run.folder)):
+        if len(replies := right_replies(path)) >= TASKS:  # the newest file with enough of them
+            reply, count = collections.Counter(replies.values()).most_common(1)[0]
+            if count < SAME_REPLY * len(replies):
+                return None
+            return f"one reply is right for {count} of {len(replies)} tasks in {path.name}: {reply[:80]!r}"
+    return None
 
 
 NO_PROGRESS = 0.98  # of the loss at the start; the default run ends at 0.08 of it
@@ -577,8 +581,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(report))
         return int(bool(found))
     count = "1 symptom" if len(found) == 1 else f"{len(found)} symptoms"
-    print(f"{clean(args.run)}: {clean(run.meta.get('algo'))}, iteration {run.last_iteration} of {run.planned}, "
-          f"{count}")
+    planned = f" of {run.planned}" if run.planned else ""
+    print(f"{clean(args.run)}: {clean(run.meta.get('algo'))}, iteration {run.last_iteration}{planned}, {count}")
     for each in found:
         print(f"- {each['symptom']}: {each['says']}\n  {each['page']}")
     return int(bool(found))
