@@ -180,6 +180,10 @@ def ppo(flags, expected=""):
     return Case("ppo_llm", "--eval-tasks 128 --prompts-per-iteration 64 --eval-every 10 " + flags, expected)
 
 
+def sft(flags, expected=""):
+    return Case("sft", "--steps 100 --eval-every 0 --eval-tasks 64 " + flags, expected)
+
+
 RUNS = {
     "good_grpo": Case("grpo_llm", ""),
     "good_ppo": Case("ppo_llm", ""),
@@ -218,8 +222,8 @@ RUNS = {
     "fooled": grpo(f"--env {HERE}:Fooled --entropy-coef 0 --learning-rate 2e-3", "verifier"),
     "forged": grpo(f"--iterations 20 --env {HERE}:Forged", "verifier"),
     "nan": grpo(f"--reward-fn {HERE}:not_a_number", "not_finite"),
-    "sft_rate_high": Case("sft", "--steps 200 --learning-rate 1 --eval-every 0 --eval-tasks 64", "sft_loss"),
-    "sft_rate_0": Case("sft", "--steps 100 --learning-rate 1e-12 --eval-every 0 --eval-tasks 64", "no_step"),
+    "sft_rate_high": sft("--schedule constant --learning-rate 1", "sft_loss"),
+    "sft_rate_0": sft("--learning-rate 1e-12", "no_step"),
 }
 
 
@@ -268,8 +272,9 @@ ARGS = ("learning_rate", "iterations", "steps", "eval_tasks", "eval_samples", "e
         "dtype", "lora_rank", "lora_adapter_path", "max_response_tokens")
 
 
-def trim(value):
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+def trim(key, value):
+    digits = 9 if key == "train/weight_norm" else 4
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def record(run, target):
@@ -288,7 +293,7 @@ def record(run, target):
         elif "error" in line or "resume" in line:
             kept.append(line)
         elif number in chosen or any(key.startswith("val/") for key in line):
-            kept.append({key: trim(value) for key, value in line.items() if KEPT.fullmatch(key)})
+            kept.append({key: trim(key, value) for key, value in line.items() if KEPT.fullmatch(key)})
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     (target / "train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))

@@ -45,16 +45,17 @@ def test_every_run_is_recorded_and_every_symptom_has_one():
 
 
 @pytest.mark.parametrize("name, says", [
-    ("always_0", "20 of 20 iterations (mean 0): no reply is right"),
+    ("always_0", "(mean 0): no reply is right: the tasks are too hard"),
     ("always_1", "(mean 1): every reply is right: the tasks are too easy, or the verifier says yes"),
     ("cut", "100% of the replies are cut by a length limit"),
     ("ppo_always_0", "33% of the replies have the form"),
-    ("no_step", "30 optimiser steps with gradients of 0.2"),
+    ("no_step", "29 optimiser steps with gradients of 0.2"),
     ("lora_rate_low", "have changed the norm of the adapter by 4"),
     ("hotter", "the run's own check ended it: the sampler is not the policy: mismatch/kl is 0.016"),
     ("hotter_unseen", "mismatch/slope 0.22"),
     ("memory", "in reorder_cache: the sampler's cache"),
-    ("fooled", "one reply is right for 1"), ("longer", "while the share of right replies falls"),
+    ("fooled", "one reply is right for 21 of 24 tasks in val_step_000060.jsonl: '11 11 11"),
+    ("longer", "while the share of right replies falls"),
     ("resumed", "iteration 4 with other code: commit ")])
 def test_the_line_has_the_figures(name, says, capsys):
     assert says in " ".join(look(DATA / name, capsys)[1].values())
@@ -70,15 +71,15 @@ def altered(tmp_path, change, name="good_short"):
 
 
 def ramp(key, start, end):
-    """From the first record to the last."""
+    """From the first record on, where it stays from the tenth on."""
     def change(number, line):
-        if "train/reward" in line or "meta" not in line:
-            line[key] = start + (end - start) * min(1.0, number / 10)
+        if key in line or "train/reward" in line and not key.startswith("val/"):
+            line[key] = start + (end - start) * min(1.0, (number - 1) / 10)
     return change
 
 
 @pytest.mark.parametrize("key, start, silent, seen, symptom", [
-    ("train/entropy", 0.4, 0.06, 0.02, "entropy_collapses"),
+    ("train/entropy", 0.4, 0.1, 0.02, "entropy_collapses"),
     ("response_length/clip_ratio", 0.0, 0.1, 0.5, "length"),
     ("train/approx_kl", 0.0, 0.04, 0.2, "kl"),
     ("train/clipfrac", 0.0, 0.1, 0.5, "kl"),
@@ -126,7 +127,8 @@ def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
         os.utime(log)
         assert look(folder, capsys) == (0, {})
         process.kill()
-    assert re.search(rf"no record for 90\d s .*py-spy dump --pid {process.pid} ", found["hangs"]) and code == 1
+    says = rf"no record for 90\d s .*py-spy dump --pid {process.pid} "
+    assert code == 1 and re.search(says, found["hangs"])
 
 
 def test_the_first_difference_of_two_runs_is_named(tmp_path, capsys):
@@ -244,6 +246,12 @@ def test_each_symptom_has_a_section_with_what_backs_it_and_who_asks():
         seen = {symptom for symptom, other, _ in diagnose.SYMPTOMS if other == anchor}
         assert any(seen <= expected(run) for run in runs), anchor
     assert {name for name in RUNS if expected(name)} <= named
+
+
+def test_the_pages_thresholds_are_the_tools():
+    table = PAGE.partition("\n| threshold | value |")[2]
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", table, re.MULTILINE)
+    assert len(rows) > 15 and all(getattr(diagnose, name) == float(value) for name, value in rows)
 
 
 def test_the_pages_output_is_the_tools(capsys):

@@ -501,13 +501,15 @@ def verifier_is_fooled(run: Run) -> str | None:
 
 
 NO_PROGRESS = 0.98  # of the loss at the start; the default run ends at 0.08 of it
+PEAK = 1.5  # times the first record's loss; the default run never rises over it
 
 
 def loss_does_not_fall(run: Run) -> str | None:
-    loss = run.ends("train/loss")
-    if not loss or loss[1] < NO_PROGRESS * loss[0] or stands_still(run):
+    loss, values = run.ends("train/loss"), run.values("train/loss")
+    if not loss or stands_still(run) or (loss[1] < NO_PROGRESS * loss[0] and max(values) < PEAK * values[0]):
         return None
-    return f"the loss goes from {show(loss[0])} to {show(loss[1])} nats per token; {rate(run)}"
+    return (f"the loss goes from {show(values[0])} nats per token over {show(max(values))} to "
+            f"{show(values[-1])}; {rate(run)}")
 
 
 # (name, heading in docs/symptoms.md as an anchor, function), in the order in which they are looked for.
@@ -582,7 +584,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(bool(found))
     count = "1 symptom" if len(found) == 1 else f"{len(found)} symptoms"
     planned = f" of {run.planned}" if run.planned else ""
-    print(f"{clean(args.run)}: {clean(run.meta.get('algo'))}, iteration {run.last_iteration}{planned}, {count}")
+    place = f"iteration {run.last_iteration}{planned}"
+    print(f"{clean(args.run)}: {clean(run.meta.get('algo'))}, {place}, {count}")
     for each in found:
         print(f"- {each['symptom']}: {each['says']}\n  {each['page']}")
     return int(bool(found))
