@@ -1,5 +1,6 @@
 """tools/diagnose.py, on recorded logs of good runs and of some broken on purpose; docs/symptoms.md."""
 
+import contextlib
 import json
 import os
 import re
@@ -96,6 +97,15 @@ def test_on_either_side_of_a_threshold(key, start, silent, seen, symptom, tmp_pa
     assert symptom in found
 
 
+@pytest.mark.parametrize("policy_steps, found", [(0, set()), (4, {"no_step"})])
+def test_where_the_critic_learns_alone_the_policy_stands_still(policy_steps, found, tmp_path, capsys):
+    def warm_up(number, line):
+        if "train/reward" in line:
+            line |= {"train/policy_steps": policy_steps, "train/weight_norm": 41.5}
+
+    assert {*look(altered(tmp_path, warm_up, "good_ppo"), capsys)[1]} == found
+
+
 @pytest.mark.parametrize("called, says", [
     ("update pass_loss token_logprobs linear", "in token_logprobs: the activations of a pass"),
     ("update backward _engine_run_backward", "in backward: the activations"),
@@ -115,18 +125,29 @@ def test_the_innermost_function_tells_which_part_of_the_memory_was_full(called, 
     assert says in look(folder, capsys)[1]["memory"]
 
 
+@contextlib.contextmanager
+def started(*command):
+    """A process, which is killed at the end."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
     folder = altered(tmp_path, lambda _, line: line.get("meta", {}).get("args", {}).update(iterations=999))
     log = folder / "train_log.jsonl"
     os.utime(log, (time.time() - 900,) * 2)
     assert look(folder, capsys) == (0, {})  # it was killed
-    command = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
-    with subprocess.Popen([*command, "--run-dir", folder], stdout=subprocess.PIPE) as process:
+    code = "print('up', flush=True); import time; time.sleep(600)"
+    with started("-c", code, "--run-dir", folder) as process:
         process.stdout.readline()
         code, found = look(folder, capsys)
         os.utime(log)
         assert look(folder, capsys) == (0, {})
-        process.kill()
     says = rf"no record for 90\d s .*py-spy dump --pid {process.pid} "
     assert code == 1 and re.search(says, found["hangs"])
 
@@ -211,16 +232,15 @@ def test_a_run_made_now_has_its_symptom_and_a_good_one_none(name, tmp_path, caps
 @pytest.mark.slow
 def test_a_run_that_hangs_now(tmp_path, capsys, monkeypatch):
     run, log = tmp_path / "run", tmp_path / "run" / "train_log.jsonl"
-    with subprocess.Popen([sys.executable, "tests/broken_runs.py", "stuck", run], cwd=ROOT,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with started("tests/broken_runs.py", "stuck", run) as process:
         while not log.exists() or '"iteration": 1,' not in log.read_text():
             assert process.poll() is None
             time.sleep(0.5)
         assert look(run, capsys)[0] == 0
         monkeypatch.setattr(diagnose, "SILENT", 5.0)
+        monkeypatch.setattr(diagnose, "TIMES_LONGER", 0.0)
         time.sleep(20)
         code, found = look(run, capsys)
-        process.kill()
     assert code == 1 and f"--pid {process.pid} " in found["hangs"]
 
 
