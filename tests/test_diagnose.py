@@ -38,6 +38,14 @@ def test_a_recorded_run_has_its_symptoms_and_no_others(name, capsys):
     assert {*found} == expected(name) and code == bool(found)
 
 
+@pytest.mark.parametrize("name", [name for name in RECORDED if not expected(name)])
+def test_a_good_run_has_none_on_its_way_either(name, tmp_path, capsys):
+    lines = (DATA / name / "train_log.jsonl").read_text().splitlines(keepends=True)
+    for end in range(1, len(lines)):
+        (tmp_path / "train_log.jsonl").write_text("".join(lines[:end]))
+        assert look(tmp_path, capsys) == (0, {})
+
+
 def test_every_run_is_recorded_and_every_symptom_has_one():
     assert {*RECORDED} == {*RUNS} - {"stuck"}  # which has no end
     seen = set().union(*map(expected, RUNS))
@@ -95,6 +103,25 @@ def test_on_either_side_of_a_threshold(key, start, silent, seen, symptom, tmp_pa
     assert symptom not in found
     _, found = look(altered(tmp_path, ramp(key, start, seen)), capsys)
     assert symptom in found
+
+
+def test_rewards_that_differ_later_do_not_stay(tmp_path, capsys):
+    def differs(number, line):
+        if line.get("iteration", 0) > 10:
+            line |= {"critic/score/max": 1.0, "rollout/groups_trainable": 20}
+
+    assert look(altered(tmp_path, differs, "always_0"), capsys) == (0, {})
+
+
+def test_the_newest_replies_count(tmp_path, capsys):
+    folder = altered(tmp_path, lambda number, line: None)
+    (folder / "episodes").mkdir()
+    for same, code in ((10, 0), (60, 1)):
+        for step in (10, 60):
+            write_jsonl(folder / "episodes" / f"val_step_{step:06d}.jsonl", [
+                dict(correct=1, task_id=f"{n}", messages=[dict(
+                    role="assistant", content="1" if step == same else f"{n}")]) for n in range(12)])
+        assert look(folder, capsys)[0] == code
 
 
 @pytest.mark.parametrize("policy_steps, found", [(0, set()), (4, {"no_step"})])
