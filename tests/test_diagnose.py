@@ -63,7 +63,7 @@ def test_every_run_is_recorded_and_every_symptom_has_one():
     ("hotter", "the run's own check ended it: the sampler is not the policy: mismatch/kl is 0.016"),
     ("hotter_unseen", "mismatch/slope 0.22"),
     ("memory", "in reorder_cache: the sampler's cache"),
-    ("fooled", "one reply is right for 21 of 24 tasks in val_step_000060.jsonl: '11 11 11"),
+    ("fooled", "one reply is right 27 times of 30 in val_step_000060.jsonl: '11 11 11"),
     ("longer", "while the share of right replies falls"),
     ("resumed", "iteration 4 with other code: commit ")])
 def test_the_line_has_the_figures(name, says, capsys):
@@ -122,6 +122,15 @@ def test_the_newest_replies_count(tmp_path, capsys):
                 dict(correct=1, task_id=f"{n}", messages=[dict(
                     role="assistant", content="1" if step == same else f"{n}")]) for n in range(12)])
         assert look(folder, capsys)[0] == code
+
+
+def test_a_policy_that_always_says_no_has_not_fooled_the_verifier(tmp_path, capsys):
+    folder = altered(tmp_path, lambda number, line: None)
+    (folder / "episodes").mkdir()
+    no = [dict(role="assistant", content="No")]
+    write_jsonl(folder / "episodes" / "val_step_000060.jsonl",
+                [dict(correct=n % 2, task_id=f"{n}", messages=no) for n in range(40)])
+    assert look(folder, capsys) == (0, {})
 
 
 @pytest.mark.parametrize("policy_steps, found", [(0, set()), (4, {"no_step"})])
@@ -207,7 +216,7 @@ def test_text_of_a_model_cannot_reach_the_terminal(tmp_path, capsys):
                 [b"{", b"[1]", dict(messages=3), *(dict(episode, task_id=f"{evil}{n}") for n in range(12))])
     assert diagnose.main([str(folder)]) == 1
     out, err = capsys.readouterr()
-    assert err == "" and "one reply is right for 12 of 12 tasks" in out and "not_finite" in out
+    assert err == "" and "one reply is right 12 times of 12" in out and "not_finite" in out
     assert all(c.isprintable() or c == "\n" for c in out) and out.count("\n") == 5
 
 

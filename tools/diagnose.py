@@ -128,16 +128,16 @@ def read(folder: Path) -> Run:
                if isinstance(line.get("resume"), dict)])
 
 
-def right_replies(path: Path) -> dict[str, str]:
-    """{task: the last reply that was judged right}, of a file of episodes; damaged lines are left out."""
-    found = {}
+def replies_of(path: Path) -> list[tuple[str, str, bool]]:
+    """(task, last reply, whether it was judged right) of a file of episodes; damaged lines are left out."""
+    found = []
     with contextlib.suppress(OSError), path.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(*DAMAGE):
                 episode = json.loads(line)
                 said = [m.get("content") for m in episode["messages"] if m.get("role") == "assistant"]
-                if said and episode["correct"] == 1:
-                    found[clean(episode["task_id"])] = clean(said[-1])
+                if said:
+                    found.append((clean(episode["task_id"]), clean(said[-1]), episode["correct"] == 1))
     return found
 
 
@@ -476,7 +476,7 @@ def template_rewrites(run: Run) -> str | None:
             "said (thoughts of earlier turns?), or --max-context-tokens drops old turns")
 
 
-SAME_REPLY = 0.8  # of the replies judged right, to different tasks
+SAME_REPLY = 0.8  # of all replies, judged right whatever the task; of yes and no it would be half
 TASKS = 10  # different ones, from which that is judged
 WRONG_WAY = 0.2  # of the range of rewards: how far the mean rises while fewer replies are right
 
@@ -492,11 +492,13 @@ def verifier_is_fooled(run: Run) -> str | None:
             return (f"the reward rises from {show(reward[0])} to {show(reward[1])}, while the share of right "
                     f"replies falls from {show(correct[0])} to {show(correct[1])}")
     for path in reversed(step_files(run.folder)):
-        if len(replies := right_replies(path)) >= TASKS:  # the newest file with enough of them
-            reply, count = collections.Counter(replies.values()).most_common(1)[0]
+        replies = replies_of(path)
+        if len({task for task, *_ in replies}) >= TASKS:  # the newest file with enough of them
+            right = collections.Counter(reply for _, reply, is_right in replies if is_right)
+            reply, count = max(right.items(), key=lambda pair: pair[1], default=("", 0))
             if count < SAME_REPLY * len(replies):
                 return None
-            return f"one reply is right for {count} of {len(replies)} tasks in {path.name}: {reply[:80]!r}"
+            return f"one reply is right {count} times of {len(replies)} in {path.name}: {reply[:80]!r}"
     return None
 
 
