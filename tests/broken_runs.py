@@ -246,7 +246,7 @@ def make_resumed(case, folder):
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(ROOT / "grpo_llm.py", place)
         for name in ("envs", "models"):
-            shutil.copytree(ROOT / name, Path(place, name))
+            Path(place, name).symlink_to(ROOT / name)
         commit = "git add grpo_llm.py && git -c user.name=a -c user.email=a@b commit -qm {}"
         subprocess.run("git init -q && " + commit.format("one"), shell=True, cwd=place, check=True)
         for iterations in (4, 8):
