@@ -35,6 +35,7 @@ TESTS = {
     "envs/code/": ("swe", ""),
     "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy", ""),
     "tools/convert_sft.py": ("convert_sft", ""),
+    "tools/diagnose.py": ("diagnose", ""),
     "tools/merge_adapter.py": ("crash merge_adapter", "merge"),
     "tools/view_episodes.py": ("view_episodes", ""),
     "tools/": ("tools", ""),
@@ -234,6 +235,19 @@ MUTANTS = {
         "counters may go back": ("            if value < before:", "            if False:"),
         "NaN is a number": (
             "math.isfinite(value) if isinstance(value, float)", "True if isinstance(value, float)"),
+    },
+    "tools/diagnose.py": {
+        "a dip is a symptom": ("len(once) > LASTING and min(once[-LASTING:]) > once[0]", "len(once) > 1"),
+        "the start is the end": ("statistics.fmean(values[-size:])", "statistics.fmean(values[:size])"),
+        "the entropy of a solved task": ("right is None or right > SOLVED", "right is None"),
+        "the critic's steps are the policy's": ('r.get("train/policy_steps") != 0]', "True]"),
+        "a record of just now": ("if silent < limit or not", "if not"),
+        "the outermost function": ("for name in reversed(called):", "for name in called:"),
+        "the oldest episodes": ("in reversed(step_files(run.folder))", "in step_files(run.folder)"),
+        "text reaches the terminal": ("c if c.isprintable() else", "c if c else"),
+        "rewards that are once the same": ("sum(same) < SHARE_SAME * len(same)", "not any(same)"),
+        "a line that is half written": ('if raw and not raw[-1].endswith(b"\\n"):', "if False:"),
+        "the exit status": ("return int(bool(found))\n    count", "return 0\n    count"),
     },
     "tools/merge_adapter.py": {
         "files are not flushed": ('for path in (*temporary.rglob("*"), temporary)', "for path in ()"),

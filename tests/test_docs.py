@@ -157,8 +157,8 @@ FOREIGN = set("""
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts --shutdown-timeout
     --host --max-model-len --logprobs-mode --generation-config --enable-lora --max-lora-rank --max-loras
     --max-cpu-loras --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
-    --gpus-per-node --cpus-per-task --requeue --signal --label
-    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff
+    --gpus-per-node --cpus-per-task --requeue --signal --label --pid
+    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff, py-spy
 
 
 @functools.cache

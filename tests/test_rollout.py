@@ -86,7 +86,7 @@ def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes a host wait for its GPU: operators whose result is a number, or has a size of its own."""
+    """Counts operators. Those that give a number, or a size of its own, make a host wait for its GPU."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class Gpu(str):
 
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
-def test_generate_asks_a_gpu_at_every_eighth_token_and_replies_are_the_same(random_llama, script, monkeypatch):
+def test_a_gpu_is_asked_at_every_eighth_token_and_replies_are_the_same(random_llama, script, monkeypatch):
     model, asked, replies, finished = random_llama(vocab_size=400), {}, {}, {}
     prompts = [[5, 6, 7]] * 40 + [[7, 8]] * 40
     for device in ("cpu", "gpu"):

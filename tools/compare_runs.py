@@ -8,8 +8,10 @@
 
 A run is its folder, or its train_log.jsonl. Held out are val/<source>/pass@n, greedy, val/loss, and what
 eval/ measures of a2c: each in the last evaluation, and in the best one, with its iteration. docs/train_log.md
-has more. plot_train_log.py takes `differing` from here. With --golden: a line for each log, equal, or the
-first number that differs, by run, iteration and key, and both values; the exit status is 0 where all are equal.
+has more. plot_train_log.py takes `differing` from here.
+
+With --golden: a line for each log, equal, or the first number that differs, by run, iteration and key, and
+both values; the exit status is 0 where all are equal and 1 otherwise.
 """
 
 from __future__ import annotations

@@ -1,0 +1,318 @@
+"""tools/diagnose.py, on recorded logs of good runs and of some broken on purpose; docs/symptoms.md."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.broken_runs import RUNS
+from tests.run_folders import ROOT, write_jsonl
+from tools import diagnose
+
+DATA = ROOT / "tests" / "data" / "diagnose"
+PAGE = (ROOT / "docs" / "symptoms.md").read_text()
+RECORDED = sorted(path.parent.name for path in DATA.glob("*/train_log.jsonl"))
+
+
+def look(run, capsys, *words):
+    """-> exit code, {symptom: what it says}"""
+    capsys.readouterr()
+    code = diagnose.main([str(run), "--json", *map(str, words)])
+    out, err = capsys.readouterr()
+    assert err == "" and out.count("\n") == 1
+    return code, {each["symptom"]: each["says"] for each in json.loads(out)["symptoms"]}
+
+
+def expected(name):
+    return set(RUNS[name].expected.split())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_run_has_its_symptoms_and_no_others(name, capsys):
+    code, found = look(DATA / name, capsys)
+    assert {*found} == expected(name) and code == bool(found)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if not expected(name)])
+def test_a_good_run_has_none_on_its_way_either(name, tmp_path, capsys):
+    lines = (DATA / name / "train_log.jsonl").read_text().splitlines(keepends=True)
+    for end in range(1, len(lines)):
+        (tmp_path / "train_log.jsonl").write_text("".join(lines[:end]))
+        assert look(tmp_path, capsys) == (0, {})
+
+
+def test_every_run_is_recorded_and_every_symptom_has_one():
+    assert {*RECORDED} == {*RUNS} - {"stuck"}  # which has no end
+    seen = set().union(*map(expected, RUNS))
+    assert seen == {name for name, *_ in diagnose.SYMPTOMS}
+    assert sum(not expected(name) for name in RECORDED) >= 3 and sum(map(bool, map(expected, RUNS))) >= 12
+
+
+@pytest.mark.parametrize("name, says", [
+    ("always_0", "(mean 0): no reply is right: the tasks are too hard"),
+    ("always_1", "(mean 1): every reply is right: the tasks are too easy, or the verifier says yes"),
+    ("cut", "100% of the replies are cut by a length limit"),
+    ("ppo_always_0", "33% of the replies have the form"),
+    ("no_step", "29 optimiser steps with gradients of 0.2"),
+    ("lora_rate_low", "have changed the norm of the adapter by 4"),
+    ("hotter", "the run's own check ended it: the sampler is not the policy: mismatch/kl is 0.016"),
+    ("hotter_unseen", "mismatch/slope 0.22"),
+    ("memory", "in reorder_cache: the sampler's cache"),
+    ("fooled", "one reply is right 27 times of 30 in val_step_000060.jsonl: '11 11 11"),
+    ("longer", "while the share of right replies falls"),
+    ("resumed", "iteration 4 with other code: commit ")])
+def test_the_line_has_the_figures(name, says, capsys):
+    assert says in " ".join(look(DATA / name, capsys)[1].values())
+
+
+def altered(tmp_path, change, name="good_short"):
+    """A copy of a recorded log, each line changed in place.  -> the folder"""
+    lines = [json.loads(line) for line in (DATA / name / "train_log.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        change(number, line)
+    write_jsonl(tmp_path / "train_log.jsonl", lines)
+    return tmp_path
+
+
+def ramp(key, start, end):
+    """From the first record on, where it stays from the tenth on."""
+    def change(number, line):
+        if key in line or "train/reward" in line and not key.startswith("val/"):
+            line[key] = start + (end - start) * min(1.0, (number - 1) / 10)
+    return change
+
+
+@pytest.mark.parametrize("key, start, silent, seen, symptom", [
+    ("train/entropy", 0.4, 0.1, 0.02, "entropy_collapses"),
+    ("response_length/clip_ratio", 0.0, 0.1, 0.5, "length"),
+    ("train/approx_kl", 0.0, 0.04, 0.2, "kl"),
+    ("train/clipfrac", 0.0, 0.1, 0.5, "kl"),
+    ("env/suspicious", 0.0, 0.0, 0.01, "verifier"),
+    ("mismatch/ratio_mean", 1.0, 1.04, 1.3, "sampler"),
+    ("mismatch/slope", 0.0, -0.04, -0.3, "sampler"),
+    ("train/reward", 0.4, 0.3, 0.0, "reward_falls"),
+    ("val/countdown/pass@16", 1.0, 0.95, 0.6, "pass_at_n"),
+    ("val/countdown/greedy", 0.7, 0.65, 0.2, "greedy")])
+def test_on_either_side_of_a_threshold(key, start, silent, seen, symptom, tmp_path, capsys):
+    _, found = look(altered(tmp_path, ramp(key, start, silent)), capsys)
+    assert symptom not in found
+    _, found = look(altered(tmp_path, ramp(key, start, seen)), capsys)
+    assert symptom in found
+
+
+def test_rewards_that_differ_later_do_not_stay(tmp_path, capsys):
+    def differs(number, line):
+        if line.get("iteration", 0) > 10:
+            line |= {"critic/score/max": 1.0, "rollout/groups_trainable": 20}
+
+    assert look(altered(tmp_path, differs, "always_0"), capsys) == (0, {})
+
+
+def test_the_newest_replies_count(tmp_path, capsys):
+    folder = altered(tmp_path, lambda number, line: None)
+    (folder / "episodes").mkdir()
+    for same, code in ((10, 0), (60, 1)):
+        for step in (10, 60):
+            write_jsonl(folder / "episodes" / f"val_step_{step:06d}.jsonl", [
+                dict(correct=1, task_id=f"{n}", messages=[dict(
+                    role="assistant", content="1" if step == same else f"{n}")]) for n in range(12)])
+        assert look(folder, capsys)[0] == code
+
+
+def test_a_policy_that_always_says_no_has_not_fooled_the_verifier(tmp_path, capsys):
+    folder = altered(tmp_path, lambda number, line: None)
+    (folder / "episodes").mkdir()
+    no = [dict(role="assistant", content="No")]
+    write_jsonl(folder / "episodes" / "val_step_000060.jsonl",
+                [dict(correct=n % 2, task_id=f"{n}", messages=no) for n in range(40)])
+    assert look(folder, capsys) == (0, {})
+
+
+@pytest.mark.parametrize("policy_steps, found", [(0, set()), (4, {"no_step"})])
+def test_where_the_critic_learns_alone_the_policy_stands_still(policy_steps, found, tmp_path, capsys):
+    def warm_up(number, line):
+        if "train/reward" in line:
+            line |= {"train/policy_steps": policy_steps, "train/weight_norm": 41.5}
+
+    assert {*look(altered(tmp_path, warm_up, "good_ppo"), capsys)[1]} == found
+
+
+@pytest.mark.parametrize("called, says", [
+    ("update pass_loss token_logprobs linear", "in token_logprobs: the activations of a pass"),
+    ("update backward _engine_run_backward", "in backward: the activations"),
+    ("update step _use_grad _init_group", "in _init_group: the optimiser's states"),
+    ("main rollout generate forward", "in generate: the sampler's cache"),
+    ("main load_weights from_pretrained", "in from_pretrained: the weights"), ("main", "its receipt")])
+def test_the_innermost_function_tells_which_part_of_the_memory_was_full(called, says, tmp_path, capsys):
+    def fails(number, line):
+        if number == 3:
+            line.clear()
+            line["error"] = dict(type="OutOfMemoryError", message="CUDA out of memory", receipt="receipts/a")
+
+    folder = altered(tmp_path, fails)
+    (folder / "receipts" / "a").mkdir(parents=True)
+    frames = [f'  File "x.py", line 1, in {name}\n    code\n' for name in called.split()]
+    (folder / "receipts" / "a" / "receipt.json").write_text(json.dumps(dict(traceback=frames)))
+    assert says in look(folder, capsys)[1]["memory"]
+
+
+@contextlib.contextmanager
+def started(*command):
+    """A process, which is killed at the end."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
+    folder = altered(tmp_path, lambda _, line: line.get("meta", {}).get("args", {}).update(iterations=999))
+    log = folder / "train_log.jsonl"
+    os.utime(log, (time.time() - 900,) * 2)
+    assert look(folder, capsys) == (0, {})  # it was killed
+    code = "print('up', flush=True); import time; time.sleep(600)"
+    with started("-c", code, "--run-dir", folder) as process:
+        process.stdout.readline()
+        code, found = look(folder, capsys)
+        os.utime(log)
+        assert look(folder, capsys) == (0, {})
+    says = rf"no record for 90\d s .*py-spy dump --pid {process.pid} "
+    assert code == 1 and re.search(says, found["hangs"])
+
+
+def test_the_first_difference_of_two_runs_is_named(tmp_path, capsys):
+    def later(number, line):
+        if line.get("iteration", 0) > 20 and "train/reward" in line:
+            line["train/reward"] += 0.5
+        line["wall_time_s"] = 2 * line.get("wall_time_s", 0.0)
+
+    folder = altered(tmp_path, later)
+    assert look(folder, capsys, "--like", folder) == (0, {})
+    code, found = look(folder, capsys, "--like", DATA / "good_short")
+    assert code == 1 and re.match(r"iteration 2\d is the first that differs .* in 1 metrics: train/reward 0.",
+                                  found["resumed"])
+
+
+def test_text_of_a_model_cannot_reach_the_terminal(tmp_path, capsys):
+    evil = "\x1b[2J\x07\u202egone\n\r"
+
+    def with_error(number, line):
+        if number == 3:
+            line.clear()
+            line["error"] = dict(type="FloatingPointError", message=f"the reward of {evil}", receipt=evil)
+
+    folder = altered(tmp_path, with_error)
+    episode = dict(correct=1, messages=[dict(role="assistant", content=evil)])
+    (folder / "episodes").mkdir()
+    write_jsonl(folder / "episodes" / "val_step_000060.jsonl",
+                [b"{", b"[1]", dict(messages=3), *(dict(episode, task_id=f"{evil}{n}") for n in range(12))])
+    assert diagnose.main([str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "" and "one reply is right 12 times of 12" in out and "not_finite" in out
+    assert all(c.isprintable() or c == "\n" for c in out) and out.count("\n") == 5
+
+
+META = json.dumps(dict(meta=dict(algo="grpo", args={}))).encode()
+
+
+@pytest.mark.parametrize("content, says", [
+    (None, "expected a run's folder, which holds train_log.jsonl"), (b"", "expected a meta line first"),
+    (META, "expected a meta line first"), (b"{}\n", "expected a meta line first"),
+    (META + b"\n{\n", "train_log.jsonl, line 2: expected a JSON object"),
+    (META + b"\n[1]\n", "line 2"), (b"\xff\x00\n", "line 1"), (b"[" * 100_000 + b"\n", "line 1"),
+    (b'{"meta": {"args": 3}}\n', "expected a meta line first")])
+def test_a_damaged_or_empty_log_is_one_line(content, says, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "train_log.jsonl").write_bytes(content)
+    assert diagnose.main([str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_values_of_a_wrong_kind_raise_nothing(tmp_path, capsys):
+    """In a log that another program has written: whatever is no number counts as missing."""
+    for wrong in (None, "x", [1], {}, True, float("nan"), -1, 10**400):
+        for name in ("good_short", "memory", "resumed", "sft_rate_high"):
+            def damage(number, line, wrong=wrong):
+                for key in line.get("meta", {}).get("args", {}):
+                    line["meta"]["args"][key] = wrong
+                inside = line.get("error") or line.get("resume") or line
+                for key in {*inside} - {"meta", "iteration", "opt_steps", "env_steps"}:
+                    inside[key] = wrong
+
+            folder = altered(tmp_path, damage, name)
+            assert diagnose.main([str(folder)]) in (0, 1)
+    write_jsonl(tmp_path / "train_log.jsonl", [json.loads(META)])
+    assert diagnose.main([str(tmp_path)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*RUNS} - {"stuck"}))
+def test_a_run_made_now_has_its_symptom_and_a_good_one_none(name, tmp_path, capsys):
+    """What else a policy does that has broken down may depend on the machine."""
+    made = subprocess.run([sys.executable, "tests/broken_runs.py", name, tmp_path / "run"], cwd=ROOT,
+                          env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert made.returncode == (1 if name in ("hotter", "memory", "nan") else 0), made.stderr[-3000:]
+    code, found = look(tmp_path / "run", capsys)
+    assert {*RUNS[name].expected.split()[:1]} <= {*found} and bool(found) == bool(expected(name)) == code
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_now(tmp_path, capsys, monkeypatch):
+    run, log = tmp_path / "run", tmp_path / "run" / "train_log.jsonl"
+    with started("tests/broken_runs.py", "stuck", run) as process:
+        while not log.exists() or '"iteration": 1,' not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.5)
+        assert look(run, capsys)[0] == 0
+        monkeypatch.setattr(diagnose, "SILENT", 5.0)
+        monkeypatch.setattr(diagnose, "TIMES_LONGER", 0.0)
+        time.sleep(20)
+        code, found = look(run, capsys)
+    assert code == 1 and f"--pid {process.pid} " in found["hangs"]
+
+
+# The page
+
+
+def test_each_symptom_has_a_section_with_what_backs_it_and_who_asks():
+    headings = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"): heading for heading in headings}
+    assert {anchor for _, anchor, _ in diagnose.SYMPTOMS} == {*anchors} - {"toolsdiagnosepy"}
+    defined = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = set()
+    for _, anchor, _ in diagnose.SYMPTOMS:
+        text = PAGE.partition(f"\n## {anchors[anchor]}\n")[2].partition("\n## ")[0]
+        assert all(part in text for part in ("**Look at**", "**Command**", "**Here**", "**Backed by**",
+                                             "**Asked in**", "\n```\n")), anchor
+        backed, asked = text.partition("**Backed by**")[2].split("**Asked in**")
+        names = re.findall(r"`(\w+)`", backed)
+        runs = [name for name in names if name in RUNS]
+        assert all(f"def {name}(" in defined for name in names if name not in runs) and names, anchor
+        assert len(re.findall(r"[\w.-]+/[\w.-]+#\d+", asked)) >= 2, anchor
+        named |= {*runs}
+        seen = {symptom for symptom, other, _ in diagnose.SYMPTOMS if other == anchor}
+        assert any(seen <= expected(run) for run in runs), anchor
+    assert {name for name in RUNS if expected(name)} <= named
+
+
+def test_the_pages_thresholds_are_the_tools():
+    table = PAGE.partition("\n| threshold | value |")[2]
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", table, re.MULTILINE)
+    assert len(rows) > 15 and all(getattr(diagnose, name) == float(value) for name, value in rows)
+
+
+def test_the_pages_output_is_the_tools(capsys):
+    command, shown = re.search(r"\n    \$ python tools/diagnose.py (\S+)\n((?:    .*\n)+)", PAGE).groups()
+    diagnose.main([str(ROOT / command)])
+    out = capsys.readouterr().out.replace(f"{ROOT}/", "")
+    assert [" ".join(line.split()) for line in shown.splitlines()] == [" ".join(line.split())
+                                                                       for line in out.splitlines()]
