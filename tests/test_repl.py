@@ -333,11 +333,15 @@ def test_how_an_episode_ends_and_what_it_is_worth(shop):
                              sub_queries=0)
     for codes, partial in [
             (["finish()"], 0), ([FIX_TOTAL, UNDO, "finish()"], 0),
-            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.75),
+            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.5),  # one of the two that fail
             (["try:\n    finish('done')\nexcept Exception:\n    print('caught')"], 0)]:
         step = outcome(env, task, *codes)
         assert (step.info["partial"], step.info["modified"]) == (partial, float(partial > 0))
         assert step.terminated and step.messages == [] and step.reward == step.info["correct"] == 0
+    env, task = shop(reward_mode="partial")
+    for code, partial in (("open('x', 'w').close()", 0), (FIX_TOTAL, 0.5), ("open('shop/price.py', 'w')", 0)):
+        step = outcome(env, task, f"{code}; finish()")
+        assert step.reward == step.info["partial"] == partial and step.info["modified"] == 1
 
 
 # What gains nothing. The first three change nothing outside of the tests.
@@ -939,7 +943,7 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
         assert "1 failed, 3 passed" in text and "(exit code 1)" in text
         assert "1 passed" in play("run_tests('r2e_tests/test_1.py::test_total')")
         assert play.step(f"{FIX_CHEAPEST}; finish()").reward == 1
-    assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
+    assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.5
 
     for rows, says in [
             ([other, row | dict(commit_hash="")], "rows.json: row 2: expected instance_id, or repo_name"),
@@ -964,7 +968,7 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         env, task = alone(cache_dir=folder, executor_url=server.url)
         assert outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close(); finish()").reward == 1
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
-        assert step.reward == 0 and step.info["partial"] == 0.75
+        assert step.reward == 0 and step.info["partial"] == 0  # as if nothing had been changed
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
         with pytest.raises(envs.BadInput, match="index.json: shop-2: docker_image: expected the image"):
             make(cache_dir=write_cache(tmp_path, {"shop-2": ROW}), executor_url=server.url)
@@ -1024,7 +1028,7 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
         assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
         assert outcome(env, task, env.solution(task)).reward == 1
         step = outcome(env, task, "open('x', 'w').close(); finish()")
-        assert step.info["correct"] == 0 < step.info["partial"] < 1
+        assert step.info["correct"] == step.info["partial"] == 0 < step.info["modified"]
 
 
 @pytest.mark.slow
@@ -1068,7 +1072,7 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
 
     path = next(line[6:] for line in env.scenario(task).patch.splitlines() if line.startswith("--- a/"))
     step = outcome(env, task, f"open({path!r}, 'a').write('\\n# a comment\\n'); finish()")
-    assert step.reward == step.info["correct"] == 0 < step.info["partial"] < 1
+    assert step.reward == step.info["correct"] == step.info["partial"] == 0 < step.info["modified"]
     if name in HALF:
         half = outcome(env, task, f"apply_patch{(path, *HALF[name])!r}; finish()")
-        assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
+        assert half.reward == 0 < half.info["partial"] < 1

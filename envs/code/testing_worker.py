@@ -138,7 +138,6 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
 def run_pytest(job, send, deadline):
     import pytest
 
-    sys.path.insert(0, os.getcwd())
     plugin = reporter(pytest, job["names"] and set(job["names"]), send, deadline)
     # --maxfail=0 takes back an -x of the configuration: the first of the canaries fails. A cache outside the
     # tree: without its plugin, pytest does not know an --ff or --lf of the configuration.
@@ -151,6 +150,10 @@ def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=tim
     expected_to_fail = set()
 
     class Reporter:
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_load_initial_conftests(self):
+            sys.path.insert(0, os.getcwd())  # when pytest and its plugins have been imported
+
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items):
             items[:] = [item for item in items if not wanted or item.nodeid in wanted]
