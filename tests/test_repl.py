@@ -369,6 +369,46 @@ def test_cheats_gain_nothing(shop, name):
     assert info["partial"] <= 0.5 * info["modified"] and info["suspicious"] == (name == "emptied tests")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BUNDLED, "tiny"])
+def test_a_copy_of_the_tests_as_data_gains_nothing(name):
+    """Nor does code that would let tests pass in the first of two runs alone."""
+    env, task = (make(**TINY), make(**TINY).task("train", 0)) if name == "tiny" else alone(name)
+    scenario = env.scenario(task)
+    path = min(path for path in scenario.files
+               if not scenario.is_test(path) and path.endswith(("__init__.py", "m.py")))
+    package = "m" if name == "tiny" else path.partition("/")[0]
+    for attack in (forgeries.shipped_tests(path), forgeries.first_run_only(package, uuid.uuid4().hex)):
+        code = attack if "finish()" in attack else f"open({path!r}, 'a').write({attack!r}); finish()"
+        step = outcome(env, task, code)
+        assert step.info["correct"] == step.reward == 0 and step.info["modified"] == 1
+
+
+def test_held_out_tests_are_in_nothing_that_is_shown():
+    for env in (make(), make(**TINY, train_tasks=3, test_tasks=3), make(tools=True)):
+        for split in env.splits:
+            for task in map(functools.partial(env.task, split), range(env.num_tasks(split))):
+                scenario = env.scenario(task)
+                assert scenario.held_out and scenario.held_out.encode() not in scenario.files.values()
+                shown = json.dumps([task.messages, task.data, task.tools]) + "".join(
+                    text.decode() for text in scenario.files.values())
+                names = {name.partition("::")[2] for name in scenario.judged}
+                assert names and scenario.judged.keys().isdisjoint(scenario.expected)
+                assert "held_out" not in shown
+                assert task.source == "repl/tiny" or len([name for name in names if name in shown]) < 4
+
+
+@pytest.mark.parametrize("source, says", [
+    ("def test_a(: pass", "a module of tests"), ("x = 1", "functions test_*, got none")])
+def test_a_held_out_module_that_cannot_be_is_named(tmp_path, source, says):
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW}, SHOP))
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "shop-1.py").write_text(source)
+    with pytest.raises(envs.BadInput) as info:
+        env.scenario(task)
+    assert "held_out/shop-1.py: expected" in str(info.value) and says in str(info.value)
+
+
 # ---- The code against the loop
 
 
@@ -970,6 +1010,14 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
         assert step.reward == 0 and step.info["partial"] == 0  # as if nothing had been changed
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
+        expected["test_cheapest"] = "PASSED"
+        write_cache(tmp_path / "cache", {"shop-1": row | dict(expected_output_json=expected)})
+        env, task = alone(cache_dir=folder, executor_url=server.url)
+        assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
+        for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py"):
+            code = f"import os; os.makedirs('_pytest'); open({path!r}, 'w').write({forgeries.PYTEST!r})"
+            info = outcome(env, task, code, "finish()").info
+            assert info["correct"] == info["partial"] == 0, path
         with pytest.raises(envs.BadInput, match="index.json: shop-2: docker_image: expected the image"):
             make(cache_dir=write_cache(tmp_path, {"shop-2": ROW}), executor_url=server.url)
     log = "PASSED t.py::a[x - y]\nFAILED t.py::B::c[1] - assert [1] == [2 - 3]\nERROR t.py - no [x] - y\n"

@@ -827,6 +827,14 @@ def test_an_executor_gives_the_same_verdicts():
             info = score(env, WITH_PYTEST, fenced(in_front(WITH_PYTEST, code))).info
             assert info["correct"] == info["partial"] == 0, code
         assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, format=1, allowed=1)
+        for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py",
+                     "xml.py", "json/__init__.py"):
+            lines = forgeries.PYTEST.splitlines()
+            diff = f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(
+                f"+{line}\n" for line in lines)
+            info = score(env, WITH_PYTEST, fenced(diff)).info
+            assert info["correct"] == info["partial"] == 0, path
+            assert info["allowed"] == (path in ("xml.py", "json/__init__.py")), path
 
 
 @pytest.fixture

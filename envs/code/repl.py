@@ -140,7 +140,7 @@ class Config:
     max_sub_agents: int = 64
     """sub-agents of an episode, with those of its sub-agents"""
     reward_mode: Literal["correct", "partial"] = "correct"
-    """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
+    """1 if every test ends as expected, or the share of those that do, beyond what changing nothing gives"""
     turn_timeout: float = 60.0
     """longest run of a block, or of all calls of a reply [s]"""
     test_timeout: float = 120.0
