@@ -221,7 +221,7 @@ def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versi
         wanted = [place + name.removeprefix(path) for name in names for place in places]
         rng.shuffle(asked := [*wanted, *must])
     nonce = secrets.token_hex(16)
-    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=list(sources.items()),
+    job = dict(nonce=nonce, plain=plain, timeout=timeout, copies=len(places), modules=list(sources.items()),
                names=None if names is None else asked)
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
