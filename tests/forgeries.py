@@ -175,6 +175,7 @@ sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())]
 for name in ("pytest", "_pytest", "unittest", "iniconfig"):
     sys.modules.pop(name, None)
 import pytest
+sys.path.insert(0, os.getcwd())
 class Pass:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
