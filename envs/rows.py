@@ -430,8 +430,7 @@ class Python(Check):
     def passes(self, found, data, timeout) -> bool:
         module = module_of(data["answers"], data["entry_point"])
         results = testing.run_tests({"solution.py": found.encode(errors="replace")},
-                                    {"test_row.py": module.encode()}, plain=True, timeout=timeout,
-                                    partial=False)
+                                    {"test_row.py": module.encode()}, plain=True, timeout=timeout)
         return results == {"test_row.py::test_row": "PASSED"}
 
 

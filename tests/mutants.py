@@ -210,12 +210,12 @@ MUTANTS = {
         "links are text": ("and mode[1] not in PLAIN_MODES", "and False"),
     },
     "envs/code/testing.py": {
-        "doubles may pass": ('results.forged |= again.get(name) == "PASSED"', "pass"),
+        "doubles may pass": ('results.forged |= "PASSED" in outcomes', "pass"),
         "the tree decides over tests": ("if not decides(path)}", "}"),
         "a test that was not called": ('"PASSED" if "call" in phases else "FAILED"', '"PASSED"'),
     },
     "envs/code/doubles.py": {
-        "canaries that are expected to fail": ('"xfail" in mark or', ""),
+        "canaries that are expected to fail": (' or "xfail" in mark', ""),
     },
     "envs/pixels/__init__.py": {
         "a resume forgets how far episodes are": ('self.so_far.copy_(state["so_far"].T)', "pass"),

@@ -333,11 +333,15 @@ def test_how_an_episode_ends_and_what_it_is_worth(shop):
                              sub_queries=0)
     for codes, partial in [
             (["finish()"], 0), ([FIX_TOTAL, UNDO, "finish()"], 0),
-            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.75),
+            ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.5),  # one of the two that fail
             (["try:\n    finish('done')\nexcept Exception:\n    print('caught')"], 0)]:
         step = outcome(env, task, *codes)
         assert (step.info["partial"], step.info["modified"]) == (partial, float(partial > 0))
         assert step.terminated and step.messages == [] and step.reward == step.info["correct"] == 0
+    env, task = shop(reward_mode="partial")
+    for code, partial in (("open('x', 'w').close()", 0), (FIX_TOTAL, 0.5), ("open('shop/price.py', 'w')", 0)):
+        step = outcome(env, task, f"{code}; finish()")
+        assert step.reward == step.info["partial"] == partial and step.info["modified"] == 1
 
 
 # What gains nothing. The first three change nothing outside of the tests.
@@ -363,6 +367,46 @@ def test_cheats_gain_nothing(shop, name):
     info = outcome(env, task, CHEATS[name], "finish()").info
     assert info["correct"] == 0 and info["modified"] == (name not in list(CHEATS)[:3])
     assert info["partial"] <= 0.5 * info["modified"] and info["suspicious"] == (name == "emptied tests")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BUNDLED, "tiny"])
+def test_a_copy_of_the_tests_as_data_gains_nothing(name):
+    """Nor does code that would let tests pass in the first of two runs alone."""
+    env, task = (make(**TINY), make(**TINY).task("train", 0)) if name == "tiny" else alone(name)
+    scenario = env.scenario(task)
+    path = min(path for path in scenario.files
+               if not scenario.is_test(path) and path.endswith(("__init__.py", "m.py")))
+    package = "m" if name == "tiny" else path.partition("/")[0]
+    for attack in (forgeries.shipped_tests(path), forgeries.first_run_only(package, uuid.uuid4().hex)):
+        code = attack if "finish()" in attack else f"open({path!r}, 'a').write({attack!r}); finish()"
+        step = outcome(env, task, code)
+        assert step.info["correct"] == step.reward == 0 and step.info["modified"] == 1
+
+
+def test_held_out_tests_are_in_nothing_that_is_shown():
+    for env in (make(), make(**TINY, train_tasks=3, test_tasks=3), make(tools=True)):
+        for split in env.splits:
+            for task in map(functools.partial(env.task, split), range(env.num_tasks(split))):
+                scenario = env.scenario(task)
+                assert scenario.held_out and scenario.held_out.encode() not in scenario.files.values()
+                shown = json.dumps([task.messages, task.data, task.tools]) + "".join(
+                    text.decode() for text in scenario.files.values())
+                names = {name.partition("::")[2] for name in scenario.judged}
+                assert names and scenario.judged.keys().isdisjoint(scenario.expected)
+                assert "held_out" not in shown
+                assert task.source == "repl/tiny" or len([name for name in names if name in shown]) < 4
+
+
+@pytest.mark.parametrize("source, says", [
+    ("def test_a(: pass", "a module of tests"), ("x = 1", "functions test_*, got none")])
+def test_a_held_out_module_that_cannot_be_is_named(tmp_path, source, says):
+    env, task = alone(cache_dir=write_cache(tmp_path, {"shop-1": ROW}, SHOP))
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "shop-1.py").write_text(source)
+    with pytest.raises(envs.BadInput) as info:
+        env.scenario(task)
+    assert "held_out/shop-1.py: expected" in str(info.value) and says in str(info.value)
 
 
 # ---- The code against the loop
@@ -958,7 +1002,7 @@ def test_rows_as_r2e_gym_has_them(tmp_path, monkeypatch):
         assert "1 failed, 3 passed" in text and "(exit code 1)" in text
         assert "1 passed" in play("run_tests('r2e_tests/test_1.py::test_total')")
         assert play.step(f"{FIX_CHEAPEST}; finish()").reward == 1
-    assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.75
+    assert outcome(env, task, FIX_TOTAL, "finish()").info["partial"] == 0.5
 
     for rows, says in [
             ([other, row | dict(commit_hash="")], "rows.json: row 2: expected instance_id, or repo_name"),
@@ -983,8 +1027,16 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
         env, task = alone(cache_dir=folder, executor_url=server.url)
         assert outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close(); finish()").reward == 1
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
-        assert step.reward == 0 and step.info["partial"] == 0.75
+        assert step.reward == 0 and step.info["partial"] == 0  # as if nothing had been changed
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
+        expected["test_cheapest"] = "PASSED"
+        write_cache(tmp_path / "cache", {"shop-1": row | dict(expected_output_json=expected)})
+        env, task = alone(cache_dir=folder, executor_url=server.url)
+        assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
+        for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py"):
+            code = f"import os; os.makedirs('_pytest'); open({path!r}, 'w').write({forgeries.PYTEST!r})"
+            info = outcome(env, task, code, "finish()").info
+            assert info["correct"] == info["partial"] == 0, path
         with pytest.raises(envs.BadInput, match="index.json: shop-2: docker_image: expected the image"):
             make(cache_dir=write_cache(tmp_path, {"shop-2": ROW}), executor_url=server.url)
     log = "PASSED t.py::a[x - y]\nFAILED t.py::B::c[1] - assert [1] == [2 - 3]\nERROR t.py - no [x] - y\n"
@@ -1043,7 +1095,7 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
         assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
         assert outcome(env, task, env.solution(task)).reward == 1
         step = outcome(env, task, "open('x', 'w').close(); finish()")
-        assert step.info["correct"] == 0 < step.info["partial"] < 1
+        assert step.info["correct"] == step.info["partial"] == 0 < step.info["modified"]
 
 
 @pytest.mark.slow
@@ -1087,7 +1139,7 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
 
     path = next(line[6:] for line in env.scenario(task).patch.splitlines() if line.startswith("--- a/"))
     step = outcome(env, task, f"open({path!r}, 'a').write('\\n# a comment\\n'); finish()")
-    assert step.reward == step.info["correct"] == 0 < step.info["partial"] < 1
+    assert step.reward == step.info["correct"] == step.info["partial"] == 0 < step.info["modified"]
     if name in HALF:
         half = outcome(env, task, f"apply_patch{(path, *HALF[name])!r}; finish()")
-        assert half.reward == 0 and step.info["partial"] < half.info["partial"] < 1
+        assert half.reward == 0 < half.info["partial"] < 1

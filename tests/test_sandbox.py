@@ -148,6 +148,14 @@ leak = call("process_vm_readv", os.getppid(), part, 1, part, 1, 0)''',
     "a namespace by clone": 'leak = tries(lambda f: call(56, 220, f | 17, 0, 0, 0, 0) or os._exit(0) or 1, '
                             '[1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30])',
     "a namespace by clone3": 'leak = call(435, 435, (ctypes.c_uint64 * 8)(1 << 28, 0, 0, 0, 17), 64) or 1',
+    "what others have read": '''import mmap
+file = os.open("/usr/bin/env", os.O_RDONLY)
+part = mmap.mmap(file, 4096, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(mmap.mmap(-1, 4096)))
+leak = tries(lambda ask: 1 + call(*ask), [(27, 232, ctypes.c_void_p(start), 4096, bytes(9))])
+assert os.preadv(file, [bytearray(1)], 0) == os.preadv(file, [bytearray(1)], 1) == 1
+for flags in (os.RWF_NOWAIT, os.RWF_HIPRI):
+    leak = leak or tries(lambda size: os.preadv(file, [bytearray(size)], 0, flags), [1])''',
     "new ways in": '''leak = tries(lambda ask: 1 + call(*ask), [
         (425, 425, 8, (ctypes.c_uint8 * 120)()), (321, 280, 0, (ctypes.c_uint32 * 12)(2, 4, 4, 1), 48),
         (298, 241, (ctypes.c_uint32 * 32)(1, 128), 0, -1, -1, 0), (323, 282, 1)])''',
@@ -528,7 +536,7 @@ def test_without_bubblewrap_nothing_runs_and_the_error_says_what_to_do(tmp_path,
 def verdict(program, machine, number, argument=0):
     """What the kernel would make of a system call, by its rules of classic BPF: allow, EPERM or ENOSYS."""
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    loaded, at = {0: number, 4: architecture, 16: argument}, 0
+    loaded, at = {0: number, 4: architecture, 16: argument, 56: argument}, 0
     while True:
         kind, if_true, if_false, operand = program[at]
         if kind == 0x06:
@@ -559,9 +567,11 @@ def test_only_listed_system_calls_are_allowed(machine, monkeypatch):
     assert all(verdict(program, machine, number["clone"], 1 << bit) == "EPERM"
                for bit in (17, 25, 26, 27, 28, 29, 30))
     assert verdict(program, machine, 435) == "ENOSYS"  # clone3
+    for name in ("preadv2", "pwritev2"):
+        assert {verdict(program, machine, number[name], 1 << bit) for bit in range(32)} == {"EPERM"}
     assert not {row[0] for row in rows} & {  # what nothing above has tried in a sandbox
         "process_vm_writev", "kcmp", "mq_open", "memfd_secret", "open_by_handle_at", "init_module",
-        "kexec_load", "syslog", "reboot", "clock_settime", "swapon"}
+        "kexec_load", "mincore", "cachestat", "syslog", "reboot", "clock_settime", "swapon"}
 
 
 # Seven processes take memory at once, the last of them more than one may have: status 256; of a kill: 9.

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import types
+import uuid
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ import requests
 import envs
 from envs.code import doubles, sandbox, swe, testing
 from tests import forgeries
-from tools import executor_server, export_predictions
+from tools import double_shares, executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {row["instance_id"]: row for _, row in envs.read_rows(str(swe.BUNDLED / "rows.jsonl"), "rows")}
@@ -229,10 +230,14 @@ def test_forged_results_do_not_count(env, name, code):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_emptied_tests_gain_nothing(env, name):
-    row = env.rows[name]
+    """Those that are known by their names, and, by code that knows nothing of them, those of the first run or
+    those that are on the disk as they run."""
+    row, package = env.rows[name], name.partition("__")[2].rpartition("-")[0]
     names = [test.rpartition("::")[2].partition("[")[0] for test in row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]]
-    info = score(env, name, fenced(in_front(name, forgeries.by_name(names)))).info
-    assert info["applied"] == info["suspicious"] == 1 and info["correct"] == info["partial"] == 0
+    for code in (forgeries.by_name(names), forgeries.equal_to_the_disk(package),
+                 forgeries.first_run_only(package, uuid.uuid4().hex)):
+        info = score(env, name, fenced(in_front(name, code))).info
+        assert info["applied"] == info["suspicious"] == 1 and info["correct"] == info["partial"] == 0
 
 
 TESTS = """
@@ -286,7 +291,6 @@ def test_results_that_only_look_right_do_not_count(tests, plain, code):
     files = {"shop.py": f"def total(prices): return None\n{code}".encode()}
     found = testing.run_tests(files, tests, list(fair), plain)
     assert found == {} and found.forged
-    assert testing.run_tests(files, tests, list(fair), plain, partial=False) != fair
 
 
 @pytest.mark.slow
@@ -393,6 +397,17 @@ def test_exit(): raise SystemExit
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, False])
+def test_code_without_end_takes_no_more_for_the_copies(plain):
+    """There are four of them."""
+    start = time.monotonic()
+    found = run_tests("def f():\n    while True: pass", {
+        "test_f.py": "import f\ndef test_a(): assert f.f() == 1\ndef test_b(): assert 1 == 1"}, plain=plain,
+        timeout=6.0)
+    assert found.get("test_f.py::test_a") != "PASSED" and time.monotonic() - start < 6 + 10
+
+
+@pytest.mark.slow
 def test_many_tests_are_all_reported():
     tests = "".join(f"def test_{number:0400}(): pass\n" for number in range(5_000))
     found = run_tests("", {"test_f.py": tests}, plain=True)
@@ -432,69 +447,158 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
 
 HONEST = """
 from __future__ import annotations
+import unittest
 def test_left(): assert 3 == sum([1, 2])
 def test_bool(): assert (1 < 2) == True
 def test_nested(): assert dict(a=[1, (2.5, "x")]) == {"a": [1, (2.5, "x")]}
+def test_text(): assert "".join("ab") == "ab" and 1
 def test_empty(): assert set() == set()
 def test_large(): assert 1e300 * 10 == 1e301
 def test_of_a_loop():
-    for value in (1, 2):
-        assert value > 0
+    for value in range(2):
+        assert value >= 0
+def test_of_a_block():
+    with open("/dev/null") as file:
+        assert file.read() == ""
 def test_there_and_back():
     items = [1, 2]
     assert list(tuple(items)) == items
 def test_argument(given=(3, 4)): assert tuple(list(given)) == given
 def assertTrue(value): assert value
+def assertFalse(value): assert not value
 def test_bare(): assertTrue(1 < 2)
+def test_bare_too(): assertFalse(1 > 2)
+def assert_close(a, b, by=1): assert abs(a - b) <= by
+def test_close(): assert_close(1.0, 1.5)
 def test_local():
     expected = 7
     assert 3 + 4 == expected
-def test_skips():
+def test_defined_within():
+    def check(f): assert f(2) == 4
+    check(lambda x: 2 * x)
+def raises(error, function):
+    try: function()
+    except error: return
+    raise ValueError
+def test_raises(): raises(KeyError, lambda: {}[1])
+def test_not_called_here():
+    with unittest.TestCase().assertRaises(KeyError):
+        raise KeyError
+def test_unittest():
+    case = unittest.TestCase()
+    case.assertIn(1, [1]); case.assertIsNone(None); case.assertGreater(2, 1)
+def test_leaves():
     if 1: return
     assert 1 == 2
+def test_tries():
+    try:
+        assert 1 == 2
+    except AssertionError:
+        pass
 def test_asserts_nothing(): pass
 """
+LINES = {"test_leaves", "test_tries", "test_asserts_nothing"}
+CHECKS = {"test_of_a_loop", "test_bare", "test_bare_too", "test_close"}
 
 
-@pytest.mark.parametrize("mark, number", [
-    ("", 4), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", 4), ("pytest.mark.xfail", 0),
-    ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", 0), ("MARKS", 0)])
-def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, number):
+def passing(source):
+    module = {"__name__": "tests"}
+    exec(compile(source, "tests", "exec"), module)
+    for name, test in [item for item in module.items() if item[0].startswith("test")]:
+        with contextlib.suppress(Exception, pytest.fail.Exception):
+            test()
+            yield name
+
+
+@pytest.mark.parametrize("mark, doubled", [
+    ("", True), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", True),
+    ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", True), ("pytest.mark.xfail", False),
+    ("MARKS", False)])
+def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, doubled):
     source = f"pytestmark = {mark}\n" * bool(mark) + "def test_a():\n    assert 1 == 1"
-    found, failing = doubles.disguised(source, random.Random(1))
-    assert len(failing) == number and (found == source) == (number == 0)
-    found, failing = doubles.doubled(source, random.Random(1))
-    assert failing == ({"test_a"} if number else set()) and (found == source) == (number == 0)
+    made = doubles.versions(source, random.Random(1), 2)
+    assert len(made.sources) == 1 + doubled and made.must == made.real.keys()
+    assert [*made.real] == ["test_a"] * doubled
+    assert doubled or made.sources == [source]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_tests_that_pass_fail_where_they_expect_something_else(seed):
-    def passing(source):
-        module = {}
-        exec(compile(source, "tests", "exec"), module)
-        for name, test in [item for item in module.items() if item[0].startswith("test")]:
-            with contextlib.suppress(Exception, pytest.fail.Exception):
-                test()
-                yield name
-
-    honest = set(passing(HONEST))
-    other, names = doubles.doubled(HONEST, random.Random(seed))
-    assert names == honest - {"test_skips", "test_asserts_nothing"} and not names & {*passing(other)}
-    hidden, failing = doubles.disguised(other, random.Random(seed))
-    assert len(failing) == 4 and {*passing(hidden)} == {*passing(other)}
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_tests_that_pass_fail_where_they_expect_something_else(number):
+    """Each in one of the copies passes, in any of them as often, and fails in the others."""
+    honest, places = set(passing(HONEST)), set()
+    for seed in range(12):
+        made = doubles.versions(HONEST, random.Random(seed), number)
+        assert made.real.keys() == made.must == honest and len(made.sources) == number
+        found = [set(passing(source)) for source in made.sources]
+        assert found == [{name for name, at in made.real.items() if at == copy} for copy in range(number)]
+        kinds = {kind: {name for name in honest if made.kinds[name] == kind} for kind in ("check", "line")}
+        assert kinds == dict(check=CHECKS, line=LINES)
+        places |= set(made.real.items())
+    assert len(places) > 0.9 * number * len(honest)
 
 
-def test_tests_that_must_fail_stand_anywhere_among_the_others():
-    """And these stay in their order."""
-    source = "import os\ndef test_a(): pass\nclass TestB: pass\ndef test_c(): pass\nos.getpid()\n"
-    seen = set()
-    for seed in range(40):
-        hidden, failing = doubles.disguised(source, random.Random(seed))
-        names = [node.name for node in ast.parse(hidden).body if hasattr(node, "name")]
-        own = [name for name in names if name in ("test_a", "TestB", "test_c")]
-        assert len(names) == 7 and own == ["test_a", "TestB", "test_c"]
-        seen |= {len({*names[:at]} & {*own}) for at, name in enumerate(names) if name not in own}
-    assert seen == {0, 1, 2, 3}
+def test_a_test_and_its_doubles_are_written_alike():
+    """Neither their length nor their names tell, nor which of several texts lies between the others."""
+    middle, texts = 0, "".join(f"def test_text_{at}(): assert 'abc' == 'abc'\n" for at in range(30))
+    for seed in range(6):
+        made = doubles.versions(HONEST + texts, random.Random(seed), 3)
+        modules = [{node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
+                   for source in made.sources]
+        for name in made.real:
+            codes = [next(code for code in compile(ast.Module([module[name]], []), "", "exec").co_consts
+                          if hasattr(code, "co_code")) for module in modules]
+            assert len({(code.co_names, code.co_varnames) for code in codes}) == 1, name
+            if name in LINES | CHECKS:
+                assert len({len(code.co_code) for code in codes}) == 1, name
+        for name in [name for name in made.real if name.startswith("test_text_")]:
+            found = [ast.unparse(module[name]) for module in modules]
+            apart = [sum(a != b for other in found for a, b in zip(one, other, strict=True)) for one in found]
+            middle += apart.index(min(apart)) == made.real[name]
+    assert 40 < middle < 85  # of 180: one in three
+
+
+@pytest.mark.parametrize("source, real", [
+    ("XF = pytest.mark.xfail\n@XF\ndef test_a(): assert 0", set()),
+    ("CASES = [pytest.param(1, marks=pytest.mark.xfail)]\n"
+     "@pytest.mark.parametrize('x', CASES)\ndef test_a(x): assert x == 2", set()),
+    ("@pytest.fixture\ndef test_data(): return 1\ndef test_a(test_data): assert test_data == 1", {"test_a"}),
+    ("def test_a(): assert 1 == 1\ndef test_b(): test_a()", {"test_b"}),
+    ("def test_a(): yield 1", set()), ("async def test_a(): assert 1 == 1", {"test_a"}),
+    ("class TestA(unittest.TestCase):\n class TestB(X):\n  def test_c(self): pass", {"TestA::TestB::test_c"}),
+    ("class TestA:\n def test_c(self): assert 1 == 1\nclass TestB(TestA):\n def test_d(self): pass\n"
+     "class TestC(TestB):\n test_d = None", {"TestA::test_c", "TestB::test_c", "TestC::test_c"}),
+])
+def test_which_tests_have_doubles(source, real):
+    made = doubles.versions(source, random.Random(1), 2)
+    assert made.real.keys() == made.must == real
+    assert made.real.get("TestB::test_c") == made.real.get("TestA::test_c")
+
+
+def test_the_share_of_tests_with_doubles_is_counted(tmp_path, capsys):
+    (tmp_path / "test_a.py").write_text("def test_a(): assert 1 == 1\ndef test_b(): assert 1 < 2\n"
+                                        "class TestC:\n def test_c(self): pass\n")
+    (tmp_path / "test_b.py").write_text("import pytest\n@pytest.mark.xfail\ndef test_a(): assert 1 == 2\n")
+    assert double_shares.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("| 2 | 4 | 25.0% | 25.0% | 25.0% | 25.0% |\n")
+    (tmp_path / "none").mkdir()
+    for name, says in (("no_package", "expected a package"), (str(tmp_path / "none"), "expected modules")):
+        assert double_shares.main([name]) == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("copies, expected, forged", [
+    ("t::a PASSED, u::a FAILED, t::b FAILED, u::b PASSED", {"t::a": "PASSED", "t::b": "PASSED"}, False),
+    ("t::a PASSED, u::a PASSED, t::b FAILED, u::b PASSED", {}, True),
+    ("t::a FAILED, u::a PASSED, t::b FAILED, u::b FAILED", {"t::a": "FAILED", "t::b": "FAILED"}, False),
+    ("t::a PASSED, t::b FAILED, u::b PASSED", {"t::b": "PASSED"}, False),  # a's double had no end
+    ("t::c PASSED, u::c PASSED", {"t::c": "PASSED"}, False),
+    ("t::c PASSED, u::c FAILED", {"t::c": "FAILED"}, False),
+    ("t::c PASSED", {}, False), ("t ERROR, u ERROR, other ERROR", {"t": "ERROR"}, False),
+    ("t::a[x] PASSED, u::a[x] PASSED", {}, True)])
+def test_what_copies_of_a_test_come_to(copies, expected, forged):
+    said = testing.Outcomes(report.split() for report in copies.split(", "))
+    made = doubles.Versions(["", ""], dict(a=0, b=1), {}, frozenset("ab"))
+    found = testing.told_apart(said, ["t", "u"], made)
+    assert (found, found.forged) == (expected, forged)
 
 
 @pytest.mark.parametrize("phases, expected", [
@@ -508,19 +612,16 @@ def test_what_phases_of_a_test_come_to(phases, expected):
 
 
 @pytest.mark.parametrize("said, expected, forged", [
-    ("c1 PASSED, a PASSED, t::c3 FAILED, c2 FAILED", {"a": "PASSED"}, False),
-    ("c1 PASSED, a PASSED, t ERROR, c2 FAILED", {"a": "PASSED"}, False),  # t cannot be imported
-    ("c1 PASSED, a PASSED, c2 FAILED", {}, False),
-    ("c1 PASSED, a PASSED, t::c3 FAILED", {}, False),
-    ("c1 PASSED, a PASSED, t::c3 PASSED, c2 FAILED", {}, True),
-    ("c1 PASSED, a PASSED, t::c3 FAILED, c2 PASSED", {}, True),
-    ("c1 FAILED, a PASSED, t::c3 FAILED, c2 FAILED", {}, True),
-    ("c1 PASSED, a FAILED, a PASSED, t::c3 FAILED, c2 FAILED", {}, True),
+    ("c1 PASSED, a PASSED, c2 FAILED", {"a": "PASSED"}, False),
+    ("c1 PASSED, a PASSED", {}, False), ("c1 PASSED, a PASSED, c2 PASSED", {}, True),
+    ("c1 FAILED, a PASSED, c2 FAILED", {}, True), ("c1 PASSED, a FAILED, a PASSED, c2 FAILED", {}, True),
+    ("c1 PASSED, a PASSED, t ERROR, c2 FAILED", {"a": "PASSED"}, False),
+    ("c1 PASSED, a PASSED, t ERROR, t::b PASSED, c2 FAILED", {}, True),  # a module that cannot be imported
 ])
 def test_nothing_counts_without_the_canaries(said, expected, forged):
     reports = [tuple(report.split()) for report in said.split(", ")]
     for names in (None, ["a", "b"]):
-        found = testing.counted(reports, {"c1": "PASSED", "c2": "FAILED"}, names, {"t::c3"})
+        found = testing.counted(reports, {"c1": "PASSED", "c2": "FAILED"}, names)
         found.pop("t", None)
         assert (found, found.forged) == (expected, forged)
 
@@ -757,6 +858,14 @@ def test_an_executor_gives_the_same_verdicts():
             info = score(env, WITH_PYTEST, fenced(in_front(WITH_PYTEST, code))).info
             assert info["correct"] == info["partial"] == 0, code
         assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, format=1, allowed=1)
+        for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py",
+                     "xml.py", "json/__init__.py"):
+            lines = forgeries.PYTEST.splitlines()
+            diff = f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(
+                f"+{line}\n" for line in lines)
+            info = score(env, WITH_PYTEST, fenced(diff)).info
+            assert info["correct"] == info["partial"] == 0, path
+            assert info["allowed"] == (path in ("xml.py", "json/__init__.py")), path
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ docs/repl.md has the formats of scenarios, the prompts and what is scored.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import io
@@ -25,6 +26,7 @@ import os
 import random
 import re
 import selectors
+import shlex
 import textwrap
 import threading
 import time
@@ -48,7 +50,7 @@ from envs import (
 )
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
-from envs.code.testing import decides, run_tests
+from envs.code.testing import LAUNCHER, decides, run_tests, shadows
 
 WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
@@ -154,7 +156,7 @@ class Config:
     max_sub_agents: int = 64
     """sub-agents of an episode, with those of its sub-agents"""
     reward_mode: Literal["correct", "partial"] = "correct"
-    """1 if every test ends as expected, or the share of those that do (nothing changed: 0)"""
+    """1 if every test ends as expected, or the share of those that do, beyond what changing nothing gives"""
     turn_timeout: float = 60.0
     """longest run of a block, or of all calls of a reply [s]"""
     test_timeout: float = 120.0
@@ -202,6 +204,19 @@ class Scenario:
     patch: str = ""  # a fix, as a unified diff
     docker_image: str = ""
     plain: bool = False  # tests are plain functions, run without pytest
+    held_out: str = ""  # a module of tests that nobody sees, and which alone judges; else those of `expected`
+
+    @property
+    def held_out_path(self) -> str:
+        folder = next((place for place in self.tests if not place.endswith(".py")), "")
+        return f"{folder}/test_held_out.py".lstrip("/")
+
+    @functools.cached_property
+    def judged(self) -> dict[str, str]:
+        """What has to come of the tests that decide."""
+        if not self.held_out:
+            return self.expected
+        return {f"{self.held_out_path}::{name}": "PASSED" for name in test_names(self.held_out)}
 
     def is_test(self, path: str) -> bool:
         """Whether it is taken from here, not from what the model left: tests and what configures them."""
@@ -216,6 +231,7 @@ class Repl(Env):
     def __init__(self, config):
         super().__init__(config)
         sandbox.check()
+        self._matched = {}  # instance_id -> tests that end as expected where nothing was changed
         self.executor = HttpExecutor(config.executor_url) if config.executor_url else None
         if self.executor:
             self.executor.check()
@@ -325,37 +341,67 @@ class Repl(Env):
     def score(self, scenario: Scenario, files: dict[str, bytes]) -> dict[str, float]:
         """Named parts for the files that an episode left. Raises SandboxError where nothing could be run."""
         original = {path: text for path, text in scenario.files.items() if not scenario.is_test(path)}
-        left = {path: text for path, text in files.items() if not scenario.is_test(path)}
+        left = {path: text for path, text in files.items() if not scenario.is_test(path)
+                and (path in scenario.files or not shadows(path))}
         if left == original:
             return NOTHING
-        tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
-        forged = False
-        if self.executor:
-            results = self._remote_results(scenario, original, left, tests)
-        else:
-            partial = self.config.reward_mode == "partial" or {*scenario.expected.values()} != {"PASSED"}
-            names = sorted(scenario.expected) if all("::" in name for name in scenario.expected) else None
-            results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
-                                memory=self.config.memory, partial=partial)
-            forged = results.forged
-            results = {short_name(name): outcome for name, outcome in results.items()} | results
-        matched = sum(results.get(name) == outcome for name, outcome in scenario.expected.items())
-        return dict(correct=float(matched == len(scenario.expected)),
-                    partial=matched / len(scenario.expected), modified=1.0, suspicious=float(forged))
+        results, forged = self._results(scenario, left)
+        expected = scenario.judged
+        matched = matching(results, expected)
+        partial = matched / len(expected)
+        if 0 < matched < len(expected):  # beyond what changing nothing would give
+            untouched = self._untouched(scenario, original)
+            partial = max(0.0, matched - untouched) / max(1, len(expected) - untouched)
+        return dict(correct=float(matched == len(expected)), partial=partial, modified=1.0,
+                    suspicious=float(forged))
 
-    def _remote_results(self, scenario, original, left, tests):
+    def _untouched(self, scenario: Scenario, original: dict[str, bytes]) -> int:
+        """How many tests end as expected where nothing was changed."""
+        if scenario.instance_id not in self._matched:
+            results, _ = self._results(scenario, original)
+            self._matched[scenario.instance_id] = matching(results, scenario.judged)
+        return self._matched[scenario.instance_id]
+
+    def _results(self, scenario: Scenario, left: dict[str, bytes]) -> tuple[dict[str, str], bool]:
+        """{test: outcome} of the tests that judge a tree, and whether they were forged."""
+        tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
+        if scenario.held_out:
+            tests[scenario.held_out_path] = scenario.held_out.encode()
+        if self.executor:
+            return self._remote_results(scenario, left, tests), False
+        names = sorted(scenario.judged) if all("::" in name for name in scenario.judged) else None
+        results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
+                            memory=self.config.memory)
+        return {short_name(name): outcome for name, outcome in results.items()} | results, results.forged
+
+    def _remote_results(self, scenario, left, tests):
         """What a container of the instance says, with changed files and the original tests laid over it."""
+        original = {path: text for path, text in scenario.files.items() if not scenario.is_test(path)}
         changed = {path: text for path, text in left.items() if original.get(path) != text}
         fitting = trees.laid_over(changed, scenario.files)  # where a file was, the image can hold no folder
         changed = {path: text for path, text in changed.items() if path in fitting}
         removed = " ".join(f"'{path}'" for path in original.keys() - left.keys() if "'" not in path)
-        command = scenario.test_command
+        command = launched(scenario.test_command)
         if "pytest" in command and " -rA" not in command:
             command += " -rA"  # say what comes of each test
+        if scenario.held_out:
+            command += f" {shlex.quote(scenario.held_out_path)}"
         command = f"rm -f -- {removed}; {command}" if removed else command
         result = self.executor.test(scenario.docker_image, trees.laid_over(changed, tests), command,
                                     self.config.test_timeout)
         return outcomes_in(result.output)
+
+
+def matching(results: dict[str, str], expected: dict[str, str]) -> int:
+    return sum(results.get(name) == outcome for name, outcome in expected.items())
+
+
+def launched(command: str) -> str:
+    """A test command whose pytest is imported before anything in the folder can be."""
+    found = re.search(r"\b(python[0-9.]*) -m pytest\b", command)
+    if not found or command[:found.start()].count("'") % 2:  # within quotes
+        return command
+    return f"{command[:found.start()]}{found[1]} -c {shlex.quote(LAUNCHER)}{command[found.end():]}"
 
 
 class Budget:
@@ -732,6 +778,12 @@ def short_name(name: str) -> str:
     return ".".join(name.split("::")[1:])
 
 
+def test_names(source: str) -> list[str]:
+    """The functions test_* of a module."""
+    return [node.name for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
 def split_of(instance_id: str) -> str:
     return "test" if zlib.crc32(instance_id.encode()) % TEST_SHARE == 0 else "train"
 
@@ -816,7 +868,22 @@ def load_scenario(row: dict) -> Scenario:
         raise BadInput(f"{row['folder']}: no tests: expected a folder tests, or the row's field tests")
     return Scenario(row["instance_id"], files, row["problem_statement"], row["expected"],
                     row.get("test_command", Scenario.test_command), tuple(tests), row.get("patch", ""),
-                    row.get("docker_image", ""), row.get("plain", False))
+                    row.get("docker_image", ""), row.get("plain", False), held_out_of(row["folder"]))
+
+
+def held_out_of(folder: Path) -> str:
+    """The tests held_out/<instance_id>.py beside an instance's folder (none: '')."""
+    path = folder.parent / "held_out" / f"{folder.name}.py"
+    if not path.is_file():
+        return ""
+    try:
+        source = path.read_text(encoding="utf-8")
+        names = test_names(source)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise BadInput(f"{path}: expected a module of tests ({first_line(error)})") from error
+    if not names:
+        raise BadInput(f"{path}: expected functions test_*, got none")
+    return source
 
 
 # Tiny scenarios: one function of one line, the wrong expression in it, and one call that shows it
@@ -824,6 +891,7 @@ def load_scenario(row: dict) -> Scenario:
 
 EXPRESSIONS = ("a + b", "a - b", "b - a", "a * b", "a // b", "a % b", "max ( a , b )", "min ( a , b )")
 VALUES = range(2, 10)
+HELD_OUT_CALLS = ((4, 9), (7, 2), (6, 6), (3, 5), (9, 8))  # those that decide; also such
 CALLS = ((2, 7), (9, 4), (5, 5), (8, 3), (3, 8))  # the tests': no two expressions agree on all of them
 
 
@@ -847,19 +915,21 @@ def tiny_parts(split: str, index: int) -> tuple[int, int, int, int]:
 def tiny_scenario(parts: tuple[int, int, int, int]) -> Scenario:
     a, b, wrong, right = parts
     expression = EXPRESSIONS[right]
-    tests = "from m import f\n" + "".join(
-        f"\n\ndef test_{number}():\n    assert f({x}, {y}) == {value(expression, x, y)}\n"
-        for number, (x, y) in enumerate(CALLS, 1))
+    def module(calls):
+        return "from m import f\n" + "".join(
+            f"\n\ndef test_{number}():\n    assert f({x}, {y}) == {value(expression, x, y)}\n"
+            for number, (x, y) in enumerate(calls, 1))
+
     return Scenario(
         "-".join(map(str, parts)), {"m.py": f"def f ( a , b ) : return ( {EXPRESSIONS[wrong]} )\n".encode(),
-                                    "tests/test_m.py": tests.encode()},
+                                    "tests/test_m.py": module(CALLS).encode()},
         f"f ( {a} , {b} ) is {value(EXPRESSIONS[wrong], a, b)} should be {value(expression, a, b)}",
         {f"tests/test_m.py::test_{number}": "PASSED" for number in range(1, len(CALLS) + 1)}, plain=True,
         test_command="""python3 -c 'import sys; sys.path.insert(0, str())
 import tests.test_m as t
 for name, test in list(vars(t).items()):
     if name.startswith("test_"): test()
-print("passed")'""")
+print("passed")'""", held_out=module(HELD_OUT_CALLS))
 
 
 def tiny_fix(parts: tuple[int, int, int, int]) -> str:

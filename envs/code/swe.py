@@ -227,7 +227,7 @@ class Swe(Env):
         original = {path: content for path, content in (snapshot | tests).items()
                     if content is not None and (path in asked or path in deciding or path in tests)}
         return testing.run_tests(tree, original, list(names), row["plain"], self.config.timeout,
-                                 self.config.memory, partial=self.config.reward == "partial")
+                                 self.config.memory)
 
 
 class Attempt(Episode):
@@ -490,6 +490,9 @@ def check_patch(patch: str, test_patch: str) -> str:
             raise BadPatch(f"{path}: belongs to the tests")
         if any(map(str.isspace, path)):
             raise BadPatch(f"{path[:80]}: a blank, after which programs may read a date")
+    for change in changes:
+        if change.new not in (None, change.old) and testing.shadows(change.new):
+            raise BadPatch(f"{change.new}: would be imported in place of what runs the tests")
     return write_patch(changes)
 
 
@@ -562,8 +565,8 @@ mkdir {folder} && mv .{nonce}.diff {folder}/diff && mv .{nonce}.tests {folder}/t
 ({APPLY.format(f'{folder}/diff')}) > /dev/null 2>&1 < /dev/null || {{ echo {nonce} refused; exit 0; }}
 echo {nonce} begun
 git apply --whitespace=nowarn {folder}/tests || exit 1
-python -m pytest -q -o cache_dir={folder}/cache --maxfail=0 --tb=no --junitxml={folder}/xml {tests} \
-    > /dev/null 2>&1
+python -c {shlex.quote(testing.LAUNCHER)} -q -o cache_dir={folder}/cache --maxfail=0 --tb=no \
+    --junitxml={folder}/xml {tests} > /dev/null 2>&1
 echo; echo {nonce}; cat {folder}/xml; echo; echo {nonce}"""
     files = {f".{nonce}.diff": patch, f".{nonce}.tests": row["test_patch"], **dict((first[:2], last[:2]))}
     image = config.image.format(id=row["instance_id"].lower().replace("__", "_1776_"), repo=row["repo"],

@@ -1,7 +1,8 @@
 """The system calls that code in the sandbox may make, as a program of the kernel's filter (seccomp).
 
 syscalls.txt lists them: those of Docker's default profile, without System V and POSIX queues, keys, io_uring,
-memory of no process, and what reaches into other processes. Some arguments of clone and socket are refused.
+memory of no process, what reaches into other processes, and what tells which files others have read. Some
+arguments of clone and socket are refused, and flags of preadv2 and pwritev2.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def program() -> bytes:
     numbers = {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
     # (operation, steps to skip if true, if false, operand). Loaded are 0: the number, 4: the architecture,
-    # 16: the first argument. Newer calls and clone3, whose flags are out of sight, are unknown: the C library
-    # then takes older ones.
+    # 16 and 56: the first and the sixth argument. Newer calls and clone3, whose flags are out of sight, are
+    # unknown: the C library then takes older ones.
     newest = max(numbers.values())
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, unknown), (load, 0, 0, 0),
              (at_least, 0, 1, newest + 1), (answer, 0, 0, unknown),
@@ -43,6 +44,9 @@ def program() -> bytes:
         for family in FAMILIES:
             steps += [(equal, 0, 1, family), (answer, 0, 0, allow)]
         steps.append((answer, 0, 0, refuse))
+    for name in ("preadv2", "pwritev2"):  # RWF_NOWAIT tells what is in memory, and who was here before
+        steps += [(equal, 0, 4, numbers.pop(name)), (load, 0, 0, 56), (equal, 0, 1, 0), (answer, 0, 0, allow),
+                  (answer, 0, 0, refuse)]
 
     left = set(numbers.values())
     for first in sorted(number for number in left if number - 1 not in left):

@@ -6,11 +6,11 @@
 Each module of tests runs in a sandbox of its own, so that nothing that happens in one reaches another. What
 tests print counts for nothing: what became of each comes over a pipe that was opened, with a random token,
 before any code of the tree ran, is passed on by a process that runs none of it, and made into outcomes here.
-Among the tests, in modules of their own and in each real one, are canaries, of which some must fail: where
-one does not turn out as it must (someone patched pytest or unittest, or ended the process with os._exit(0)),
-no result counts. Tests that pass are run once more in other sandboxes, where each expects something else and
-has to fail (doubles.py). Tests and code under test do share a process, so code that was written against this
-and knows the tests could forge a result; docs/sandbox.md says more.
+A module lies there in several copies. For each test, one of them, drawn at random, holds it as it is, and the
+others expect something else and have to fail (doubles.py): where a test passes with a double, or a canary in
+modules beside them does not turn out as it must (someone patched pytest or unittest, or ended the process
+with os._exit(0)), no result counts. Tests and code under test do share a process, so code that was written
+against this and knows the tests could forge a result; docs/sandbox.md says more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import secrets
 import subprocess
 import sys
@@ -32,11 +33,27 @@ from pathlib import Path, PurePosixPath
 
 from envs.code import doubles, sandbox, trees
 
+# As `python -m pytest`, except that what lies in the folder can be imported only once pytest and its plugins
+# have been. (`python -c` puts the folder on the path as well; versions before 3.11 know no -P.)
+LAUNCHER = """import os, sys
+path = [p for p in sys.path if p]
+sys.path[:] = [p for p in path if os.path.realpath(p) != os.getcwd()]
+import pytest, unittest
+sys.path[:] = path
+class Late:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.path.insert(0, os.getcwd())
+sys.exit(pytest.main(plugins=[Late()]))"""
 WORKER = Path(__file__).with_name("testing_worker.py").read_text(encoding="utf-8")
 # Names of files that change how or which tests run, wherever they lie.
 DECIDING = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml",
             "tox.ini", "setup.cfg", "sitecustomize.py", "usercustomize.py", "entry_points.txt", "pyvenv.cfg"}
+# Top-level names that the tests' process imports: a new one in the tree would run in place of the real one.
+SHADOWS = {"pytest", "_pytest", "pluggy", "iniconfig", "unittest", "site", "sitecustomize", "usercustomize"}
 MOST_CACHED = 4096  # results kept
+GUESSES = 1000  # a guess of all tests of a row is to be right no oftener than once in so many,
+MOST_COPIES = 4  # if that takes no more copies of each module
 
 CANARIES = '''
 import unittest
@@ -87,17 +104,15 @@ def has_pytest() -> bool:
 
 
 def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
-              plain: bool = False, timeout: float = 60.0, memory: int = 1024,
-              partial: bool = True) -> Outcomes:
+              plain: bool = False, timeout: float = 60.0, memory: int = 1024) -> Outcomes:
     """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
 
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
     `files` that decides over tests (conftest.py, pytest.ini, ...) and is not in test_files is left out.
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
-    partial: results are worth something even where not all of `names` pass, and so are not to be forged.
-    timeout: of the modules, one after the other [s]. Each has what is left of it and at least an equal share;
-    a test, half of what is left of that.
+    timeout: of the modules, one after the other, for each copy [s]. Each has what is left of it and at least
+    an equal share; a test, half of what is left of that.
 
     A skipped test is FAILED, one that is marked xfail and does fail is PASSED. ERROR: its module cannot be
     imported, or its fixtures failed.
@@ -109,7 +124,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
     files = {path: content for path, content in files.items() if not decides(path)}
     tree = trees.laid_over(files, test_files)
-    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory, partial])
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory])
     with _lock:
         found = _cache.get(key)
         if mine := found is None:
@@ -120,7 +135,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
             _cache.move_to_end(key)
     if mine:
         try:
-            found.set_result(_run(tree, test_files, names, plain, timeout, memory, partial))
+            found.set_result(_run(tree, test_files, names, plain, timeout, memory))
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
@@ -152,55 +167,62 @@ def digest(*values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _run(tree, test_files, names, plain, timeout, memory, partial) -> Outcomes:
+def shadows(path: str) -> bool:
+    """Whether a file would be imported in place of what runs the tests."""
+    return PurePosixPath(path).parts[0].partition(".")[0].lower() in SHADOWS
+
+
+def _run(tree, test_files, names, plain, timeout, memory) -> Outcomes:
     asked = {name.partition("::")[0] for name in names} if names is not None else None
     sources = {path: _text(content) for path, content in sorted(test_files.items())
                if (is_test(path) if asked is None else path in asked)}
-    if not sources:
-        return Outcomes()
-    run, rng = functools.partial(_each, tree, names, plain, timeout, memory), random.SystemRandom()
-    results = run({path: doubles.disguised(source, rng, plain) for path, source in sources.items()})
-    passed = [name for name, outcome in results.items() if outcome == "PASSED"]
-    if not passed or names is not None and not partial and len(passed) < len(set(names)):
-        return results
+    if names is None:
+        number = sum(source.count("def test") for source in sources.values())
+    else:
+        number = len({name.partition("[")[0] for name in names})
+    copies = 2
+    while copies < MOST_COPIES and copies ** number < GUESSES:
+        copies += 1
+    rng = random.SystemRandom()
+    made = {path: doubles.versions(source, rng, copies) for path, source in sources.items()}
 
-    others = {path: doubles.doubled(source, rng) for path, source in sources.items()}
-    again = run({path: doubles.disguised(source, rng, plain) for path, (source, _) in others.items()})
-    results.forged |= again.forged
-    for name in passed:
-        path, _, test = name.partition("[")[0].partition("::")
-        if test in others.get(path, ("", ()))[1] and again.get(name) not in ("FAILED", "ERROR"):
-            del results[name]
-            results.forged |= again.get(name) == "PASSED"
+    results, deadline = Outcomes(), time.monotonic() + timeout * copies
+    for path, version in made.items():
+        # What is not as it runs would tell what runs. Others are as they are where this one may import them.
+        others = {other: found.sources[0].encode() for other, found in made.items()
+                  if other == path or PurePosixPath(other).stem not in sources[path]}
+        own = None if names is None else [name for name in names if name.partition("::")[0] == path]
+        left = max(deadline - time.monotonic(), timeout * copies / len(made))
+        found = _once(tree | others, own, plain, left, memory, path, version)
+        results.update(found)
+        results.forged |= found.forged
     if results.forged:
         results.clear()
     return results
 
 
-def _each(tree, names, plain, timeout, memory, modules: dict[str, tuple[str, set[str]]]) -> Outcomes:
-    """Of each module by itself. modules: path -> source, and tests in it that must fail"""
-    results, deadline = Outcomes(), time.monotonic() + timeout
-    for path, (source, failing) in modules.items():
-        own = None if names is None else [name for name in names if name.partition("::")[0] == path]
-        left = max(deadline - time.monotonic(), timeout / len(modules))
-        found = _once(tree, own, plain, left, memory, path, source, failing)
-        results.update(found)
-        results.forged |= found.forged
-    return results
-
-
-def _once(tree, names, plain, timeout, memory, path: str, source: str, failing: set[str]) -> Outcomes:
-    """Of one module. failing: tests in it that must fail"""
+def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versions) -> Outcomes:
+    """Of one module, which lies there in several copies."""
     first, last = canaries(path, plain), canaries(path, plain)
     must = first[2] | last[2]
-    hidden = {f"{path}::{name}" for name in failing}
-    sources = dict([first[:2], (path, source), last[:2]])
+    rng = random.SystemRandom()
+    places = [path]
+    while len(places) < len(version.sources):
+        place = str(PurePosixPath(path).with_name(f"{new_name(version.sources[0], rng)}.py"))
+        places += [place] * (place not in tree and place not in places)
+    beside = [*zip(places, version.sources, strict=True)]
+    rng.shuffle(beside)
+    sources = dict([first[:2], *beside, last[:2]])
     if not plain:
         tree = tree | {path: source.encode() for path, source in sources.items()}
         sources = dict.fromkeys(sources, "")
+    wanted = None
+    if names is not None:
+        wanted = [place + name.removeprefix(path) for name in names for place in places]
+        rng.shuffle(asked := [*wanted, *must])
     nonce = secrets.token_hex(16)
-    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=list(sources.items()),
-               names=None if names is None else [*names, *must, *hidden])
+    job = dict(nonce=nonce, plain=plain, timeout=timeout, copies=len(places), modules=list(sources.items()),
+               names=None if names is None else asked)
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
     limits = dict(timeout=timeout + 10, cpu=int(timeout) + 10, memory=memory, output=2**24,
@@ -217,7 +239,14 @@ def _once(tree, names, plain, timeout, memory, path: str, source: str, failing: 
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
-    return counted(_reports(rest, nonce), must, names, hidden)
+    return told_apart(counted(_reports(rest, nonce), must, wanted), places, version)
+
+
+def new_name(source: str, rng: random.Random) -> str:
+    """A name of a module of tests, of words that are in the source."""
+    words = {word for word in re.split("[^a-zA-Z]+", source) if word.islower() and 2 < len(word) < 10}
+    words = sorted(words | {"more", "other", "again"})
+    return "_".join(["test", *rng.choices(words, k=rng.randint(2, 3))])
 
 
 def _reports(text, nonce) -> list[tuple[str, str]]:
@@ -253,24 +282,55 @@ def outcomes(reports) -> list[tuple[str, str]]:
     return found
 
 
-def counted(reports, must: dict[str, str], names: list[str] | None, hidden=frozenset()) -> Outcomes:
+def counted(reports, must: dict[str, str], names: list[str] | None) -> Outcomes:
     """What counts of [(test, outcome)]: nothing, unless all came once and the canaries as they must.
 
-    hidden: canaries in the modules of real tests, which must fail unless their module cannot be imported.
+    Nor where there are results of tests in a module that cannot be imported.
     """
     results = dict(reports)
-    found = Outcomes({name: outcome for name, outcome in results.items() if name not in {*must, *hidden}})
+    found = Outcomes({name: outcome for name, outcome in results.items() if name not in must})
+    broken = {name for name, outcome in results.items() if "::" not in name and outcome == "ERROR"}
+    found.forged = (len(results) != len(reports)
+                    or any(results.get(name, outcome) != outcome for name, outcome in must.items())
+                    or any(name.partition("::")[0] in broken for name in results if "::" in name))
     if names is not None:
         modules = {name: results.get(name.partition("::")[0]) for name in names}
-        found = Outcomes({name: results.get(name, modules[name]) for name in names
-                          if results.get(name, modules[name])})
-    missing = any(name not in results for name in must) or any(
-        name not in results and results.get(name.partition("::")[0]) != "ERROR" for name in hidden)
-    found.forged = (len(results) != len(reports) or any(results.get(name) == "PASSED" for name in hidden)
-                    or any(results.get(name, outcome) != outcome for name, outcome in must.items()))
-    if missing or found.forged:
+        kept = {name: results.get(name, modules[name]) for name in names if results.get(name, modules[name])}
+        found.clear()
+        found.update(kept)
+    if found.forged or any(name not in results for name in must):
         found.clear()
     return found
+
+
+def told_apart(found: Outcomes, places: list[str], version: doubles.Versions) -> Outcomes:
+    """Outcomes of the tests themselves from those of all copies, of which the first lies in their place.
+
+    A test that passes counts if none of its doubles does; one without doubles, if it passes in all copies.
+    """
+    said = {place: {} for place in places}
+    for name, outcome in found.items():
+        place, _, test = name.partition("::")
+        if place in said:  # not what is said of a folder
+            said[place][test] = outcome
+    results = Outcomes()
+    results.forged = found.forged
+    for test in dict.fromkeys(test for tests in said.values() for test in tests):
+        outcomes = [said[place].get(test) for place in places]
+        real = version.real.get(test.partition("[")[0])
+        if real is None:
+            failed = [outcome for outcome in outcomes if outcome not in ("PASSED", None)]
+            outcome = failed[0] if failed else None if None in outcomes else "PASSED"
+        else:
+            outcome = outcomes.pop(real)
+            if outcome == "PASSED" and test.partition("[")[0] in version.must:
+                results.forged |= "PASSED" in outcomes
+                outcome = None if None in outcomes else outcome  # they did not come to their end
+        if outcome is not None:
+            results[f"{places[0]}::{test}" if test else places[0]] = outcome
+    if results.forged:
+        results.clear()
+    return results
 
 
 def canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:

@@ -71,10 +71,10 @@ def work(down, up):
     with os.fdopen(down) as pipe:
         job = json.load(pipe)
     send = sender(up, job.pop("token"))
-    deadline = time.monotonic() + job["timeout"]
+    PATIENCE.begin(job["timeout"], job["copies"])
     try:
         run = run_plain if job["plain"] else run_pytest
-        run(job, send, deadline)
+        run(job, send)
     except BaseException:  # SystemExit and all else that the code may raise
         pass
     send("", "end", "")
@@ -93,11 +93,33 @@ class TimeUp(BaseException):
     """The test has taken half of the time that was left."""
 
 
+class Patience:
+    """How long a test may take: half of what is left, and of one copy's time at most.
+
+    Once a test has taken that, the others have what is left of one copy's time, not of all.
+    """
+
+    def begin(self, timeout, copies, now=time.monotonic):
+        self.now, self.copy = now, timeout / copies
+        self.start = now()
+        self.deadline = self.start + timeout
+
+    def left(self):
+        return max(0.01, min(self.deadline - self.now(), self.copy) / 2)
+
+    def used_up(self):
+        self.deadline = min(self.deadline, self.start + self.copy)
+
+
+PATIENCE = Patience()
+
+
 def time_up(number, frame):
+    PATIENCE.used_up()
     raise TimeUp
 
 
-def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotonic):
+def run_plain(job, send, setitimer=signal.setitimer, left=PATIENCE.left):
     """The functions test_* of modules, without pytest: no fixtures, no parameters, no classes."""
     wanted = job["names"] and set(job["names"])
     modules = []
@@ -112,7 +134,7 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
     for path, source, module in modules:
         sys.modules[module.__name__] = module
         try:
-            setitimer(signal.ITIMER_REAL, max(0.01, (deadline - now()) / 2))
+            setitimer(signal.ITIMER_REAL, left())
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             setitimer(signal.ITIMER_REAL, 0)
         except failures:
@@ -125,7 +147,7 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
                     wanted and full not in wanted):
                 continue
             try:
-                setitimer(signal.ITIMER_REAL, max(0.01, (deadline - now()) / 2))
+                setitimer(signal.ITIMER_REAL, left())
                 function()
                 setitimer(signal.ITIMER_REAL, 0)
                 result = "passed"
@@ -135,11 +157,10 @@ def run_plain(job, send, deadline, setitimer=signal.setitimer, now=time.monotoni
             send(full, "call", result)
 
 
-def run_pytest(job, send, deadline):
+def run_pytest(job, send):
     import pytest
 
-    sys.path.insert(0, os.getcwd())
-    plugin = reporter(pytest, job["names"] and set(job["names"]), send, deadline)
+    plugin = reporter(pytest, job["names"] and set(job["names"]), send)
     # --maxfail=0 takes back an -x of the configuration: the first of the canaries fails. A cache outside the
     # tree: without its plugin, pytest does not know an --ff or --lf of the configuration.
     pytest.main(["-q", "-o", "cache_dir=/tmp/cache", "--maxfail=0", "--continue-on-collection-errors",
@@ -147,10 +168,14 @@ def run_pytest(job, send, deadline):
                 plugins=[plugin])
 
 
-def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=time.monotonic):
+def reporter(pytest, wanted, send, setitimer=signal.setitimer, left=PATIENCE.left):
     expected_to_fail = set()
 
     class Reporter:
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_load_initial_conftests(self):
+            sys.path.insert(0, os.getcwd())  # when pytest and its plugins have been imported
+
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items):
             items[:] = [item for item in items if not wanted or item.nodeid in wanted]
@@ -164,7 +189,7 @@ def reporter(pytest, wanted, send, deadline, setitimer=signal.setitimer, now=tim
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item):
             signal.signal(signal.SIGALRM, time_up)
-            setitimer(signal.ITIMER_REAL, max(0.01, (deadline - now()) / 2))
+            setitimer(signal.ITIMER_REAL, left())
             try:
                 return (yield)
             finally:
