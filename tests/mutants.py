@@ -45,6 +45,18 @@ TESTS = {
 MUTANTS = {
     "grpo_llm.py": {
         "RLOO's factor": ("size / max(size - 1, 1)", "size / size"),
+        "MaxRL divides by nothing": ("advantages / max(rewards.mean(), 1e-9)", "advantages / 1.0"),
+        "DPPO masks the other side": (
+            "moved > DPPO_LIMIT, moved < -DPPO_LIMIT", "moved < -DPPO_LIMIT, moved > DPPO_LIMIT"),
+        "DPPO's penalty is masked too": (
+            "DPPO_KL_COEF * log_ratio**2", "DPPO_KL_COEF * log_ratio**2 * ~is_masked"),
+        "DPPO's ratio is to the trainer": (
+            'if args.loss == "dppo" else old_logprobs', "if False else old_logprobs"),
+        "SAPO: one steepness": ("torch.where(advantages > 0, 1.0, 1.05)", "torch.ones_like(advantages)"),
+        "SAPO without its 4": ("(ratio - 1)) * 4 / steepness", "(ratio - 1)) / steepness"),
+        "MIS over padding": ("(log_mismatch * mask).sum(1", "log_mismatch.sum(1"),
+        "what is masked keeps its weight": ("weights.masked_fill(is_out, 0.0)", "weights.clamp(low, high)"),
+        "TIS has no lower bound": ("weights.clamp(low, high)", "weights.clamp(max=high)"),
         "sample deviation": ("rewards.std()", "rewards.std(ddof=1)"),
         "balance of the other sign": ("np.where(advantages < 0", "np.where(advantages > 0"),
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
