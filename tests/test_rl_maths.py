@@ -14,6 +14,7 @@ import torch
 
 import grpo_llm
 import ppo_llm
+from envs import BadInput
 from tests.test_updates import corrections, group_advantages
 
 
@@ -30,7 +31,7 @@ def test_advantages_follow_their_formulas(baseline, scale, balance):
 
 def test_maxrl_is_for_rewards_of_0_or_more():
     assert grpo_llm.group_advantages([0.0, 0.0, 0.0], baseline="maxrl").tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(grpo_llm.BadInput, match=r"^--baseline maxrl: a reward is -0.5; expected 0 or more$"):
+    with pytest.raises(BadInput, match=r"^--baseline maxrl: a reward is -0.5; expected 0 or more$"):
         grpo_llm.group_advantages([1.0, -0.5, 0.0], baseline="maxrl")
 
 
@@ -137,10 +138,10 @@ def test_loss_and_gradient_are_those_of_trl(loss, correction, monkeypatch, tmp_p
         loss_type=dict(clip="grpo", gspo="grpo").get(loss, loss),
         epsilon_high={"cispo": 1.28}.get(loss, 0.28),  # of CISPO it is the bound itself
         importance_sampling_level={"gspo": "sequence"}.get(loss, "token"))
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    peer = GRPOTrainer.__new__(GRPOTrainer)
     names = ("loss_type", "beta", "epsilon_high", "importance_sampling_level", "off_policy_mask_threshold",
              "top_entropy_quantile")
-    vars(trainer).update(
+    vars(peer).update(
         {name: getattr(args, name) for name in names}, args=args, epsilon_low=args.epsilon, use_vllm=True,
         vllm_importance_sampling_correction=correction != "none", aux_loss_enabled=False,
         _entropy_bonus_enabled=False, current_gradient_accumulation_steps=args.steps_per_generation,
@@ -150,7 +151,7 @@ def test_loss_and_gradient_are_those_of_trl(loss, correction, monkeypatch, tmp_p
                         lambda *_, **__: (logprobs, torch.zeros_like(old), None))
     weights, _ = grpo_llm.correction_weights(old - sampled, mask, correction)
     ids = torch.zeros(mask.shape, dtype=torch.long)
-    theirs = trainer._compute_loss(None, dict(
+    theirs = peer._compute_loss(None, dict(
         prompt_ids=ids[:, :1], prompt_mask=ids[:, :1] + 1, completion_ids=ids, completion_mask=mask,
         advantages=advantages[:, 0], old_per_token_logps=old, importance_sampling_ratio=weights,
         num_items_in_batch=mask.sum()))
