@@ -235,10 +235,10 @@ def signal_once(patch, number, step):
     """This process gets the signal while it logs that step for the first time."""
     add_summary, left = FileWriter.add_summary, [number]
 
-    def signalled(writer, summary, at):
+    def signalled(writer, summary, at, *more):
         if at == step and left:
             os.kill(os.getpid(), left.pop())
-        add_summary(writer, summary, at)
+        add_summary(writer, summary, at, *more)
 
     patch.setattr(FileWriter, "add_summary", signalled)
 

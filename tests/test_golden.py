@@ -76,7 +76,7 @@ def test_records_and_keys_that_are_new_or_missing_are_named(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--golden", "grp"], "no golden run 'grp': expected grpo, .*did you mean 'grpo'"),
-    (["{d}", "--golden"], "expected one name behind --golden"),
+    (["{d}", "--golden"], "expected one run and one name behind --golden"),
     (["{d}", "--golden", "sft"], "FileNotFoundError.*train_log.jsonl"),
     ([], "--golden")])
 def test_bad_input_is_one_line(words, says, tmp_path, capsys):

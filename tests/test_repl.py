@@ -151,14 +151,20 @@ def test_tasks_are_the_same_in_every_process(options, pinned):
     assert digest.hexdigest()[:16] == pinned  # Python hashes texts differently in each process
 
 
-@pytest.mark.parametrize("passing, cheapest, correct, partial", [
-    (["total", "cheapest"], "PASSED", 1, 1), (["total"], "PASSED", 0, 0.5),
-    (["total"], "FAILED", 0, 0.5), (["total", "cheapest"], "FAILED", 0, 0.5)])  # no result is not FAILED
-def test_what_outcomes_are_worth(tmp_path, monkeypatch, passing, cheapest, correct, partial):
+@pytest.mark.parametrize("untouched, passing, cheapest, correct, partial", [
+    ([], ["total", "cheapest"], "PASSED", 1, 1), ([], ["total"], "PASSED", 0, 0.5),
+    ([], ["total"], "FAILED", 0, 0.5), ([], ["total", "cheapest"], "FAILED", 0, 0.5),  # none is not FAILED
+    (["total"], ["total"], "PASSED", 0, 0), (["total"], ["total", "cheapest"], "PASSED", 1, 1),
+    (["total"], ["cheapest"], "PASSED", 0, 0), (["total"], [], "PASSED", 0, 0)])
+def test_what_outcomes_are_worth(tmp_path, monkeypatch, untouched, passing, cheapest, correct, partial):
     expected = {"tests/test_price.py::test_total": "PASSED", "tests/test_price.py::test_cheapest": cheapest}
     folder = write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected)})
-    monkeypatch.setattr(repl, "run_tests", lambda *args, **options: testing.Outcomes(
-        {f"tests/test_price.py::test_{name}": "PASSED" for name in passing}))
+
+    def run_tests(files, *args, **options):
+        found = passing if "shop/new.py" in files else untouched
+        return testing.Outcomes({f"tests/test_price.py::test_{name}": "PASSED" for name in found})
+
+    monkeypatch.setattr(repl, "run_tests", run_tests)
     for mode, reward in (("correct", correct), ("partial", partial)):
         env, task = alone(cache_dir=folder, reward_mode=mode)
         scenario = env.scenario(task)

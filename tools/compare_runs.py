@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("expected one run and one name behind --golden, or no run")
         return min(golden.compare(args.golden, args.run[0] if args.run else None), 1)
     if not args.run:
-        parser.error("expected run folders, or --golden")
+        parser.error("expected RUN, the folders of runs, or --golden")
     print(compare(args.run, args.form, bold=sys.stdout.isatty()))
     return 0
 
