@@ -1333,6 +1333,7 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
     logprobs = torch.zeros(len(row), max_new_tokens, device=device)
     eos = torch.tensor(eos, device=device)
     num_done = 0
+    alone = len(prompts) == len(row)  # each response has a row of its own
     # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
     ask_every = 1 if device.type == "cpu" else 8
     for t in range(max_new_tokens):
@@ -1353,13 +1354,14 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
             live, row = live[going_on], row[going_on]
             token, done = token[going_on], done[going_on]
             num_done = 0
-        if len(row) == len(mask):  # a row for each response: they stay as they are
+        if alone and len(row) == len(mask):  # and none was removed
             tokens = token[row.argsort()][:, None]
         else:
             # A new row for each different pair of an old row and a token; a pair is one number.
             pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
             parent = pairs // vocabulary  # (rows,): the old row of each new one
             tokens = (pairs % vocabulary)[:, None]
+            alone = len(pairs) == len(row)
             if not torch.equal(parent, torch.arange(len(mask), device=device)):
                 mask, position = mask[parent], position[parent]
                 cache.reorder_cache(parent)

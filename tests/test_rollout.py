@@ -72,6 +72,19 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it(countdown_tiny):
     assert [ids for ids, _ in others] != [ids for ids, _ in together]
 
 
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
+def test_replies_that_are_equal_so_far_end_and_part_in_any_order(random_llama, script):
+    """With six words replies share rows for long, while others end and leave theirs."""
+    model = random_llama(vocab_size=6)
+    for number in range(12):
+        prompts = [[3, 4]] * 5 + [[4]] * 3
+        seeds = [f"{number} {place}" for place in range(8)]
+        together = script.generate(model, prompts, 8, 0.7, [2], seeds)
+        for prompt, seed, (ids, logprobs) in zip(prompts, seeds, together, strict=True):
+            ((alone, same),) = script.generate(model, [prompt], 8, 0.7, [2], [seed])
+            assert alone == ids and same == pytest.approx(logprobs, abs=1e-9)
+
+
 @pytest.mark.parametrize("more", [[2, 5], 5])  # a generation config may name more than the tokenizer
 def test_a_reply_ends_with_its_first_eos_or_at_the_limit(random_llama, countdown_tiny, more):
     model, tokenizer = copy.deepcopy(random_llama(vocab_size=8)), countdown_tiny[1]
