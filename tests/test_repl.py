@@ -73,6 +73,7 @@ class Play(contextlib.AbstractContextManager):
 
     def __init__(self, env, task):
         self.episode = env.start(task, 1)
+        self.is_bare = env.config.prompt == "short"  # its replies are code alone
 
     def __exit__(self, *exc):
         self.episode.close()
@@ -84,7 +85,7 @@ class Play(contextlib.AbstractContextManager):
         return self.text(step)
 
     def step(self, code):
-        return self.episode.step(fenced(code))
+        return self.episode.step(code if self.is_bare else fenced(code))
 
     def text(self, step):
         (message,) = step.messages
