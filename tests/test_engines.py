@@ -429,7 +429,7 @@ def largest_difference(model, played, temperature):
 def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path, monkeypatch):
     """And where vLLM fails at last, all is kept."""
     folder, step = tmp_path / "run", "vllm.v1.engine.llm_engine.LLMEngine.step"
-    monkeypatch.setattr(FileWriter, "add_summary", lambda writer, summary, at: at == 60 and (
+    monkeypatch.setattr(FileWriter, "add_summary", lambda writer, summary, at, *more: at == 60 and (
         monkeypatch.setattr(step, None)))
     with pytest.raises(SystemExit, match="error: EngineError: --engine vllm: 'NoneType' object is not"):
         train(grpo_llm, folder, **VLLM | dict(log_episodes=0.0, checkpoint_every=99), lora_rank=8,
