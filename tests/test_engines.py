@@ -542,7 +542,8 @@ def test_a_server_gets_its_weights_between_replies_where_the_trainer_does_not_wa
 def test_a_real_server_that_is_killed(servers, stand_in, tmp_path, monkeypatch, capsys):
     """Whatever it was handed before, it samples for the run, until it is lost; another takes its place."""
     server, folder = servers[0].ready(), tmp_path / "run"
-    monkeypatch.setattr(FileWriter, "add_summary", lambda writer, summary, at: at == 2 and server.kill())
+    monkeypatch.setattr(FileWriter, "add_summary",
+                        lambda writer, summary, at, *more: at == 2 and server.kill())
     flags = dict(max_context_tokens=256, iterations=4)
     ends_with_one_line(capsys, rf"EngineError: --vllm-url {server.url}: .*receipt: ",
                        grpo_llm, folder, **asking(server, **flags))
