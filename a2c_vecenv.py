@@ -387,7 +387,7 @@ def flush_to_disk(*paths):
 
 
 def take_lock(file):
-    """On rank 0 lock a file until this process ends, however it does.  -> who has locked it, "" if nobody"""
+    """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
     if RANK:
         return ""
     try:
