@@ -1150,3 +1150,14 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
     if name in HALF:
         half = outcome(env, task, f"apply_patch{(path, *HALF[name])!r}; finish()")
         assert half.reward == 0 < half.info["partial"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", "abcd")
+def test_what_leaks_from_test_to_test_earns_nothing(monkeypatch, secret):
+    """5 or 6 tests end as expected where nothing was mended, by the order that was drawn for them."""
+    monkeypatch.setattr(testing, "SECRET", secret)
+    env, task = alone("settings-leak")
+    for number in range(3):
+        comment = f"open('settings/store.py', 'a').write('\\n# comment {number}\\n'); finish()"
+        assert outcome(env, task, comment).info["partial"] == 0

@@ -50,7 +50,7 @@ from envs import (
 )
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
-from envs.code.testing import LAUNCHER, decides, run_tests, shadows
+from envs.code.testing import LAUNCHER, decides, digest, run_tests, shadows
 
 WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
@@ -345,24 +345,30 @@ class Repl(Env):
                 and (path in scenario.files or not shadows(path))}
         if left == original:
             return NOTHING
-        results, forged = self._results(scenario, left)
-        expected = scenario.judged
-        matched = matching(results, expected)
-        partial = matched / len(expected)
-        if 0 < matched < len(expected):  # beyond what changing nothing would give
-            untouched = self._untouched(scenario, original)
-            partial = max(0.0, matched - untouched) / max(1, len(expected) - untouched)
-        return dict(correct=float(matched == len(expected)), partial=partial, modified=1.0,
+        draw = digest(sorted(left.items()))
+        results, forged = self._results(scenario, left, draw)
+        matched, number = matching(results, scenario.judged), len(scenario.judged)
+        partial = len(matched) / number
+        if 0 < partial < 1:  # beyond what changing nothing would give
+            untouched = self._untouched(scenario, original, matched, draw)
+            partial = max(0, len(matched) - untouched) / max(1, number - untouched)
+        return dict(correct=float(len(matched) == number), partial=partial, modified=1.0,
                     suspicious=float(forged))
 
-    def _untouched(self, scenario: Scenario, original: dict[str, bytes]) -> int:
-        """How many tests end as expected where nothing was changed."""
-        if scenario.instance_id not in self._matched:
-            results, _ = self._results(scenario, original)
-            self._matched[scenario.instance_id] = matching(results, scenario.judged)
-        return self._matched[scenario.instance_id]
+    def _untouched(self, scenario: Scenario, original: dict[str, bytes], matched: set[str], draw: str) -> int:
+        """How many tests end as expected where nothing was changed.
 
-    def _results(self, scenario: Scenario, left: dict[str, bytes]) -> tuple[dict[str, str], bool]:
+        matched: those that do in a changed tree. Where they differ from what was seen of the untouched tree,
+        it is run again with the draw of the changed one: a test may depend on what ran before it.
+        """
+        name = scenario.instance_id
+        if name not in self._matched:
+            self._matched[name] = matching(self._results(scenario, original, draw)[0], scenario.judged)
+        elif matched != self._matched[name]:
+            return len(matching(self._results(scenario, original, draw)[0], scenario.judged))
+        return len(self._matched[name])
+
+    def _results(self, scenario: Scenario, left: dict[str, bytes], draw: str) -> tuple[dict[str, str], bool]:
         """{test: outcome} of the tests that judge a tree, and whether they were forged."""
         tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
         if scenario.held_out:
@@ -371,7 +377,7 @@ class Repl(Env):
             return self._remote_results(scenario, left, tests), False
         names = sorted(scenario.judged) if all("::" in name for name in scenario.judged) else None
         results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
-                            memory=self.config.memory)
+                            memory=self.config.memory, draw=draw)
         return {short_name(name): outcome for name, outcome in results.items()} | results, results.forged
 
     def _remote_results(self, scenario, left, tests):
@@ -392,8 +398,8 @@ class Repl(Env):
         return outcomes_in(result.output)
 
 
-def matching(results: dict[str, str], expected: dict[str, str]) -> int:
-    return sum(results.get(name) == outcome for name, outcome in expected.items())
+def matching(results: dict[str, str], expected: dict[str, str]) -> set[str]:
+    return {name for name, outcome in expected.items() if results.get(name) == outcome}
 
 
 def launched(command: str) -> str:

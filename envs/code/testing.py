@@ -104,7 +104,7 @@ def has_pytest() -> bool:
 
 
 def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
-              plain: bool = False, timeout: float = 60.0, memory: int = 1024) -> Outcomes:
+              plain: bool = False, timeout: float = 60.0, memory: int = 1024, draw: str = "") -> Outcomes:
     """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
 
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
@@ -113,6 +113,8 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
     timeout: of the modules, one after the other, for each copy [s]. Each has what is left of it and at least
     an equal share; a test, half of what is left of that.
+    draw: trees of one draw are judged by the same copies in the same order, for tests whose outcome depends
+    on what ran before them. What is drawn is known to this process alone. "": each tree has its own.
 
     A skipped test is FAILED, one that is marked xfail and does fail is PASSED. ERROR: its module cannot be
     imported, or its fixtures failed.
@@ -124,7 +126,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
     files = {path: content for path, content in files.items() if not decides(path)}
     tree = trees.laid_over(files, test_files)
-    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory])
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory, draw])
     with _lock:
         found = _cache.get(key)
         if mine := found is None:
@@ -135,7 +137,8 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
             _cache.move_to_end(key)
     if mine:
         try:
-            found.set_result(_run(tree, test_files, names, plain, timeout, memory))
+            rng = random.Random(SECRET + (draw or key))
+            found.set_result(_run(tree, test_files, names, plain, timeout, memory, rng))
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
@@ -143,6 +146,7 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     return copy.copy(found.result())
 
 
+SECRET = secrets.token_hex(16)
 _cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
@@ -172,7 +176,7 @@ def shadows(path: str) -> bool:
     return PurePosixPath(path).parts[0].partition(".")[0].lower() in SHADOWS
 
 
-def _run(tree, test_files, names, plain, timeout, memory) -> Outcomes:
+def _run(tree, test_files, names, plain, timeout, memory, rng: random.Random) -> Outcomes:
     asked = {name.partition("::")[0] for name in names} if names is not None else None
     sources = {path: _text(content) for path, content in sorted(test_files.items())
                if (is_test(path) if asked is None else path in asked)}
@@ -183,7 +187,6 @@ def _run(tree, test_files, names, plain, timeout, memory) -> Outcomes:
     copies = 2
     while copies < MOST_COPIES and copies ** number < GUESSES:
         copies += 1
-    rng = random.SystemRandom()
     made = {path: doubles.versions(source, rng, copies) for path, source in sources.items()}
 
     results, deadline = Outcomes(), time.monotonic() + timeout * copies
@@ -193,7 +196,7 @@ def _run(tree, test_files, names, plain, timeout, memory) -> Outcomes:
                   if other == path or PurePosixPath(other).stem not in sources[path]}
         own = None if names is None else [name for name in names if name.partition("::")[0] == path]
         left = max(deadline - time.monotonic(), timeout * copies / len(made))
-        found = _once(tree | others, own, plain, left, memory, path, version)
+        found = _once(tree | others, own, plain, left, memory, path, version, rng)
         results.update(found)
         results.forged |= found.forged
     if results.forged:
@@ -201,11 +204,11 @@ def _run(tree, test_files, names, plain, timeout, memory) -> Outcomes:
     return results
 
 
-def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versions) -> Outcomes:
+def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versions,
+          rng: random.Random) -> Outcomes:
     """Of one module, which lies there in several copies."""
     first, last = canaries(path, plain), canaries(path, plain)
     must = first[2] | last[2]
-    rng = random.SystemRandom()
     places = [path]
     while len(places) < len(version.sources):
         place = str(PurePosixPath(path).with_name(f"{new_name(version.sources[0], rng)}.py"))
