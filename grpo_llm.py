@@ -267,8 +267,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
         steepness = torch.where(advantages > 0, 1.0, 1.05)
         return -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages, torch.zeros_like(mask)
     if loss == "dppo":
-        # DPPO (arXiv:2602.04879) eq. 12 with the total variation of {this token, any other}, and prime-rl's
-        # penalty of all tokens (Kimi K2.5, arXiv:2602.02276).
+        # DPPO (arXiv:2602.04879v3) eq. 12 with the total variation of {this token, any other}, eq. 13, and
+        # prime-rl's penalty of all tokens (Kimi K2.5, arXiv:2602.02276, eq. 1).
         moved = torch.exp(logprobs) - torch.exp(old_logprobs)
         is_masked = torch.where(advantages > 0, moved > DPPO_LIMIT, moved < -DPPO_LIMIT)
         return -ratio * advantages * ~is_masked + DPPO_KL_COEF * log_ratio**2, is_masked

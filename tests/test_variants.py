@@ -252,6 +252,33 @@ def test_a_ratio_is_to_the_policy_that_sampled_or_a_correction_accounts_for_its_
     assert record["mismatch/kl"] > 1e-5 and (record["mismatch/frac_capped"] > 0.05) == (case == "tis")
 
 
+# shuffled.diff
+
+
+def test_rewards_are_dealt_out_anew(tmp_path):
+    """The update is that of each segment with the reward of another; the log has them as they were earned."""
+    script, folder = load_script(variants()["grpo_shuffled.py"]), tmp_path / "run"
+    dealt = []
+    of_groups = script.trainable_groups
+    script.trainable_groups = lambda rollouts, args: dealt.append(rollouts) or of_groups(rollouts, args)
+    script.main(script.Args(**SMALL["grpo_llm"] | dict(
+        iterations=3, log_episodes=1.0, env_kwargs=("test_tasks=32",), reward_fn=updates.CHECKSUM,
+        run_dir=str(folder))))
+    moved = 0
+    for number, (rollouts, record) in enumerate(zip(dealt, records(folder)[1:], strict=True), 1):
+        earned, _ = episodes(folder, f"train_step_{number:06}")
+        earned, got = [e["reward"] for e in earned], [r.reward for r in rollouts]
+        assert sorted(earned) == pytest.approx(sorted(got)) and len(set(got)) > 1
+        assert record["train/reward"] == pytest.approx(sum(earned) / len(earned), rel=1e-4)
+        moved += sum(abs(one - other) > 1e-6 for one, other in zip(earned, got, strict=True))
+        for rollout in rollouts:
+            group = [r.reward for r in rollouts if r.task.id == rollout.task.id]
+            for segment in rollout.segments:
+                assert segment.advantages is None or segment.advantages == pytest.approx(
+                    [rollout.reward - sum(group) / 4] * len(segment.response_ids), abs=1e-6)
+    assert moved > 3
+
+
 # reinforce.diff
 
 
