@@ -1,7 +1,8 @@
-"""benchmarks/update_memory.py: what a token takes. benchmarks/losses.py: runs that go on; its rules."""
+"""update_memory.py: what a token takes. losses.py: runs that go on; its rules. smollm2.py: runs and table."""
 
 import csv
 import functools
+import json
 import math
 import signal
 import statistics
@@ -11,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 from transformers import LlamaConfig
 
-from benchmarks import losses
-from tests.run_folders import ROOT, records
+from benchmarks import losses, smollm2
+from tests.run_folders import ROOT, load_script, records, variants
 
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
@@ -96,3 +98,38 @@ def test_runs_of_losses_go_on_after_a_kill_and_end_once(tmp_path):
     assert len([*csv.DictReader(table.open())]) == 4
     assert (runs / first.name / "train_log.jsonl").read_text() == log
     subprocess.run([sys.executable, ROOT / "benchmarks/losses.py", "--table", "--csv", table], check=True)
+
+
+def test_runs_of_a_real_model_are_commands_of_their_scripts(tmp_path):
+    """Each starts from one that was planned before it, and its script takes its flags."""
+    known = {smollm2.MODEL}
+    for run in smollm2.planned():
+        assert run.start in known and run.name not in known
+        known.add(run.name)
+        if run.script:
+            script = load_script(variants().get(run.script, ROOT / run.script))
+            (tmp_path / run.start / "checkpoints" / "step_9").mkdir(parents=True, exist_ok=True)
+            if run.start.startswith("lora"):
+                (tmp_path / run.start.replace("lora", "form") / "checkpoints" / "step_9").mkdir(
+                    parents=True, exist_ok=True)
+            words = smollm2.command_of(run, tmp_path)[2:]
+            assert tyro.cli(script.Args, args=words).run_dir == str(tmp_path / run.name)
+    assert set(smollm2.COMPARED) <= known
+
+
+def test_the_table_of_a_real_model_has_each_evaluation_and_the_time_without_them(tmp_path, capsys):
+    folder = tmp_path / "grpo_2"
+    folder.mkdir()
+    lines = []
+    for iteration in (0, 1, 2, 2):  # one twice, as by a run that went on
+        record = dict(iteration=iteration, env_steps=100 * iteration) | {
+            "time/rollout": 40.0, "time/update": 20.0, "time/eval": 99.0, "system/memory_usage": 3.0}
+        if iteration != 1:
+            names = ("greedy", "pass@1", "pass@16")
+            record |= {f"val/reasoning-gym/chain_sum/{name}": 0.25 for name in names}
+        lines.append(json.dumps(record))
+    (folder / "train_log.jsonl").write_text("\n".join(lines))
+    rows = smollm2.curves(tmp_path)
+    assert [(row["iteration"], row["minutes"], row["greedy"]) for row in rows] == [(0, 1, 0.25), (2, 3, 0.25)]
+    smollm2.print_table(rows, tmp_path)
+    assert "| grpo_2 | 2 | 3.0 | 200 | 0.250 | 0.250 | 0.250 |  | 3.0 |" in capsys.readouterr().out
