@@ -426,6 +426,36 @@ def largest_difference(model, played, temperature):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_what_vllm_keeps_of_a_long_prompt_is_dropped_with_the_weights_that_made_it(
+        vllm, tmp_path, monkeypatch, capsys, is_reset):
+    """One prompt of more than a block of its cache (128 tokens), again and again."""
+    (tmp_path / "long.py").write_text(LONG_PROMPT)
+    folder = tmp_path / "run"
+    flags = VLLM | dict(env=f"{tmp_path / 'long.py'}:Long", env_kwargs=("test_tasks=32",),
+                        reward_fn="tests/test_draws.py:checksum", learning_rate=2e-3, iterations=3)
+    if not is_reset:
+        monkeypatch.setattr(vllm.LLM, "reset_prefix_cache", lambda llm: True)
+        ends_with_one_line(capsys, "^error: EngineError: .*mismatch/kl is ", grpo_llm, folder, **flags)
+        return
+    train(grpo_llm, folder, **flags)
+    assert min(record["prompt_length/min"] for record in records(folder)[1:]) > 200
+    assert max(abs(record["mismatch/kl"]) for record in records(folder)[1:]) < 1e-9
+
+
+LONG_PROMPT = """
+import dataclasses
+from envs.countdown import Countdown
+
+class Long(Countdown):
+    def task(self, split, index):
+        task = super().task(split, 0)
+        content = " ".join([task.messages[0]["content"]] * 40)
+        return dataclasses.replace(task, messages=[dict(role="user", content=content)])
+"""
+
+
+@pytest.mark.slow
 def test_many_hand_overs_leave_memory_and_disk_as_they_are(vllm, tmp_path, monkeypatch):
     """And where vLLM fails at last, all is kept."""
     folder, step = tmp_path / "run", "vllm.v1.engine.llm_engine.LLMEngine.step"
