@@ -50,7 +50,7 @@ KINDS = {"grpo_": "GRPO, all weights", "lora_": "GRPO, LoRA", "ppo_": "PPO",
          "shuffled_": "GRPO, rewards shuffled",
          "same_rows_": "SFT on the same 320 rows", "more_rows_": "SFT on new rows",
          "rejection_": "SFT on its own right replies"}
-COMPARED = ("form_1", "grpo_1", "lora_1", "same_rows_1", "more_rows_1", "rejection_1")
+COMPARED = ("form_1", "grpo_1", "lora_1", "more_rows_1")
 
 
 class Run(NamedTuple):
