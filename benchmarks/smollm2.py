@@ -50,6 +50,8 @@ KINDS = {"grpo_": "GRPO, all weights", "lora_": "GRPO, LoRA", "ppo_": "PPO",
          "shuffled_": "GRPO, rewards shuffled",
          "same_rows_": "SFT on the same 320 rows", "more_rows_": "SFT on new rows",
          "rejection_": "SFT on its own right replies"}
+README_KINDS = ("grpo_", "shuffled_", "same_rows_")
+TITLES = dict(temperature_1="temperature 1", greedy="greedy", pass_16="pass@16")
 COMPARED = ("form_1", "grpo_1", "lora_1", "more_rows_1")
 
 
@@ -292,26 +294,25 @@ def print_table(rows, runs):
         print(f"| {path.parent.name.removeprefix('chat_')} | {json.loads(path.read_text())['loss']:.3f} |")
 
 
-def plot(rows, path):
+def plot(rows, path, keys, kinds):
     """Held-out accuracy against minutes of sampling and learning, a line for each run."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    titles = dict(temperature_1="temperature 1", greedy="greedy", pass_16="pass@16")
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
-    for color, (kind, label) in enumerate(KINDS.items()):
-        for number, name in enumerate(sorted({row["run"] for row in rows if row["run"].startswith(kind)})):
-            same = [row for row in rows if row["run"] == name]
-            for axis, key in zip(axes, titles, strict=True):
+    figure, axes = plt.subplots(1, len(keys), figsize=(4.5 * len(keys), 3.8), sharey=True, squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=True):
+        for color, kind in enumerate(kinds):
+            names = sorted({row["run"] for row in rows if row["run"].startswith(kind)})
+            for name in names:
+                same = [row for row in rows if row["run"] == name]
+                label = KINDS[kind] if name == names[0] else None
                 axis.plot([float(row["minutes"]) for row in same], [float(row[key]) for row in same],
-                          marker="o",
-                          markersize=3, color=f"C{color}", label=None if number else label)
-    for axis, (_, title) in zip(axes, titles.items(), strict=True):
-        axis.set(title=title, xlabel="minutes of one core", ylim=(0, 1))
+                          marker="o", markersize=3, color=f"C{color}", label=label)
+        axis.set(title=TITLES[key], xlabel="minutes of one core, evaluation aside", ylim=(0, 1))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of 200 held-out sums")
-    axes[0].legend(fontsize=8)
+    axes[0][0].set_ylabel("share of 200 held-out sums")
+    axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -327,7 +328,7 @@ def main():
     parser.add_argument("--inside", metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--runs", default="runs/smollm2")
     parser.add_argument("--csv", default="docs/results/smollm2.csv")
-    parser.add_argument("--figure", default="docs/figures/smollm2.png")
+    parser.add_argument("--figures", default="docs/figures", metavar="FOLDER")
     args = parser.parse_args()
     runs = Path(args.runs).resolve()
     known = {run.name: run for run in planned()}
@@ -349,7 +350,9 @@ def main():
         return print_table(rows, runs)
     if args.plot:
         with open(args.csv, newline="") as file:
-            return plot([*csv.DictReader(file)], args.figure)
+            rows = [*csv.DictReader(file)]
+        plot(rows, f"{args.figures}/smollm2.png", [*TITLES], [*KINDS])
+        return plot(rows, f"{args.figures}/smollm2_readme.png", ["temperature_1"], README_KINDS)
     todo = [run for name, run in known.items() if not args.only or name in args.only]
     sys.exit(0 if run_all(todo, runs, args.jobs) else 1)
 
