@@ -209,7 +209,7 @@ MUTANTS = {
     },
     "envs/code/repl.py": {
         "a failing test is expected in vain": (
-            "results.get(name) == outcome for", 'results.get(name) in (outcome, "PASSED") for'),
+            "results.get(name) == outcome}", 'results.get(name) in (outcome, "PASSED")}'),
         "the same files earn": ("if left == original:", "if False:"),
         "a call with other arguments is done": ("given.keys() != {*needed}", "not given.keys() >= {*needed}"),
         "each call has the time of a block": (

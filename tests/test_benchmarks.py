@@ -106,14 +106,16 @@ def test_runs_of_a_real_model_are_commands_of_their_scripts(tmp_path):
     for run in smollm2.planned():
         assert run.start in known and run.name not in known
         known.add(run.name)
-        if run.script:
+        words = frozenset(str(flag) for flag in run.flags if str(flag).startswith("--"))
+        if run.script and (run.script, words) not in known:  # one of each kind: parsing takes a while
+            known.add((run.script, words))
             script = load_script(variants().get(run.script, ROOT / run.script))
             (tmp_path / run.start / "checkpoints" / "step_9").mkdir(parents=True, exist_ok=True)
             if run.start.startswith("lora"):
                 (tmp_path / run.start.replace("lora", "form") / "checkpoints" / "step_9").mkdir(
                     parents=True, exist_ok=True)
-            words = smollm2.command_of(run, tmp_path)[2:]
-            assert tyro.cli(script.Args, args=words).run_dir == str(tmp_path / run.name)
+            line = smollm2.command_of(run, tmp_path)[2:]
+            assert tyro.cli(script.Args, args=line).run_dir == str(tmp_path / run.name)
     assert set(smollm2.COMPARED) <= known
 
 

@@ -1,6 +1,7 @@
 """docs/coming_from.md: ours are flags of the script that is named, and TRL's names are its own."""
 
 import dataclasses
+import functools
 import os
 import re
 
@@ -35,13 +36,18 @@ def tables():
 TABLES = tables()
 
 
+@functools.cache
+def options_of(script):
+    known = {flag.option for flag in flags(ROOT / script)}
+    return known | {name.replace("--", "--no-", 1) for name in known}
+
+
 @pytest.mark.parametrize("before, script, rows", TABLES, ids=[before[:20] for before, *_ in TABLES])
 def test_ours_are_flags_of_that_script_or_none_with_what_to_do(before, script, rows):
     for row in rows:
         theirs, ours = row[:2]
         named = re.search(r" of (\w+\.py)", ours)
-        known = {flag.option for flag in flags(ROOT / (named[1] if named else script))}
-        known |= {name.replace("--", "--no-", 1) for name in known}
+        known = options_of(named[1] if named else script)
         given = re.findall(r"--[a-z][a-z0-9-]*", ours)
         assert set(given) <= known, row
         assert given or ours == "none" or ours.startswith("see ["), row
