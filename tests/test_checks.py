@@ -142,6 +142,7 @@ def test_few_tokens_are_judged_by_their_size_alone():
         grpo_llm.check_sampler(ratio * math.nan, ratio, 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_a_run_whose_sampler_has_another_temperature_updates_nothing(script, tmp_path, monkeypatch):
     sample = script.sample
@@ -329,6 +330,7 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
         train(script, tmp_path / "run", model=str(tmp_path / "model.gguf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [*OF_PPO_SLOW, sft])
 def test_bfloat16_on_a_slow_cpu_is_warned_of(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "has_fast_bfloat16", lambda: False)
@@ -390,6 +392,7 @@ def test_likely_causes_of_other_kinds():
     assert "between tasks" in episodes((1.0, "done", 1.0), (0.0, "done", 0.0))
 
 
+@pytest.mark.slow
 def test_the_validator_warns_of_ten_iterations_without_an_update(tmp_path):
     train(grpo_llm, tmp_path / "run", iterations=10, max_response_tokens=3, eval_every=0)
     verdict = validate(tmp_path / "run", strict=True)

@@ -55,6 +55,7 @@ class Disk:
         self.flushed.pop(new.parent, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm, sft, a2c_vecenv])
 def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkeypatch):
     folder, rows = tmp_path / "run", write_jsonl(tmp_path / "rows.jsonl", ROWS)
@@ -72,6 +73,7 @@ def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkey
     assert script is not sft or "train.arrow" in disk.renamed
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_do_not_count_among_those_to_keep(tmp_path, monkeypatch, capsys):
     """A run falls back from two of them and is stopped in between: the one that it wrote has to stay."""
     flags = dict(iterations=3, checkpoint_every=1, eval_every=0, eval_tasks=1, eval_samples=1,

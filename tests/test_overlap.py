@@ -133,6 +133,7 @@ def test_a_request_names_the_adapter_that_is_there_when_it_is_sent(stand_in, tmp
     assert max(most for _, most in staleness(overlap(tmp_path / "run", max_staleness=1, **flags))) == 1
 
 
+@pytest.mark.slow
 def test_a_sampler_far_from_the_policy_ends_the_run(stand_in, tmp_path):  # noqa: F811
     """As one does that keeps the head it began with."""
     server = stand_in()

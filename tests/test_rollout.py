@@ -894,6 +894,7 @@ def test_in_a_game_with_itself_each_seat_learns_what_it_earns(script, monkeypatc
     assert {(True, 0.0), (True, 1.0), (False, 1.0)} <= set(seen)
 
 
+@pytest.mark.slow
 def test_a_blocking_environments_timing_changes_no_bit_of_a_rollout(random_llama):
     """The engine answers all together once every episode waits for it: no batch depends on who was first."""
     tokenizer = byte_tokenizer(None, alphabet=LETTERS)

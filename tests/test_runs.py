@@ -479,6 +479,7 @@ def test_gpu_utilization_is_logged_where_the_driver_tells_it_and_left_out_after_
     assert said.count("without system/gpu_utilization: nvidia-ml-py is not here (pip install") == 1
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_epochs_it_makes_of_tasks_that_have_an_end(tmp_path, capsys):
     for size, says in ((8, "16 prompts are 2 epochs of 8 training tasks"), (10**6, "")):
         train(grpo_llm, tmp_path / str(size), iterations=4, eval_every=0,
@@ -492,6 +493,7 @@ raise SystemExit("|".join(os.environ.get(name, "-") for name in ("HF_HOME", "WAN
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [*(f"{script.__name__}.py" for script in ALL), "tools/track_run.py"])
 def test_a_file_of_variables_is_read_before_the_libraries_that_want_them(program, tmp_path):
     """In place of the first library that reads them stands one that says what it finds."""
@@ -568,6 +570,7 @@ def test_what_a_kill_or_a_full_disk_left_of_a_first_line_is_begun_anew_and_error
     assert json.loads(seen.read_text().splitlines()[1]) == error  # on the disk before the first record
 
 
+@pytest.mark.slow
 def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ends = [command_line("grpo_llm.py", "--iterations", 0, "--eval-tasks", 1, "--env-kwargs", "test_tasks=32")
@@ -594,6 +597,7 @@ def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(scr
     assert saved(text, add_special_tokens=False).tokens() == ["<bos>", "6", "18"]
 
 
+@pytest.mark.slow
 def test_another_reward_function_chat_template_or_model_is_refused(tmp_path):
     """A template of a file takes the place of the model's: the same text does the same, another does not."""
     reward, model = write(tmp_path, "def score(r):\n    return r.correct\n"), tmp_path / "model"
@@ -855,6 +859,7 @@ def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path):
         assert all(tensor.isfinite().all() for tensor in weights_of(path).values())
 
 
+@pytest.mark.slow
 def test_replies_that_do_not_fit_the_context_are_counted_and_an_error_where_none_does(tmp_path):
     numbers = ("min_operands=3", "max_operands=4", "test_tasks=32")
     with pytest.raises(envs.BadInput, match="--max-context-tokens 11: the shortest prompt has 7 tokens"):

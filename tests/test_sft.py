@@ -129,6 +129,7 @@ def test_every_cut_gives_the_loss_and_gradient_of_rows_alone(kind, tmp_path, mon
     assert records(tmp_path / "skipping")[-1]["train/padding"] == 0
 
 
+@pytest.mark.slow
 def test_an_adapted_vocabulary_has_the_gradient_of_the_whole_model(tmp_path):
     """The loss goes round the model's own forward pass, so an adapter of the head must be met on that way."""
     flags = write_chats(tmp_path) | dict(model=write_model(tmp_path / "model", "llama"))
@@ -228,6 +229,7 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, tolerance, chunk_element
     assert len(sizes) == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(tmp_path, monkeypatch):
     """... with dropout in the configuration, which stays off: a step's loss is val/loss before it."""
     rows = (write_rows(tmp_path, ROWS[:3]),)
@@ -296,6 +298,7 @@ def test_lora_trains_the_adapter_and_nothing_else_and_peft_merges_it(adapting, t
     assert merged["adapter_effect"] > 0.1
 
 
+@pytest.mark.slow
 def test_an_adapter_is_gone_on_from_and_must_be_of_the_same_model(adapting, tmp_path):
     flags, first, made = adapting
     adapter = str(shutil.copytree(made, tmp_path / "adapter"))
@@ -327,6 +330,7 @@ def checkpoints(folder):
     return steps, json.loads((folder / "checkpoints" / "state.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_named_and_kept(tmp_path):
     """val/loss falls to step 7 and rises from there on: there is a form to learn, and there are few rows."""
     (tmp_path / "val").mkdir()
@@ -355,6 +359,7 @@ def test_the_best_checkpoint_is_named_and_kept(tmp_path):
     assert validate(folder)["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "evaluated"), [
     (dict(eval_every=4), [0, 3, 4, 5, 8, 9]), (dict(eval_every=0), [0, 9]),
     (dict(eval_every=99, batch_size=25), [*range(10)])])
@@ -369,6 +374,7 @@ def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_
     assert not any("data/rows" in record for record in records(folder)[1:])
 
 
+@pytest.mark.slow
 def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_held_out(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which."""
     rows = (write_rows(tmp_path, ROWS[:6]),)
@@ -398,6 +404,7 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     assert validate(tmp_path / "run")["ok"]
 
 
+@pytest.mark.slow
 def test_epochs_without_steps_set_the_length(tmp_path, capsys):
     rows = write_rows(tmp_path)
     flags = ["--train-files", rows, "--batch-size", 3, "--val-ratio", 0, "--eval-every", 0]
@@ -419,6 +426,7 @@ def test_variables_of_other_systems_are_named_with_the_flags_to_use(tmp_path, ca
                     "SFT_XYZ is set, and not read: pass a flag (python sft.py --help)"]
 
 
+@pytest.mark.slow
 def test_a_weight_says_how_often_an_epoch_has_the_rows_of_a_file(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which. Three rows twice, half of four once."""
     for name, rows in (("a", ROWS[:3]), ("b,b=1", ROWS[3:])):
@@ -450,6 +458,7 @@ def test_the_options_of_the_default_environment_are_not_those_of_another(tmp_pat
     assert validate(folder)["ok"]
 
 
+@pytest.mark.slow
 def test_padding_and_tokens_are_counted(tmp_path):
     """The rows by hand: bos, prompt, `:`, response without `=` and `;`, eos."""
     lengths = [len(f"<bos> {prompt} : {response} <eos>".replace("=", "").replace(";", "").split())
@@ -467,6 +476,7 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert shares == [0, pytest.approx(1 - total / (7 * longest)), 0] and 0 < shares[1] < 0.25
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_between_two_records(tmp_path):
     """The record after the checkpoint of step 3 speaks of that step, too."""
     flags = dict(model=TINY, train_files=(write_rows(tmp_path),), steps=4, batch_size=2, eval_every=0,
@@ -479,6 +489,7 @@ def test_a_run_goes_on_between_two_records(tmp_path):
     assert records(whole)[-1]["train/loss"] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_template_or_file(tmp_path):
     template, rows = shutil.copy(f"{TINY}/chat_template.jinja", tmp_path), write_rows(tmp_path)
     flags = dict(model=TINY, train_files=(rows,), chat_template=template, steps=1, eval_every=0)

@@ -456,6 +456,7 @@ def owner(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_by_split_and_configuration(owner):
     assert train(owner / "run", dataset="owner/name") == ((4, 1, 0, 0), plain_rows(range(5)))
 
@@ -494,6 +495,7 @@ def test_flipped_bits_of_a_parquet_file_are_found(damage, tmp_path):
     assert "rows.parquet" in complaint(tmp_path / "run", train_files=(str(path),))
 
 
+@pytest.mark.slow
 def test_rows_become_tokens_in_constant_memory(tmp_path, monkeypatch):
     """Rows of 20,000 letters in one row group, up to the last one, which is bad and ends the run."""
     letters, peaks = "".join(random.Random(0).choices("0123456789abcdef", k=21_200)), []

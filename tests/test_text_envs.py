@@ -69,6 +69,7 @@ def test_tasks_and_solutions_are_the_same_in_every_process_and_in_any_order(case
     assert digest(case, seed=1) == PINNED[case]  # Python hashes texts differently in each process
 
 
+@pytest.mark.slow
 @ALL
 def test_tasks_are_json_their_splits_are_apart_and_their_solutions_score_full_marks(case):
     env, places = shared(case)

@@ -558,6 +558,7 @@ def test_smoothing_spares_validation(undrawn, tmp_path, plot):
             assert np.array_equal(*found) is (metric != "train/reward")
 
 
+@pytest.mark.slow
 def test_a_figure_with_a_control_or_some_of_its_panels_is_drawn_again_from_its_csv(tmp_path, plot):
     words = ["--log", *logs(tmp_path, "grpo"), "--control", *logs(tmp_path, "sft"), "--x", "wall_time_s"]
     tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
@@ -678,6 +679,7 @@ def lines_of(run):
     return [line for line in lines if "val/countdown/pass@1" in line]
 
 
+@pytest.mark.slow
 def test_resumes_are_marked(tmp_path, plot):
     images, path = [], logs(tmp_path, "grpo")[0]
     for out in (tmp_path / "with.svg", tmp_path / "without.svg"):

@@ -472,6 +472,7 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     check_step(adam, before, after, end["optimizer"], 1e-3)
 
 
+@pytest.mark.slow
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
     """A token that the trainer finds 4 times as likely as the sampler said is as one 8 times as likely."""
     generate, ends, capped = ppo_llm.generate, [], []
@@ -500,6 +501,7 @@ def test_biases_that_an_adapter_trains_are_not_the_critics_too(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in after) and "bias" in "".join(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2", "gemma3"])
 def test_recurrent_layers_and_parts_that_see_no_gradient_train_and_resume(kind, tmp_path):
     (tmp_path / "own.py").write_text("def score(r):\n    return len(r.reply)\n")

@@ -177,6 +177,7 @@ def test_a_teacher_of_other_tokens_is_one_line(teacher, tmp_path):
 # curriculum.diff
 
 
+@pytest.mark.slow
 def test_a_task_is_drawn_by_its_share_of_p_times_1_minus_p():
     script = load_script(variants()["grpo_curriculum.py"])
     solved, played = torch.tensor([0.0, 0.0, 8.0, 4.0, 1.0]), torch.tensor([0.0, 8.0, 8.0, 8.0, 8.0])
