@@ -41,7 +41,8 @@ FORM_ROWS, FORM_STEPS = 320, 20
 ITERATIONS = 60
 SFT_STEPS = 100  # take about as long as ITERATIONS of GRPO
 SIZES = ["--prompts-per-iteration", 16, "--group-size", 8]
-PPO_SIZES = ["--prompts-per-iteration", 128]
+PPO_SIZES = ["--prompts-per-iteration", 64, "--minibatches", 1, "--critic", "shared"]
+PPO_ITERATIONS = 25  # take about as long, too
 SAMPLED_TASKS, SAMPLES = 1_000, 16  # of rejection sampling
 SEEDS = (1, 2, 3)
 FULL_RATES, LORA_RATES = ("2e-6", "4e-6", "1e-5"), ("5e-5", "1e-4", "2e-4")  # at 40 iterations of form_1
@@ -104,7 +105,7 @@ def planned():
         sft("rejection_1", "form_1", ["--train-files", "{runs}/sampled_1/rows.jsonl"],
             "--messages-key", "messages", "--steps", 0, "--epochs", 2, "--val-ratio", 0),
         grpo("after_rejection_1", "rejection_1", iterations=0),
-        grpo("ppo_1", "form_1", "--learning-rate", "4e-6", script="ppo_llm.py"),
+        grpo("ppo_1", "form_1", "--learning-rate", "4e-6", script="ppo_llm.py", iterations=PPO_ITERATIONS),
     ]
     for start in COMPARED:
         for name, options in RELATED.items():
