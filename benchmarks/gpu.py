@@ -39,6 +39,7 @@ import sys
 import time
 from pathlib import Path
 
+import smollm2
 from sides import REPOSITORY, append_csv
 from update_memory import MODELS as QWEN25
 
@@ -393,6 +394,40 @@ def grpo(bench):
         if records:
             bench.add("grpo", "default run", time=(records[-1]["wall_time_s"], "s"),
                       greedy=(records[-1]["val/countdown/greedy"], ""))
+
+
+    real_model(bench)
+
+
+def real_model(bench):
+    """Ten minutes of docs/smollm2.md, where its model and its task are there."""
+    model, job = REPOSITORY / smollm2.MODEL, "SmolLM2-135M, ten minutes"
+    if not model.is_dir() or not importlib.util.find_spec("reasoning_gym"):
+        print(f"grpo    {job}: left out. It needs reasoning-gym and tools/get_smollm2.py", flush=True)
+        return
+    if bench.is_done("grpo", job):
+        return
+    flags = dict(env="reasoning-gym", env_kwargs=(*smollm2.SUMS, smollm2.SYSTEM, "test_tasks=200"),
+                 max_response_tokens=8, eval_every=0, eval_tasks=2 if bench.toy else 200)
+    records = bench.script("grpo", "SmolLM2-135M, form", "sft", model=str(model), learning_rate=3e-5,
+                           steps=1 if bench.toy else smollm2.FORM_STEPS, batch_size=2 if bench.toy else 16,
+                           warmup_steps=4, eval_samples=1, **flags)
+    if records is None:
+        return
+    form = smollm2.checkpoint_of(bench.run_dir("grpo", "SmolLM2-135M, form").name, bench.out / "runs")
+    records = bench.script(
+        "grpo", job, "grpo_llm", model=str(form), learning_rate=4e-6, entropy_coef=0.0, group_size=8,
+        prompts_per_iteration=1 if bench.toy else 16, iterations=1 if bench.toy else 2_000, eval_samples=16,
+        checkpoint_every=100, stop=None if bench.toy else dict(seconds=600), **flags | dict(eval_every=100))
+    if records is None:
+        return
+    evaluated = [record for record in records if smollm2.value(record, "/greedy") is not None]
+    figures = dict(iterations=(records[-1]["iteration"], ""), sampling=(
+        records[-1]["rollout/throughput"], "tokens/s"))
+    for name, record in (("before", evaluated[0]), ("after", evaluated[-1])):
+        figures[f"greedy {name}"] = smollm2.value(record, "/greedy"), ""
+        figures[f"temperature 1 {name}"] = smollm2.value(record, "/pass@1"), ""
+    bench.add("grpo", job, **figures)
 
 
 def ppo(bench):
