@@ -103,7 +103,7 @@ def planned():
         sft("more_rows_1", "form_1", task(*SUMS, train_tasks=16 * SFT_STEPS), "--steps", SFT_STEPS),
         Run("sampled_1", "", "form_1", []),
         sft("rejection_1", "form_1", ["--train-files", "{runs}/sampled_1/rows.jsonl"],
-            "--messages-key", "messages", "--steps", 0, "--epochs", 2, "--val-ratio", 0),
+            "--messages-key", "messages", "--steps", 0, "--epochs", 1, "--val-ratio", 0),
         grpo("after_rejection_1", "rejection_1", iterations=0),
         grpo("ppo_1", "form_1", "--learning-rate", "4e-6", script="ppo_llm.py", iterations=PPO_ITERATIONS),
     ]
