@@ -267,6 +267,8 @@ def evaluate(agent, env, args, greedy=False):
     obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
+    of_mine = -(-args.eval_episodes * env.num_envs // args.eval_envs)
+    bar = tqdm(total=of_mine, desc="evaluation", leave=False, disable=True if RANK else None)
     while (number < args.eval_episodes).any():
         logits, _ = forward(agent.forward, obs, args.chunk)
         obs, *_, info = env.step(choose_actions(logits, greedy, env.others))
@@ -275,6 +277,8 @@ def evaluate(agent, env, args, greedy=False):
         if counts.any():  # tensors kept at each step would fragment memory
             results += torch.stack(result, -1)[counts]  # each (3,)
         number += args.eval_envs * info["reset_mask"]
+        bar.update(len(results) - bar.n)
+    bar.close()
     success, lengths, returns = torch.stack(gather(results)).unbind(-1)
     steps = lengths[success > 0].median().item() if success.any() else 0.0  # the lower median
     prefix = "eval/greedy_" if greedy else "eval/"
