@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +54,7 @@ KINDS = {"grpo_": "GRPO, all weights", "lora_": "GRPO, LoRA", "ppo_": "PPO",
          "rejection_": "SFT on its own right replies"}
 README_KINDS = ("grpo_", "shuffled_", "same_rows_")
 TITLES = dict(temperature_1="temperature 1", greedy="greedy", pass_16="pass@16")
+BY_SFT = ("same_rows_1", "more_rows_1", "rejection_1")  # grpo_llm.py's evaluation samples faster
 COMPARED = ("form_1", "grpo_1", "lora_1", "more_rows_1")
 
 
@@ -77,17 +79,17 @@ def grpo(name, start, *flags, seed=1, script="grpo_llm.py", iterations=ITERATION
         "--microbatch-tokens", 4096, "--no-gradient-checkpointing", "--seed", seed, *flags])
 
 
-def sft(name, start, source, *flags, seed=1, tasks=200, samples=SAMPLES, every=50):
+def sft(name, start, source, *flags, seed=1):
     return Run(name, "sft.py", start, [
         *source, "--batch-size", 16, "--learning-rate", "3e-5", "--warmup-steps", 4,
-        "--max-response-tokens", 8, "--eval-every", every, "--eval-tasks", tasks, "--eval-samples", samples,
+        "--max-response-tokens", 8, "--eval-every", 0, "--eval-tasks", 20, "--eval-samples", 1,
         "--seed", seed, *flags])
 
 
 def planned():
     """-> the runs, each after those that it needs"""
     few = task(*SUMS, train_tasks=FORM_ROWS)
-    runs = [sft(f"form_{seed}", MODEL, few, "--steps", FORM_STEPS, seed=seed, tasks=20, samples=1, every=0)
+    runs = [sft(f"form_{seed}", MODEL, few, "--steps", FORM_STEPS, seed=seed)
             for seed in SEEDS]
     adapter = ["--lora-rank", 16]
     runs += [grpo(f"rate_full_{rate}", "form_1", "--learning-rate", rate, iterations=40, tasks=100)
@@ -104,7 +106,7 @@ def planned():
         Run("sampled_1", "", "form_1", []),
         sft("rejection_1", "form_1", ["--train-files", "{runs}/sampled_1/rows.jsonl"],
             "--messages-key", "messages", "--steps", 0, "--epochs", 1, "--val-ratio", 0),
-        grpo("after_rejection_1", "rejection_1", iterations=0),
+        *(grpo(f"after_{start}", start, iterations=0) for start in BY_SFT),
         grpo("ppo_1", "form_1", "--learning-rate", "4e-6", script="ppo_llm.py", iterations=PPO_ITERATIONS),
     ]
     for start in COMPARED:
@@ -153,6 +155,7 @@ def sample(run, runs):
     options = dict(option.split("=", 1) for option in [*SUMS, SYSTEM, "train_tasks=4000", "test_tasks=200"])
     env = envs.make("reasoning-gym", **options)
     torch.manual_seed(1)
+    began = time.perf_counter()
     with open(runs / run.name / "rows.jsonl", "w") as file:  # anew if it was killed
         for index in range(SAMPLED_TASKS):
             asked = env.training_task(index, 1)
@@ -167,6 +170,7 @@ def sample(run, runs):
                 if env.start(asked, 1).step(text).info["correct"]:
                     row = [*asked.messages, dict(role="assistant", content=text)]
                     file.write(json.dumps(dict(messages=row)) + "\n")
+    (runs / run.name / "seconds").write_text(f"{time.perf_counter() - began:.0f}")
 
 
 def chat(run, runs):
@@ -258,7 +262,7 @@ def value(record, ending):
 
 def curves(runs):
     """[{run, iteration, minutes, greedy, ...}] of each evaluation; minutes without the evaluations."""
-    rows = []
+    rows, spent = [], {}
     for run in planned():
         if not (runs / run.name / "train_log.jsonl").exists():
             continue
@@ -266,13 +270,21 @@ def curves(runs):
         for record in records(runs / run.name):
             seconds += record["time/rollout"] + record["time/update"]
             memory = max(memory, record["system/memory_usage"])
-            if value(record, "/greedy") is None:
-                continue
-            rows.append(dict(run=run.name, iteration=record["iteration"], minutes=round(seconds / 60, 2),
-                             tokens=record["env_steps"], greedy=value(record, "/greedy"),
-                             temperature_1=value(record, "/pass@1"),
-                             pass_16=value(record, f"/pass@{SAMPLES}"),
-                             entropy=record.get("train/entropy"), memory_gib=round(memory, 2)))
+            about = dict(run=run.name, iteration=record["iteration"], minutes=round(seconds / 60, 2),
+                         tokens=record["env_steps"], memory_gib=round(memory, 2))
+            if value(record, "/greedy") is not None and run.name not in BY_SFT:
+                rows.append(about | dict(
+                    greedy=value(record, "/greedy"), temperature_1=value(record, "/pass@1"),
+                    pass_16=value(record, f"/pass@{SAMPLES}"), entropy=record.get("train/entropy")))
+        spent[run.name] = about
+    # What SFT has come to was evaluated by another run, and what it began with by grpo_1.
+    evaluated = {row["run"]: row for row in rows if row["run"].startswith("after_") or row["iteration"] == 0}
+    for name in BY_SFT:
+        if f"after_{name}" in evaluated:
+            both = evaluated["grpo_1"] | dict(run=name), evaluated[f"after_{name}"] | spent[name]
+            if name == "rejection_1":
+                both[1]["minutes"] += round(float((runs / "sampled_1" / "seconds").read_text()) / 60, 2)
+            rows = [row for row in rows if row["run"] != f"after_{name}"] + [*both]
     return rows
 
 
