@@ -40,7 +40,6 @@ RELATED = {  # none of them was trained on
 }
 FORM_ROWS, FORM_STEPS = 320, 20
 ITERATIONS = 60
-SFT_STEPS = 100  # take about as long as ITERATIONS of GRPO
 SIZES = ["--prompts-per-iteration", 16, "--group-size", 8]
 PPO_SIZES = ["--prompts-per-iteration", 64, "--minibatches", 1, "--critic", "shared"]
 PPO_ITERATIONS = 25  # take about as long, too
@@ -101,8 +100,8 @@ def planned():
         runs.append(grpo(f"lora_{seed}", f"form_{seed}", "--learning-rate", "1e-4", *adapter, seed=seed))
     runs += [
         grpo("shuffled_1", "form_1", "--learning-rate", "4e-6", script="grpo_shuffled.py"),
-        sft("same_rows_1", "form_1", few, "--steps", SFT_STEPS),
-        sft("more_rows_1", "form_1", task(*SUMS, train_tasks=16 * SFT_STEPS), "--steps", SFT_STEPS),
+        sft("same_rows_1", "form_1", few, "--steps", 60),  # takes about as long as GRPO
+        sft("more_rows_1", "form_1", task(*SUMS, train_tasks=1_600), "--steps", 100),  # each of them once
         Run("sampled_1", "", "form_1", []),
         sft("rejection_1", "form_1", ["--train-files", "{runs}/sampled_1/rows.jsonl"],
             "--messages-key", "messages", "--steps", 0, "--epochs", 1, "--val-ratio", 0),
@@ -325,7 +324,7 @@ def plot(rows, path, keys, kinds):
         axis.set(title=TITLES[key], xlabel="minutes of one core, evaluation aside", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("share of 200 held-out sums")
-    axes[0][0].legend(fontsize=8)
+    axes[0][0].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
