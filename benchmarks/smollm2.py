@@ -324,7 +324,7 @@ def plot(rows, path, keys, kinds):
         axis.set(title=TITLES[key], xlabel="minutes of one core, evaluation aside", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("share of 200 held-out sums")
-    axes[0][0].legend(fontsize=8, loc="lower right")
+    axes[0][-1].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
