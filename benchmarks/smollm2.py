@@ -17,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,11 @@ class Run(NamedTuple):
     script: str
     start: str  # name of a run; MODEL
     flags: list[str]
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the runs that must have ended: that of its model, and those whose files it reads."""
+        return {self.start, *re.findall(r"{runs}/(\w+)/", " ".join(map(str, self.flags)))}
 
 
 def task(*options, train_tasks=4_000):
@@ -230,11 +236,15 @@ def run_all(todo, runs, jobs):
     lock, cores = threading.Lock(), [*range(jobs)] if jobs > 1 else [None]
 
     def one(run):
-        if run.start in names:
-            ends[run.start].wait()
+        for needed in names & run.needs:
+            ends[needed].wait()
         with lock:
             core = cores.pop(0)
-        ok[run.name] = (runs / run.name / "ended").exists() or play(run, runs, core)
+        if all(ok.get(needed, True) for needed in run.needs):
+            ok[run.name] = (runs / run.name / "ended").exists() or play(run, runs, core)
+        else:
+            ok[run.name] = False
+            print(f"{run.name}: left out, since a run that it needs has failed", flush=True)
         with lock:
             cores.append(core)
         ends[run.name].set()
