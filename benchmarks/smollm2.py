@@ -347,7 +347,7 @@ def main():
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--only", nargs="+", metavar="RUN")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; with 2 and more, one core each")
-    parser.add_argument("--inside", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", metavar="RUN", help="of this program's own: one run, in a process")
     parser.add_argument("--runs", default="runs/smollm2")
     parser.add_argument("--csv", default="docs/results/smollm2.csv")
     parser.add_argument("--figures", default="docs/figures", metavar="FOLDER")
