@@ -44,7 +44,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.sides import append_csv  # noqa: E402
 
 PROBLEMS = {  # flags, learning rate, minutes of a run on one core
-    "countdown": (["--iterations", "250", "--eval-every", "25", "--eval-tasks", "256"], 5e-4, 0.7),
+    "countdown": (["--iterations", "250", "--eval-every", "25", "--eval-tasks", "256"], 5e-4, 1.0),
     "countdown4": ([
         "--model", "models/countdown4", "--env-kwargs", "min_operands=4", "max_operands=4", "operators=+-*/",
         "max_number=99", "min_target=10", "max_target=100", "draw=uniform", "held_out=parts",
@@ -64,11 +64,11 @@ KNOBS = {  # flags, how many times as long a run takes
     "default": ([], 1), "scale-rewards": (["--scale-rewards"], 1),
     "aggregation sequence": (["--aggregation", "sequence"], 1),
     "aggregation constant": (["--aggregation", "constant"], 1), "kl 0.01": (["--kl-coef", "0.01"], 1.3),
-    "1 epoch x 4": (["--minibatches", "4"], 1.4), "4 epochs x 1": (["--epochs", "4"], 3),
-    "2 epochs x 2": (["--epochs", "2", "--minibatches", "2"], 2.2),
+    "1 epoch x 4": (["--minibatches", "4"], 1.2), "4 epochs x 1": (["--epochs", "4"], 2),
+    "2 epochs x 2": (["--epochs", "2", "--minibatches", "2"], 1.5),
     # The clip binds only after the first step of a rollout.
-    "2 epochs x 2, clip-high 0.2": (["--epochs", "2", "--minibatches", "2", "--clip-high", "0.2"], 2.2),
-    "2 epochs x 2, clip-high 0.4": (["--epochs", "2", "--minibatches", "2", "--clip-high", "0.4"], 2.2),
+    "2 epochs x 2, clip-high 0.2": (["--epochs", "2", "--minibatches", "2", "--clip-high", "0.2"], 1.5),
+    "2 epochs x 2, clip-high 0.4": (["--epochs", "2", "--minibatches", "2", "--clip-high", "0.4"], 1.5),
 }
 # 97.5 % quantiles of Student's t, by degrees of freedom.
 T_QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -237,33 +237,58 @@ def interval(values):
 
 
 def groups_of(rows, stage):
-    """Rows that differ in their seed alone.  -> {(problem, method, staleness): rows}"""
+    """Rows that differ in their seed alone.  -> {(problem, staleness, method, factor): rows}"""
     groups = {}
     for row in rows:
         if row["stage"] == stage:
             method = row["knob"] or f"{row['loss']}, {row['correction']}, {row['baseline']}"
-            key = row["problem"], method, int(row["staleness"]), float(row["factor"])
+            key = row["problem"], int(row["staleness"]), method, float(row["factor"])
             groups.setdefault(key, []).append(row)
     return dict(sorted(groups.items()))
 
 
+def reference_of(stage, method, staleness):
+    """What a method is compared to: the default; off the policy clip, and of baselines pg with tis (2)."""
+    if stage == "knobs":
+        return "default"
+    if staleness == 0:
+        return "clip, tis, mean"
+    return "clip, none, mean" if method.endswith(", mean") else "pg, tis, mean"
+
+
+def paired(rows, others, name):
+    """Mean and half interval of the differences of runs with the same seed; of no others: (nan, nan)."""
+    by_seed = {row["seed"]: float(row[name]) for row in others}
+    differences = [float(row[name]) - by_seed[row["seed"]] for row in rows if row["seed"] in by_seed]
+    if not differences:
+        return math.nan, math.nan
+    return interval(differences)
+
+
 def print_tables(rows):
-    print("Mean and 95 % interval of the mean (Student's t) over the seeds.")
+    """A table for each stage and problem; the last column is the area less that of the reference, by seed."""
     for stage in ("rates", "grid", "knobs"):
         groups = groups_of(rows, stage)
         if not groups:
             print(f"\n{stage}: not run yet.")
-            continue
-        print(f"\n| problem | {stage} | staleness | rate x | seeds | collapsed | "
-              "greedy | temperature 1 | pass@16 | area | entropy |")
-        print("|---" * 11 + "|")
-        for (problem, method, staleness, factor), same in groups.items():
-            cells = [problem, method, staleness, f"{factor:g}", len(same),
-                     sum(int(row["collapsed"]) for row in same)]
-            for name in OUTCOMES:
-                mean, half = interval([float(row[name]) for row in same])
-                cells.append(f"{mean:.3f} ± {half:.3f}")
-            print("| " + " | ".join(map(str, cells)) + " |")
+        for problem in sorted({key[0] for key in groups}):
+            columns = ["staleness", stage, "rate x", "seeds", "collapsed", "greedy", "temperature 1",
+                       "pass@16", "area", "entropy", "area less the reference's"]
+            print(f"\n### {stage}, {problem}\n\n| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
+            for (of, staleness, method, factor), same in groups.items():
+                if of != problem:
+                    continue
+                cells = [staleness, method, f"{factor:g}", len(same),
+                         sum(int(row["collapsed"]) for row in same)]
+                for name in OUTCOMES:
+                    cells.append("{:.3f} ± {:.3f}".format(*interval([float(row[name]) for row in same])))
+                reference = reference_of(stage, method, staleness)
+                cells.append("")
+                if stage != "rates" and method != reference:
+                    others = [row for key, others in groups.items() for row in others
+                              if key[:3] == (problem, staleness, reference)]
+                    cells[-1] = "{:+.3f} ± {:.3f}".format(*paired(same, others, "area"))
+                print("| " + " | ".join(map(str, cells)) + " |")
 
 
 def plot(rows, path):
@@ -278,10 +303,13 @@ def plot(rows, path):
         sys.exit("error: the CSV has no runs of --stage grid")
     figure, axes = plt.subplots(1, len(problems), figsize=(6 * len(problems), 4), squeeze=False)
     for axis, problem in zip(axes[0], problems, strict=True):
-        for method in sorted({key[1] for key in groups if key[0] == problem}):
-            of_method = {key[2]: same for key, same in groups.items() if key[:2] == (problem, method)}
-            spread = [interval([float(row["greedy"]) for row in same]) for same in of_method.values()]
-            means, halves = zip(*spread, strict=True)
+        lines = {}  # method -> {staleness: mean and half interval}
+        for (of, staleness, method, _), same in groups.items():
+            if of == problem:
+                values = [float(row["greedy"]) for row in same]
+                lines.setdefault(method, {})[staleness] = interval(values)
+        for method, of_method in lines.items():
+            means, halves = zip(*of_method.values(), strict=True)
             axis.errorbar([*of_method], means, halves, label=method, marker="o", capsize=2)
         axis.set(title=problem, xlabel="iterations behind, at most", ylabel="held-out greedy accuracy")
         axis.set_xscale("symlog", linthresh=1)
@@ -299,6 +327,8 @@ def main():
     parser.add_argument("--plot", nargs="?", const="docs/figures/losses.png", metavar="PNG")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one core each")
     parser.add_argument("--problems", nargs="+", choices=[*PROBLEMS], default=[*PROBLEMS])
+    parser.add_argument("--staleness", type=int, nargs="+", metavar="N", default=[0, 1, 4, 16],
+                        help="only runs whose sampler is up to N iterations behind")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N runs of the stage")
     parser.add_argument("--smoke", action="store_true", help="six small iterations a run, to try it out")
     parser.add_argument("--runs", default="runs/losses")
@@ -312,7 +342,7 @@ def main():
     done = {row["stage"] + str(Job(*(row[name] for name in Job._fields)).name) for row in rows}
     total = 0.0
     for stage in ("rates", "grid", "knobs"):
-        jobs = jobs_of(stage, rows, args.problems)
+        jobs = [job for job in jobs_of(stage, rows, args.problems) if job.staleness in args.staleness]
         left = [job for job in jobs if stage + job.name not in done]
         hours = sum(job.minutes for job in left) / 60
         total += hours

@@ -74,6 +74,25 @@ def test_an_interval_is_students_t():
     assert math.isnan(losses.interval([0.5])[1])
 
 
+def test_a_method_is_compared_by_seed(capsys):
+    areas = {("clip", "none"): (0.5, 0.7, 0.6), ("gspo", "none"): (0.8, 0.6, 0.7), ("pg", "tis"): (0.1, 0.2, 0.3)}
+    rows = [dict(stage="grid", problem="countdown", loss=loss, correction=correction, baseline="mean",
+                 staleness="4", factor="1.0", seed=str(seed), knob="", collapsed="0", greedy="0.5",
+                 temperature_1="0.5", pass_16="0.5", area=str(area), entropy="0.5")
+            for (loss, correction), of_method in areas.items() for seed, area in enumerate(of_method)]
+    rows.reverse()
+    half = 4.303 * statistics.stdev([0.3, -0.1, 0.1]) / 3**0.5
+    assert losses.paired(rows[3:6], rows[6:], "area") == pytest.approx((0.1, half))
+    assert losses.paired(rows[3:4], rows[6:], "area")[0] == pytest.approx(0.1)
+    assert math.isnan(losses.paired(rows[3:6], [], "area")[0])
+    losses.print_tables(rows)
+    lines = {line.split(" | ")[1]: line for line in capsys.readouterr().out.splitlines() if " | " in line}
+    assert lines["gspo, none, mean"].endswith(f"| +0.100 ± {half:.3f} |")
+    assert lines["clip, none, mean"].endswith("|  |") and "-0.400 ±" in lines["pg, tis, mean"]
+    assert losses.reference_of("grid", "clip, tis, loo", 4) == "pg, tis, mean"
+    assert losses.reference_of("grid", "clip, tis, loo", 0) == "clip, tis, mean"
+
+
 @pytest.mark.slow
 def test_runs_of_losses_go_on_after_a_kill_and_end_once(tmp_path):
     table, runs = tmp_path / "losses.csv", tmp_path / "runs"
