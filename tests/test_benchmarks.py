@@ -75,7 +75,8 @@ def test_an_interval_is_students_t():
 
 
 def test_a_method_is_compared_by_seed(capsys):
-    areas = {("clip", "none"): (0.5, 0.7, 0.6), ("gspo", "none"): (0.8, 0.6, 0.7), ("pg", "tis"): (0.1, 0.2, 0.3)}
+    areas = {("clip", "none"): (0.5, 0.7, 0.6), ("gspo", "none"): (0.8, 0.6, 0.7),
+             ("pg", "tis"): (0.1, 0.2, 0.3)}
     rows = [dict(stage="grid", problem="countdown", loss=loss, correction=correction, baseline="mean",
                  staleness="4", factor="1.0", seed=str(seed), knob="", collapsed="0", greedy="0.5",
                  temperature_1="0.5", pass_16="0.5", area=str(area), entropy="0.5")
