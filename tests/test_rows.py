@@ -176,7 +176,8 @@ def test_a_file_of_open_instruct(tmp_path):
     (7, "seven is 7", 1),
     (0.5, "1/2", 1), ("45%", "0.45", 1), ("45", "45%", 1), ("45%", "45", 1), ("0.45", "45%", 1),
     ("45", "0.45", 0), ("-3", "10-3", 0), ("3", "10-3", 1), ("-3", "x = -3", 1), ("10", "5-10", 1),
-    ("-5", "\u22125", 1), ("2 1/2", "2.5", 1), ("2.5", r"$2\frac{1}{2}$", 1), ("1e3", "1000", 1),
+    ("-5", "\u22125", 1), ("2 1/2", "2.5", 1), ("2.5", "Step 3 5/2", 1),
+    ("2.5", r"$2\frac{1}{2}$", 1), ("1e3", "1000", 1),
     ("0.333333333", "1/3", 1), ("5", "5.0001", 0), ("5", "1/0", 0), ("5", "v1.5", 0), ("3.14", "3.14.", 1),
     ("34", "12,34", 1), ("12", "12,34", 0), ("7", "<answer>7</answer>, not 8", 1),
     ("7", "<answer>7</answer> <answer>8</answer>", 0), ("8", r"\boxed{7} or \boxed{8}", 1),
@@ -202,6 +203,7 @@ def test_choices_are_letters(judge, answer, reply, right):
     ("exact", "New York", " New\n York ", 1), ("exact", "New York", "new york", 0),
     ("exact", "New York", "It is <answer>New York</answer>", 1), ("exact", ["a", "b"], "b", 1),
     ("contains", "Paris", "It is PARIS, of course", 1), ("contains", "art", "Bart", 0),
+    ("exact", r"a\}b", r"\boxed{a\}b}", 1),
     ("contains", "C++", "in C++.", 1), ("regex", r"^\d+ km$", "12 km", 1), ("regex", r"^\d+ km$", "12 m", 0)])
 def test_texts_are_compared(judge, check, answer, reply, right):
     assert judge(check, answer, reply) == bool(right)

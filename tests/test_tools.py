@@ -647,9 +647,11 @@ def test_a_group_of_different_experiments_is_told_with_the_flags_that_differ(und
 def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path, capsys):
     runs = [experiment(tmp_path, number, 1, learning_rate=0.1 * (number + 1)) for number in (0, 1)]
     lines = [json.loads(line) for line in (runs[1] / "train_log.jsonl").read_text().splitlines()]
-    for number, line in enumerate(lines):
-        if "val/countdown/pass@1" in line:
-            line["val/countdown/pass@1"] = 0.9 - number / 1000  # the best is the first one
+    evaluated = [line for line in lines if "val/countdown/pass@1" in line]
+    for number, line in enumerate(evaluated):
+        line["val/countdown/pass@1"] = 0.899 - number / 1000  # the best is the first one
+        line["val/countdown/greedy"] = 0.5 + 0.1 * (number == 1)
+        line["val/loss"] = 2.0 - 0.1 * (number == 1)
     write_jsonl(runs[1] / "train_log.jsonl", [*lines, b'{"half a'])
     assert compare_runs.main([*map(str, runs), "--form", "csv"]) == 0
     one, other = csv.DictReader(capsys.readouterr().out.splitlines())
@@ -658,6 +660,10 @@ def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path
     key = "val/countdown/pass@1"
     assert float(other[f"{key} best"]) == 0.899 and other[f"{key} best at"] == "0"
     assert float(other[f"{key} final"]) < 0.899
+    assert other["iterations"] == str(lines[-1]["iteration"])
+    for name, final, best in (("val/countdown/greedy", "0.5", "0.6"), ("val/loss", "2.0", "1.9")):
+        assert (other[f"{name} final"], other[f"{name} best"]) == (final, best)
+        assert other[f"{name} best at"] == str(evaluated[1]["iteration"])
     assert float(one[f"{key} final"]) == lines_of(runs[0])[-1][key]
 
     for form in ("text", "markdown"):

@@ -153,6 +153,13 @@ def test_reward_functions_and_checks_are_added(shop):
     task = env.task("train", 0)
     assert task.tools is None and not env.multi_turn
     assert env.start(task, 1).step(task.data["answers"][0]).reward == 1.0
+    env = shop(check="number")
+    task = env.task("train", 0)
+    for reply, earned in ((task.data["answers"][0], 1.0), ("-1", 0.0)):
+        episode = env.start(task, 1)
+        episode.step("", [call("guess", number=episode.made.secret)])
+        step = episode.step(str(reply), [])
+        assert (step.reward, step.info["correct"]) == (earned + 1.0, earned)  # 1 is get_reward's
 
 
 @pytest.mark.parametrize("options, message", [
