@@ -20,8 +20,8 @@ LIMIT = 900  # seconds for the tests of one mutant; one that hangs is killed, to
 
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
-    "grpo_llm.py": ("rl_maths crash draws updates rollout runs engines", "not ppo and not sft"),
-    "ppo_llm.py": ("rl_maths crash draws updates runs rollout", "not grpo and not sft"),
+    "grpo_llm.py": ("rl_maths crash draws updates rollout runs chat engines", "not ppo and not sft"),
+    "ppo_llm.py": ("rl_maths crash draws updates runs rollout chat", "not grpo and not sft"),
     "sft.py": ("crash draws sft sft_data runs", "not grpo and not ppo"),
     "a2c_vecenv.py": ("a2c_maths crash runs a2c_runs a2c_distributed", "not grpo and not ppo and not sft"),
     "envs/__init__.py": ("envs countdown logic text_envs", ""),
@@ -65,7 +65,8 @@ MUTANTS = {
         "k3 without its minus": ("torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio)"),
         "GSPO: gradient of the mean": ("sequence.detach() + (", "sequence + ("),
         "temperature is not the trainer's": (".float() / temperature, dim", ".float(), dim"),
-        "padding is attended to": ("valid, position_ids=positions,", "None, position_ids=positions,"),
+        "padding is attended to": (
+            "valid, position_ids=positions,", "torch.ones_like(valid), position_ids=positions,"),
         "keys of another prompt": (
             "batch_select_indices(prompt_of_row)", "batch_select_indices(prompt_of_row.flip(0))"),
         "decay over all iterations": ("(iteration - args.warmup_iterations) /", "iteration /"),

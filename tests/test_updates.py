@@ -296,9 +296,10 @@ GRPO = {
                     temperature=1.5),
     "turns": dict(TURNS, prompts_per_iteration=3, kl_coef=0.3, epochs=2, mask_truncated=True,
                   microbatch_tokens=60, correction="none", aggregation="sequence"),
-    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, reward_fn=CHECKSUM),
+    "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
+                 prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
-    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26),
+    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", correction="none"),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
                 correction_bounds=(0.9995, 1.0005), max_grad_norm=0.01, temperature=1.5, group_size=16,
                 prompts_per_iteration=3,
@@ -342,6 +343,8 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     if case == "turns":
         assert record["rollout/segments"] > 1
         assert len({sum(s["response_mask"]) for s in segments}) > 1  # or all aggregations are alike
+    if case in ("lora", "loo"):
+        assert len({len(s["prompt_ids"]) for s in segments}) > 1  # or nothing tells what is done with padding
     assert case != "context" or 0 < record["rollout/termination/context"] < 1
     assert case != "failing" or any(len(group) < flags["group_size"] for group in groups)
     if case == "dynamic":  # rounds of other tasks, until enough groups teach, or three of them were played
