@@ -1068,7 +1068,7 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
      "'''1 < 2'''\na: Literal[1]\nf'{1 < 2}'\n@f(1)\ndef g(b: 3) -> 4: pass\n", set()),
 ])
 def test_mutants_change_one_expression_in_place(text, expected):
-    source = make_scenarios.Source("m", {"m.py": text.encode(), "tests/test_m.py": b""}, ("tests",))
+    source = make_scenarios.Source("m", {"m.py": text.encode(), "tests/test_m.py": b""}, ("tests",), {})
     assert {(mutant.kind, mutant.text.decode()) for mutant in make_scenarios.mutants_of(source)} == expected
 
 
@@ -1081,12 +1081,17 @@ def test_mutants_of_the_bundled_repositories():
 
 
 @pytest.mark.slow
-def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
+@pytest.mark.parametrize("held_out", [False, True])
+def test_made_scenarios_are_solved_by_their_solution(held_out, tmp_path, capsys):
     files = {"m.py": "def pay(cents):\n    return cents if cents > 0 else 0\n\n\n"
                      "def add(a, b):\n    return a + b\n",
              "tests/test_m.py": "from m import add, pay\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\n"
                                 "def test_pay():\n    assert [pay(1), pay(0), pay(-1)] == [1, 0, 0]\n"}
     source = f"{write_cache(tmp_path, {'shop': {}}, files)}/shop"
+    if held_out:  # which sees another mistake in pay alone
+        (tmp_path / "held_out").mkdir()
+        (tmp_path / "held_out" / "shop.py").write_text(
+            "from m import pay\n\n\ndef test_hidden():\n    assert [pay(9), pay(-9)] == [9, 0]\n")
     for out, jobs in (("one", "1"), ("two", "2")):
         argv = ["--source", source, "--out", str(tmp_path / out), "--count", "1", "--jobs", jobs]
         assert make_scenarios.main(argv) == 0
@@ -1098,7 +1103,10 @@ def test_made_scenarios_are_solved_by_their_solution(tmp_path, capsys):
     for name in json.loads((tmp_path / "one" / "index.json").read_text()):
         env, task = alone(name, cache_dir=str(tmp_path / "one"))
         report = task.messages[1]["content"]
-        assert name.startswith("shop-") and "m.py" not in report
+        assert name.startswith("shop-") and "m.py" not in report and "hidden" not in report
+        assert [*env.scenario(task).judged] == (
+            ["tests/test_held_out.py::test_hidden"] if held_out else [*env.scenario(task).expected])
+        assert not held_out or "cents" in env.scenario(task).patch.partition("\n-")[2].partition("\n")[0]
         assert "    assert " in report and "\n\nExpected: " in report and "\nGot: " in report
         assert outcome(env, task, env.solution(task)).reward == 1
         step = outcome(env, task, "open('x', 'w').close(); finish()")

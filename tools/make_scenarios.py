@@ -5,10 +5,11 @@
     python grpo_llm.py --env repl --env-kwargs cache_dir=scenarios ...
 
 A source is a folder with modules and a folder `tests` (or `test`) that pytest runs and that all pass; without
---source these are the bundled repositories after their fix. A mutant differs from it in one expression: a
-comparison, an operator, a constant, `not`, and/or, the order of arguments, a slice's bound, the variable that
-is returned, a default, min for max and the like. It is kept if some of the tests fail, not all, none is lost
-and all end in time. Its bug report is made of what the failing tests call, expect and get.
+--source these are the bundled repositories after their fix. It may have held-out tests beside it,
+held_out/<folder>.py, which are its mutants' too. A mutant differs from it in one expression: a comparison, an
+operator, a constant, `not`, and/or, the order of arguments, a slice's bound, the variable that is returned, a
+default, min for max and the like. It is kept if some of the tests fail, not all, none is lost and all end in
+time; and if some held-out tests fail. Its bug report is made of what the failing tests call, expect and get.
 
 The same sources, count and seed give the same scenarios, whatever --jobs. The last line printed is JSON.
 docs/repl.md describes what is written.
@@ -103,6 +104,7 @@ class Source:
     name: str
     files: dict[str, bytes]
     tests: tuple[str, ...]
+    held_out: dict[str, bytes]  # {path: module of tests}, which no tree holds; empty: none
 
     def is_test(self, path: str) -> bool:
         return decides(path) or any(path == place or path.startswith(f"{place}/") for place in self.tests)
@@ -286,8 +288,12 @@ def bundled_sources() -> list[Source]:
             scenario = env.scenario(env.task(split, index))
             files = patched(scenario.files, scenario.patch, scenario.instance_id)
             name = scenario.instance_id.partition("-")[0]  # without what its own bug is about
-            sources.append(Source(name, files, scenario.tests))
+            sources.append(Source(name, files, scenario.tests, held_out_of(scenario)))
     return sorted(sources, key=lambda source: source.name)
+
+
+def held_out_of(scenario: repl.Scenario) -> dict[str, bytes]:
+    return {scenario.held_out_path: scenario.held_out.encode()} if scenario.held_out else {}
 
 
 def patched(files: dict[str, bytes], patch: str, name: str) -> dict[str, bytes]:
@@ -313,7 +319,8 @@ def read_source(folder: Path) -> Source:
         raise BadInput(f"--source {folder}: expected a folder")
     row = dict(folder=folder, instance_id=folder.name, problem_statement="", expected={})
     scenario = repl.load_scenario(row)
-    return Source(re.sub(r"[^A-Za-z0-9_.]+", "-", folder.name), scenario.files, scenario.tests)
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", folder.name)
+    return Source(name, scenario.files, scenario.tests, held_out_of(scenario))
 
 
 # Which mutants are scenarios
@@ -333,15 +340,19 @@ class Maker:
             return {}, {}
         return outcomes, failed
 
-    def judge(self, source: Source, files: dict[str, bytes]) -> dict[str, str]:
-        """test -> outcome, as the environment will judge."""
-        return run_tests(*source.split(files), timeout=10 * self.timeout)
+    def judge(self, source: Source, files: dict[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
+        """test -> outcome, as the environment will judge: of those in the tree, of those held out"""
+        modules, tests = source.split(files)
+        results = run_tests(modules, tests | source.held_out, timeout=10 * self.timeout)
+        held_out = {name: results[name] for name in results if name.partition("::")[0] in source.held_out}
+        return {name: results[name] for name in results if name not in held_out}, held_out
 
     def check(self, source: Source) -> dict[str, str]:
         """What the tests say of the correct repository; BadInput unless all pass, in time."""
         outcomes, _ = self.explain(source, source.files)
-        results = self.judge(source, source.files)
-        wrong = [f"{name} is {outcome}" for name, outcome in sorted(results.items()) if outcome != "PASSED"]
+        results, held_out = self.judge(source, source.files)
+        wrong = [f"{name} is {outcome}" for name, outcome in sorted((results | held_out).items())
+                 if outcome != "PASSED"]
         if not results or wrong:
             raise BadInput(f"{source.name}: expected tests that all pass, but "
                            f"{(wrong or ['there are none'])[0]}")
@@ -355,8 +366,10 @@ class Maker:
         outcomes, failed = self.explain(mutant.source, mutant.files)
         if outcomes.keys() != expected.keys() or not 0 < len(failed) < len(expected):
             return None
-        results = self.judge(mutant.source, mutant.files)
+        results, held_out = self.judge(mutant.source, mutant.files)
         if {name: outcome == "PASSED" for name, outcome in results.items()} != outcomes:
+            return None
+        if held_out and set(held_out.values()) == {"PASSED"}:  # what decides does not see it
             return None
         report = self.report(mutant, failed, random.Random(f"{seed} {mutant.id}"))
         return dict(problem_statement=report, expected_output_json=expected, patch=patch_back(mutant),
@@ -476,6 +489,9 @@ def write(out: Path, rows: dict[str, tuple[Mutant, dict]]) -> None:
                 place = out / name / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(text)
+            for text in mutant.source.held_out.values():
+                (out / "held_out").mkdir(exist_ok=True)
+                (out / "held_out" / f"{name}.py").write_bytes(text)
         index = {name: row for name, (_, row) in sorted(rows.items())}
         text = json.dumps(index, indent=1, ensure_ascii=False) + "\n"
         (out / "index.json").write_text(text, encoding="utf-8")
