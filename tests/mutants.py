@@ -20,8 +20,8 @@ LIMIT = 900  # seconds for the tests of one mutant; one that hangs is killed, to
 
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
-    "grpo_llm.py": ("rl_maths crash draws updates rollout runs chat engines", "not ppo and not sft"),
-    "ppo_llm.py": ("rl_maths crash draws updates runs rollout chat", "not grpo and not sft"),
+    "grpo_llm.py": ("rl_maths crash draws updates checks rollout runs chat engines", "not ppo and not sft"),
+    "ppo_llm.py": ("rl_maths crash draws updates checks runs rollout chat", "not grpo and not sft"),
     "sft.py": ("crash draws sft sft_data runs", "not grpo and not ppo"),
     "a2c_vecenv.py": ("a2c_maths crash runs a2c_runs a2c_distributed", "not grpo and not ppo and not sft"),
     "envs/__init__.py": ("envs countdown logic text_envs", ""),
