@@ -292,28 +292,37 @@ def print_tables(rows):
 
 
 def plot(rows, path):
-    """Greedy accuracy against staleness, a line for each method."""
+    """A row of panels for each problem and staleness, and one for the knobs: seeds, means, 95 % intervals."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = groups_of(rows, "grid")
-    problems = sorted({key[0] for key in groups})
-    if not problems:
-        sys.exit("error: the CSV has no runs of --stage grid")
-    figure, axes = plt.subplots(1, len(problems), figsize=(6 * len(problems), 4), squeeze=False)
-    for axis, problem in zip(axes[0], problems, strict=True):
-        lines = {}  # method -> {staleness: mean and half interval}
-        for (of, staleness, method, _), same in groups.items():
-            if of == problem:
-                values = [float(row["greedy"]) for row in same]
-                lines.setdefault(method, {})[staleness] = interval(values)
-        for method, of_method in lines.items():
-            means, halves = zip(*of_method.values(), strict=True)
-            axis.errorbar([*of_method], means, halves, label=method, marker="o", capsize=2)
-        axis.set(title=problem, xlabel="iterations behind, at most", ylabel="held-out greedy accuracy")
-        axis.set_xscale("symlog", linthresh=1)
-        axis.legend(fontsize=7)
+    panels = {}  # title -> {method: rows}
+    for stage in ("grid", "knobs"):
+        for (problem, staleness, method, _), same in groups_of(rows, stage).items():
+            title = f"{problem}, on the policy"
+            if staleness:
+                title = f"{problem}, up to {staleness} iterations behind"
+            if stage == "knobs":
+                title = f"{problem}, flags beside the default"
+            panels.setdefault(title, {})[method] = same
+    if not panels:
+        sys.exit("error: the CSV has no runs of --stage grid or knobs")
+    heights = [1 + len(methods) for methods in panels.values()]
+    figure, axes = plt.subplots(len(panels), 2, figsize=(11, 1 + sum(heights) / 4), squeeze=False,
+                                gridspec_kw=dict(height_ratios=heights))
+    for row, (title, methods) in zip(axes, panels.items(), strict=True):
+        for axis, name in zip(row, ("area", "temperature_1"), strict=True):
+            for place, same in enumerate(methods.values()):
+                values = [float(one[name]) for one in same]
+                mean, half = interval(values)
+                axis.plot(values, [place] * len(values), ".", color="tab:blue", alpha=0.4)
+                axis.errorbar(mean, place, xerr=half, fmt="|", color="tab:blue", capsize=3, markersize=12)
+            axis.set_yticks(range(len(methods)), methods if axis is row[0] else [""] * len(methods))
+            axis.set_ylim(len(methods) - 0.4, -0.6)
+            axis.grid(alpha=0.3)
+        row[0].set_title(f"{title}: greedy, mean over the run", fontsize=9)
+        row[1].set_title("temperature 1, at the end", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
