@@ -55,8 +55,9 @@ class Disk:
         self.flushed.pop(new.parent, None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [grpo_llm, ppo_llm, sft, a2c_vecenv])
+# What ppo_llm.py does there is grpo_llm.py's to the letter.
+@pytest.mark.parametrize("script", [
+    grpo_llm, sft, a2c_vecenv, pytest.param(ppo_llm, marks=pytest.mark.slow)])
 def test_whatever_gets_its_name_is_on_the_disk_as_it_is(script, tmp_path, monkeypatch):
     folder, rows = tmp_path / "run", write_jsonl(tmp_path / "rows.jsonl", ROWS)
     disk = Disk(folder, monkeypatch)
