@@ -475,7 +475,6 @@ def test_minibatches_share_out_every_group_or_episode(script, tmp_path, monkeypa
     check_step(adam, before, after, end["optimizer"], 1e-3)
 
 
-@pytest.mark.slow
 def test_the_weight_between_ppos_sampler_and_trainer_is_capped_at_two(tmp_path, monkeypatch):
     """A token that the trainer finds 4 times as likely as the sampler said is as one 8 times as likely."""
     generate, ends, capped = ppo_llm.generate, [], []
