@@ -229,7 +229,6 @@ def test_the_loss_in_chunks_is_the_cross_entropy(dtype, tolerance, chunk_element
     assert len(sizes) == 1 or max(kept, default=0) < 23 * 50 > sum(kept)  # no logits wait
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(tmp_path, monkeypatch):
     """... with dropout in the configuration, which stays off: a step's loss is val/loss before it."""
     rows = (write_rows(tmp_path, ROWS[:3]),)
@@ -374,7 +373,6 @@ def test_validation_comes_before_and_after_and_in_between(flags, evaluated, tmp_
     assert not any("data/rows" in record for record in records(folder)[1:])
 
 
-@pytest.mark.slow
 def test_each_epoch_sees_every_row_once_in_an_order_of_its_own_and_none_need_be_held_out(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which."""
     rows = (write_rows(tmp_path, ROWS[:6]),)
@@ -404,7 +402,6 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
     assert validate(tmp_path / "run")["ok"]
 
 
-@pytest.mark.slow
 def test_epochs_without_steps_set_the_length(tmp_path, capsys):
     rows = write_rows(tmp_path)
     flags = ["--train-files", rows, "--batch-size", 3, "--val-ratio", 0, "--eval-every", 0]
