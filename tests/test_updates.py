@@ -316,7 +316,8 @@ GRPO = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(("turns", "lora", "dynamic", "context", "failing", "gspo-constant"), GRPO))
+@pytest.mark.parametrize("case", slow_but(
+    ("turns", "lora", "dynamic", "context", "failing", "gspo-constant"), GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
