@@ -59,6 +59,7 @@ METHODS = [("clip", "none"), ("cispo", "none"), ("gspo", "none"), ("sapo", "none
 FACTORS = (0.5, 1.0, 2.0)
 SEEDS = (1, 2, 3, 4, 5)
 RATE_SEEDS = (11, 12)
+STALENESS = (0, 1, 4, 16)
 CHOSEN_AT = 4  # the staleness at which rates are chosen
 KNOBS = {  # flags, how many times as long a run takes
     "default": ([], 1), "scale-rewards": (["--scale-rewards"], 1),
@@ -336,8 +337,8 @@ def main():
     parser.add_argument("--plot", nargs="?", const="docs/figures/losses.png", metavar="PNG")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one core each")
     parser.add_argument("--problems", nargs="+", choices=[*PROBLEMS], default=[*PROBLEMS])
-    parser.add_argument("--staleness", type=int, nargs="+", metavar="N", default=[0, 1, 4, 16],
-                        help="only runs whose sampler is up to N iterations behind")
+    parser.add_argument("--staleness", type=int, nargs="+", choices=STALENESS, default=STALENESS,
+                        help="only runs whose sampler is up to so many iterations behind")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N runs of the stage")
     parser.add_argument("--smoke", action="store_true", help="six small iterations a run, to try it out")
     parser.add_argument("--runs", default="runs/losses")

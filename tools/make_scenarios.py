@@ -288,11 +288,11 @@ def bundled_sources() -> list[Source]:
             scenario = env.scenario(env.task(split, index))
             files = patched(scenario.files, scenario.patch, scenario.instance_id)
             name = scenario.instance_id.partition("-")[0]  # without what its own bug is about
-            sources.append(Source(name, files, scenario.tests, held_out_of(scenario)))
+            sources.append(Source(name, files, scenario.tests, held_out_files(scenario)))
     return sorted(sources, key=lambda source: source.name)
 
 
-def held_out_of(scenario: repl.Scenario) -> dict[str, bytes]:
+def held_out_files(scenario: repl.Scenario) -> dict[str, bytes]:
     return {scenario.held_out_path: scenario.held_out.encode()} if scenario.held_out else {}
 
 
@@ -320,7 +320,7 @@ def read_source(folder: Path) -> Source:
     row = dict(folder=folder, instance_id=folder.name, problem_statement="", expected={})
     scenario = repl.load_scenario(row)
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", folder.name)
-    return Source(name, scenario.files, scenario.tests, held_out_of(scenario))
+    return Source(name, scenario.files, scenario.tests, held_out_files(scenario))
 
 
 # Which mutants are scenarios
