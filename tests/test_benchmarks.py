@@ -68,6 +68,15 @@ def test_a_rate_is_the_one_of_the_largest_mean_area_once_all_its_seeds_have_ende
     assert math.isnan(losses.chosen_factor(("countdown", "pg", "mis", "mean"), rows))
 
 
+def test_the_table_in_docs_has_each_run_of_the_plan_once():
+    rows = losses.read_csv(ROOT / "docs/results/losses.csv")
+    for stage in ("rates", "grid", "knobs"):
+        jobs = losses.jobs_of(stage, rows, [*losses.PROBLEMS])
+        of_stage = [row for row in rows if row["stage"] == stage]
+        made = [losses.Job(*(row[name] for name in losses.Job._fields)).name for row in of_stage]
+        assert sorted(job.name for job in jobs) == sorted(made), stage
+
+
 def test_an_interval_is_students_t():
     mean, half = losses.interval([0.1, 0.2, 0.4])
     assert (mean, half) == pytest.approx((0.7 / 3, 4.303 * statistics.stdev([0.1, 0.2, 0.4]) / 3**0.5))
