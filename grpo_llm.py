@@ -38,7 +38,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import timeit
 import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -581,66 +580,61 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
     return loss, sums, both[:, mask.bool()].double()
 
 
-@torch.no_grad()
-def mismatch_tolerance(model, groups, args):
-    """How large mismatch/kl may be [nats/token]: in bfloat16 ten times what rounding does to these groups."""
-    if args.dtype == "float32":
-        return 1e-6
-    total = count = 0.0
-    for _, batch in passes(itertools.chain(*groups), args, model.device):
-        with precision(args, model.device):
-            rounded, *_ = token_logprobs(model, batch, args.temperature)
-        with in_float32(model):
-            exact, *_ = token_logprobs(model, batch, args.temperature)
-        total += float((k3(rounded - exact) * batch["response_mask"]).sum())
-        count += float(batch["response_mask"].sum())
-    total, count = np.sum(gather([(total, count)]), 0).tolist()
-    return max(10 * total / count, 1e-5)
+# What rounding never makes of mismatch/kl [nats/token] and, six standard errors aside, of the mean ratio
+# less 1 and of the slope. docs/engines.md has the sizes of rounding and of faults.
+LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
 
 
-def check_sampler(trainer, sampler, tolerance):
+@functools.cache
+def warn_once(text):
+    print_rank_0(f"warning: {text}")
+
+
+def check_sampler(trainer, sampler, limits):
     """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
 
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process. Where both are of one
-    distribution: (1) they differ by rounding; (2) the mean of trainer / sampler is 1, since the tokens are
-    the sampler's: it is less where that draws from fewer words (top-p); (3) their difference does not grow
-    with the log-probability, as it does with another temperature. (2) and (3) are to hold within five
-    standard errors and a share of the tolerated size.
+    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
+    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
+    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
+    where the sampler has another temperature or older weights.
     """
     both = torch.stack([trainer, sampler]).double().cpu().numpy()
     both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
     difference = both[0] - both[1]
-    num_tokens = len(difference)
     ratio = np.exp(difference)
     mean = ratio.mean()
-    mean_error = ratio.std() / math.sqrt(num_tokens)
-    kl = (np.expm1(difference) - difference).mean()
+    error = ratio.std() / math.sqrt(len(ratio))
+    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
+    kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
     # Equal tokens after equal texts are rounded alike: they count once.
     trainer, sampler = np.unique(both, axis=1)
-    level = (trainer + sampler) / 2
-    level -= level.mean()
     difference = trainer - sampler
     difference -= difference.mean()
+    level = (trainer + sampler) / 2
+    level -= level.mean()
     square = (level**2).sum() + 1e-9
     slope = (level * difference).sum() / square
     # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
     residual = (difference - slope * level) / (1 - level**2 / square)
     slope_error = np.sqrt((level**2 * residual**2).sum()) / square
-    size = math.sqrt(tolerance)
+    most_kl, most_off, most_slope = limits
+    enough = len(level) >= 100
     fault = ""
-    if not kl <= tolerance:  # it may be nan
-        fault = f"mismatch/kl is {kl:.2g} nats per token; tolerated are {tolerance:.2g}"
-    elif num_tokens >= 100 and abs(mean - 1) > 5 * mean_error + size / 50:
+    if not kl <= most_kl:  # it may be nan
+        fault = f"mismatch/kl is {kl:.2g} nats per token; expected {most_kl:.2g} at most"
+    elif enough and abs(mean - 1) > most_off + 6 * error:
         fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
-    elif len(level) >= 250 and abs(slope) > 5 * slope_error + size / 10:
-        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature?"
+    elif enough and abs(slope) > most_slope + 6 * slope_error:
+        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature, older weights?"
     if fault:
         raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
+    if kl > most_kl / 10:
+        warn_once(f"mismatch/kl is over {most_kl / 10:.2g}, which is much for rounding (docs/engines.md)")
     return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
             "mismatch/slope": float(slope)}
 
 
-def update(model, reference, optimizer, groups, tolerance, args):
+def update(model, reference, optimizer, groups, args):
     """All optimiser steps of an iteration on groups of segments.  -> metrics, number of steps."""
     if args.epochs * args.minibatches > 1:  # else the policy is the one that sampled, and the ratio is 1
         store_logprobs(model, groups, "old_logprobs", args)
@@ -666,7 +660,7 @@ def update(model, reference, optimizer, groups, tolerance, args):
                 totals[name] += value
             logprobs.append(both)
         if not norms:  # before the first step: stale weights, a wrong head or a stale prefix cache show
-            metrics = check_sampler(*torch.cat(logprobs, 1), tolerance)
+            metrics = check_sampler(*torch.cat(logprobs, 1), LIMITS[args.dtype])
         norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
         # The sum is finite if both are.
         if not torch.isfinite(norms[-1] + totals["train/policy_loss"]):
@@ -1226,54 +1220,6 @@ def lora_share(model):
 def precision(args, device):
     """Autocast for every forward pass, sampling included, so that sampler and trainer agree."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-def has_fast_bfloat16():
-    """Whether there is a GPU, or a CPU with instructions for it."""
-    if torch.cuda.is_available():
-        return True
-    with contextlib.suppress(OSError):
-        words = Path("/proc/cpuinfo").read_text().split()
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-    return False
-
-
-def warn_of_slow_bfloat16():
-    """Tell by how much this CPU is slower at it."""
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(256, 256, dtype=dtype)
-        seconds[dtype] = min(timeit.repeat(lambda matrix=matrix: matrix @ matrix, number=1, repeat=5))
-    ratio = seconds[torch.bfloat16] / seconds[torch.float32]
-    print_rank_0("warning: --dtype bfloat16 on a CPU without AVX512_BF16 or AMX: a product of two matrices "
-                 f"takes {ratio:.1f} times as long as in float32")
-
-
-@contextlib.contextmanager
-def in_float32(model):
-    """A module with bfloat16 weights has them in float32 while it computes, so that few are at any time."""
-    kept = {}  # module -> its weights in bfloat16
-
-    def widen(module, *_):
-        kept[module] = []
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype == torch.bfloat16:
-                kept[module].append((parameter, parameter.data))
-                parameter.data = parameter.data.float()
-
-    def narrow(module, *_):
-        for parameter, data in kept.pop(module):
-            parameter.data = data
-
-    hooks = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(widen))
-        hooks.append(module.register_forward_hook(narrow))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def pad(rows, value, device, left=False, dtype=torch.long):
@@ -2167,8 +2113,6 @@ def main(args):
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
-    if args.dtype == "bfloat16" and not has_fast_bfloat16():
-        warn_of_slow_bfloat16()
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
@@ -2226,7 +2170,6 @@ def main(args):
         print_rank_0(f"{num_prompts:,} prompts are {num_prompts / max(num_tasks, 1):.3g} epochs of "
                      f"{num_tasks:,} training tasks")
     rollouts = []
-    tolerance = None  # of mismatch/kl, once there are tokens to measure it on
     num_idle = 0  # iterations without an update, one after another
     stop = []  # not empty after SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -2301,9 +2244,7 @@ def main(args):
             with run.timed("update"):
                 if num_trainable:
                     engine.sleep()
-                    if tolerance is None:
-                        tolerance = mismatch_tolerance(model, groups, args)
-                    measured, steps = update(model, reference, optimizer, groups, tolerance, args)
+                    measured, steps = update(model, reference, optimizer, groups, args)
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
 
             # 4. Metrics of the iteration, over all processes.
@@ -2348,7 +2289,7 @@ def parse_flags():
     real = dict(REAL_MODEL)
     if args.lora:
         real |= REAL_LORA
-    if has_fast_bfloat16():
+    if torch.cuda.is_available():
         real["dtype"] = "bfloat16"
     text = f"--model {args.model} has {size:,} weights: defaults of real models, {REAL_SIZE:,} or more, are"
     for name, value in real.items():

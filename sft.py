@@ -36,7 +36,6 @@ import signal
 import subprocess
 import sys
 import time
-import timeit
 import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -152,7 +151,7 @@ class Args:
         return flags
 
 
-# The defaults where --model is given; --dtype is bfloat16 where the machine is fast at it.
+# The defaults where --model is given; with a GPU --dtype is bfloat16, too.
 REAL_MODEL = dict(
     env_kwargs=(), batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
@@ -887,27 +886,6 @@ def precision(args, device):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-def has_fast_bfloat16():
-    """Whether there is a GPU, or a CPU with instructions for it."""
-    if torch.cuda.is_available():
-        return True
-    with contextlib.suppress(OSError):
-        words = Path("/proc/cpuinfo").read_text().split()
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-    return False
-
-
-def warn_of_slow_bfloat16():
-    """Tell by how much this CPU is slower at it."""
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(256, 256, dtype=dtype)
-        seconds[dtype] = min(timeit.repeat(lambda matrix=matrix: matrix @ matrix, number=1, repeat=5))
-    ratio = seconds[torch.bfloat16] / seconds[torch.float32]
-    print_rank_0("warning: --dtype bfloat16 on a CPU without AVX512_BF16 or AMX: a product of two matrices "
-                 f"takes {ratio:.1f} times as long as in float32")
-
-
 def pad(rows, value, device, left=False, dtype=torch.long):
     """Lists of different lengths -> (rows, longest), padded on the right or the left."""
     width = max(map(len, rows))
@@ -1311,8 +1289,6 @@ def main(args):
     rows_given = args.train_files or args.dataset
     if not args.steps and not (rows_given and args.epochs):
         raise BadInput("--steps 0: expected --steps, or --train-files or --dataset with --epochs")
-    if args.dtype == "bfloat16" and not has_fast_bfloat16():
-        warn_of_slow_bfloat16()
     env = env_name = None
     if not rows_given:
         env_name, options = args.env, args.env_kwargs
@@ -1473,7 +1449,7 @@ def read_flags():
     given = {word.partition("=")[0] for word in sys.argv}
     defaults = {}
     if "--model" in given:
-        defaults = REAL_MODEL | dict(dtype="bfloat16" if has_fast_bfloat16() else "float32")
+        defaults = REAL_MODEL | dict(dtype="bfloat16" if torch.cuda.is_available() else "float32")
     if "--epochs" in given:
         defaults["steps"] = 0
     for name in sorted(os.environ):

@@ -137,8 +137,9 @@ def hotter(script, unseen=False):
 
     with mock.patch.object(script, "sample", hot), contextlib.ExitStack() as more:
         if unseen:
+            none = (math.inf, math.inf, math.inf)
             more.enter_context(mock.patch.object(
-                script, "check_sampler", lambda trainer, sampler, _: check(trainer, sampler, math.inf)))
+                script, "check_sampler", lambda trainer, sampler, _: check(trainer, sampler, none)))
         yield
 
 

@@ -81,8 +81,8 @@ MUTANTS = {
         "gradients pile up": ("optimizer.zero_grad(set_to_none=True)", "pass"),
         "groups without signal": ("if not rewards_differ(played):", "if not played:"),
         "rounding is a signal": ("max(rewards) - min(rewards) > 1e-9", "max(rewards) > min(rewards)"),
-        "the sampler's words are not compared": ("abs(mean - 1) > 5 * mean_error", "mean_error < 0 * 5"),
-        "the sampler's temperature is not": ("abs(slope) > 5 * slope_error", "slope_error < 0 * 5"),
+        "the sampler's words are not compared": ("abs(mean - 1) > most_off", "-1 > most_off"),
+        "the sampler's temperature is not": ("abs(slope) > most_slope", "-1 > most_slope"),
         "prompts are not counted in a pass": (
             "num_rows * (longest_prompt + longest_response)", "num_rows * longest_response"),
         "an open thought is forgotten": ("r.reply = opening + sampled", "r.reply = sampled"),

@@ -1,6 +1,5 @@
 """What a run checks, warns of and sets by itself: sampler, adapter, cache, memory, defaults."""
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -30,16 +29,17 @@ OF_PPO_SLOW = [grpo_llm, pytest.param(ppo_llm, marks=pytest.mark.slow)]  # code 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The shipped model after 20 updates of the default run."""
+    """The shipped model after 20 updates at three times the default rate."""
     folder = tmp_path_factory.mktemp("trained")
     grpo_llm.main(grpo_llm.Args(
         iterations=20, prompts_per_iteration=16, eval_tasks=1, eval_samples=1, eval_every=0,
-        checkpoint_every=20, run_dir=str(folder), env_kwargs=("test_tasks=32",)))
+        checkpoint_every=20, warmup_iterations=0, learning_rate=1.5e-3, run_dir=str(folder),
+        env_kwargs=("test_tasks=32",)))
     return grpo_llm.load_weights(str(folder / "checkpoints/step_000020"))
 
 
-def segments_of(model, sampler, dtype="bfloat16", num_tasks=24, **options):
-    """Replies of `sampler`; log-probabilities of `model` and of the sampler.  -> (N,), (N,), tolerance"""
+def segments_of(model, sampler, dtype="bfloat16", num_tasks=64):
+    """Replies of `sampler`; log-probabilities of `model` and of the sampler.  -> (N,), (N,)"""
     args = grpo_llm.Args(dtype=dtype)
     env, tokenizer = envs.make("countdown", test_tasks=32), grpo_llm.load_tokenizer(args)
     for one in (model, sampler):
@@ -61,8 +61,7 @@ def compared(model, groups, args):
         sampler += itertools.compress(segment.rollout_logprobs, segment.response_mask)
     for segment in itertools.chain(*groups):
         segment.old_logprobs = None
-    tolerance = grpo_llm.mismatch_tolerance(model, groups, args)
-    return torch.tensor(trainer).double(), torch.tensor(sampler).double(), tolerance
+    return torch.tensor(trainer).double(), torch.tensor(sampler).double()
 
 
 def nucleus(logits, row, temperature, uniform, sample=grpo_llm.sample):
@@ -76,20 +75,20 @@ def nucleus(logits, row, temperature, uniform, sample=grpo_llm.sample):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policys_own_samples_pass_and_the_numbers_are_those_of_the_library(countdown_tiny, dtype):
     model = copy.deepcopy(countdown_tiny[0])
-    trainer, sampler, tolerance = segments_of(model, model, dtype)
-    found = grpo_llm.check_sampler(trainer, sampler, tolerance)
+    trainer, sampler = segments_of(model, model, dtype)
+    found = grpo_llm.check_sampler(trainer, sampler, grpo_llm.LIMITS[dtype])
     ratio = (trainer - sampler).exp()
     pairs = {*zip(map(float, trainer), map(float, sampler), strict=True)}
     slope, _ = statistics.linear_regression([(t + s) / 2 for t, s in pairs], [t - s for t, s in pairs])
     assert found == pytest.approx({
         "mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(ratio.mean()),
         "mismatch/slope": slope}, rel=1e-6, abs=1e-9)
-    assert tolerance == 1e-6 if dtype == "float32" else 1e-5 <= tolerance < 0.01
 
 
 @pytest.mark.parametrize(("fault", "says"), [
     ("top-p", "the mean of trainer / sampler is 0.9"), ("temperature", "off in scale: another temperature"),
-    ("old weights", "mismatch/kl is"), ("stale prefix", "mismatch/kl is")])
+    ("old weights", "mismatch/kl is"), ("stale prefix", "off in scale: .* older weights"),
+    ("another head", "mismatch/kl is")])
 def test_a_sampler_that_is_not_the_policy_is_found_out(countdown_tiny, trained, monkeypatch, fault, says):
     """In bfloat16."""
     model = copy.deepcopy(trained)
@@ -99,9 +98,13 @@ def test_a_sampler_that_is_not_the_policy_is_found_out(countdown_tiny, trained, 
     if fault == "temperature":
         sample = grpo_llm.sample
         monkeypatch.setattr(grpo_llm, "sample", lambda logits, row, temperature, uniform: sample(
-            logits, row, 1.02, uniform))
+            logits, row, 1.1, uniform))
     if fault == "old weights":
         sampler = copy.deepcopy(countdown_tiny[0])
+    if fault == "another head":
+        torch.manual_seed(1)
+        head = sampler.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.randn_like(head.weight) * head.weight.std())
     if fault == "stale prefix":
         generate, old = grpo_llm.generate, grpo_llm.distribute(copy.deepcopy(countdown_tiny[0]),
                                                                torch.device("cpu"))
@@ -128,18 +131,64 @@ def test_a_sampler_that_is_not_the_policy_is_found_out(countdown_tiny, trained, 
                 return generate(*given)
 
         monkeypatch.setattr(grpo_llm, "generate", stale)
-    trainer, reported, tolerance = segments_of(model, sampler)
+    trainer, reported = segments_of(model, sampler)
     with pytest.raises(grpo_llm.EngineError, match=f"the sampler is not the policy: .*{says}"):
-        grpo_llm.check_sampler(trainer, reported, tolerance)
+        grpo_llm.check_sampler(trainer, reported, grpo_llm.LIMITS["bfloat16"])
+
+
+def drawn(positions, replies, noise, temperature=1.0, words=64, sharpest=6.0):
+    """Log-probabilities of words that a sampler draws from logits, both computed with rounding errors of a
+    given size; as in a group, several replies have a position in common.  -> trainer, sampler (N,)
+    """
+    logits = torch.randn(positions, words).double() * torch.empty(positions, 1).uniform_(0.2, sharpest)
+    trainer = (logits + noise * torch.randn(positions, words)).log_softmax(-1)
+    sampler = ((logits + noise * torch.randn(positions, words)) / temperature).log_softmax(-1)
+    words = torch.multinomial(sampler.exp(), replies, replacement=True)
+    return trainer.gather(1, words).flatten(), sampler.gather(1, words).flatten()
+
+
+# The size of rounding in logits: 0.05 is a mismatch/kl of .0025, as SmolLM2 has in bfloat16; 0.3 is .09.
+@pytest.mark.parametrize("noise", [0.001, 0.01, 0.05, 0.1, 0.2, 0.3])
+def test_rounding_of_any_size_raises_no_alarm_however_few_or_many_the_tokens(noise, capsys):
+    torch.manual_seed(0)
+    for positions, replies in [(1, 4), (2, 8), (20, 8), (60, 8), (400, 8)]:
+        for sharpest in (1.5, 6.0, 12.0):
+            for _ in range(20):
+                grpo_llm.check_sampler(*drawn(positions, replies, noise, sharpest=sharpest),
+                                       grpo_llm.LIMITS["bfloat16"])
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.05])
+@pytest.mark.parametrize("temperature", [0.7, 0.9, 1.1, 1.3])
+def test_another_temperature_is_found_beside_rounding(noise, temperature):
+    torch.manual_seed(0)
+    for _ in range(10):
+        with pytest.raises(grpo_llm.EngineError, match="is not the policy"):
+            grpo_llm.check_sampler(*drawn(100, 8, noise, temperature), grpo_llm.LIMITS["bfloat16"])
 
 
 def test_few_tokens_are_judged_by_their_size_alone():
-    ratio = torch.full((99,), 0.97).log().double()
-    grpo_llm.check_sampler(ratio, torch.zeros(99).double(), 0.01)
+    limits = grpo_llm.LIMITS["bfloat16"]
+    level = torch.linspace(-3, 0, 99).double()
+    grpo_llm.check_sampler(level + math.log(0.97), level, limits)
+    more = torch.cat([level, level - 3.01])  # equal ones would count once
     with pytest.raises(grpo_llm.EngineError, match="the mean of trainer / sampler is 0.97"):
-        grpo_llm.check_sampler(ratio.repeat(2), torch.zeros(198).double(), 0.01)
+        grpo_llm.check_sampler(more + math.log(0.97), more, limits)
     with pytest.raises(grpo_llm.EngineError, match="mismatch/kl is nan"):
-        grpo_llm.check_sampler(ratio * math.nan, ratio, 0.01)
+        grpo_llm.check_sampler(level * math.nan, level, limits)
+    for few in (level[:4], level[:12]):  # another model's
+        with pytest.raises(grpo_llm.EngineError, match="mismatch/kl is"):
+            grpo_llm.check_sampler(few - 8, few - 2, limits)
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_mismatch_that_is_large_for_rounding_is_warned_of_once(script, capsys):
+    script.warn_once.cache_clear()
+    ratio = torch.tensor([1.2, 0.8] * 500).double().log()
+    for _ in range(2):
+        script.check_sampler(ratio, torch.zeros(1000).double(), script.LIMITS["bfloat16"])
+    said = capsys.readouterr().out
+    assert said.count("warning: mismatch/kl is over 0.01, which is much for rounding") == 1
 
 
 @pytest.mark.slow
@@ -160,18 +209,6 @@ def test_two_hundred_iterations_in_bfloat16_end_by_themselves(script, tmp_path):
         prompts_per_iteration=4, group_size=8)
     train(script, tmp_path, **size, iterations=200, dtype="bfloat16", eval_every=0, checkpoint_every=200)
     assert records(tmp_path)[-1]["iteration"] == 200
-
-
-def test_bfloat16_weights_are_float32_while_they_compute_and_come_back(random_llama):
-    model = random_llama(dtype=torch.bfloat16)
-    exact = copy.deepcopy(model).float()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ids = torch.arange(7)[None]
-    with grpo_llm.in_float32(model):
-        found = model(ids).logits
-    torch.testing.assert_close(found, exact(ids).logits)
-    for name, tensor in model.state_dict().items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, before[name])
 
 
 # The adapter
@@ -303,8 +340,6 @@ def test_the_size_of_the_model_decides_which_defaults_hold(script, larger, monke
     assert args == script.Args(model=str(TINY))
 
     real = dict(script.REAL_MODEL, model=larger)
-    if script.has_fast_bfloat16():
-        real["dtype"] = "bfloat16"
     args, said = flags_of(script, monkeypatch, capsys, f"--model={larger}", "--seed", "3")
     assert args == script.Args(**real | dict(seed=3))
     assert said.count("\n") == 1 and "weights: defaults of real models" in said
@@ -328,15 +363,6 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(BadInput, match=r"--model \S+model.gguf: .*tools/get_smollm2.py --gguf"):
         train(script, tmp_path / "run", model=str(tmp_path / "model.gguf"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [*OF_PPO_SLOW, sft])
-def test_bfloat16_on_a_slow_cpu_is_warned_of(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "has_fast_bfloat16", lambda: False)
-    with contextlib.suppress(BadInput):
-        train(script, tmp_path, dtype="bfloat16", **{"steps" if script is sft else "iterations": 1})
-    assert "a product of two matrices takes" in capsys.readouterr().out
 
 
 WARNINGS = {  # flags, what is said of the evaluation
