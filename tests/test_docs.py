@@ -182,6 +182,17 @@ def test_flags_that_a_page_names_exist(page):
         assert pkgutil.resolve_name(f"{module}.{name}") is not None  # raises where there is none
 
 
+def test_files_that_pages_link_to_and_agents_are_told_of_exist():
+    missing = []
+    for page in [*PAGES, "benchmarks/README.md", "tests/README.md"]:
+        text = (ROOT / page).read_text("utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+        missing += [f"{page}: {link}" for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    named = re.findall(r"[\w.]+/[\w/.]*|\w+\.(?:py|md|txt)\b", (ROOT / "AGENTS.md").read_text("utf-8"))
+    missing += [f"AGENTS.md: {path}" for path in named if not (ROOT / path).exists()]
+    assert missing == []
+
+
 @needs_git
 def test_no_file_names_a_path_of_one_machine():
     """The lookbehind lets a folder of that name inside another path pass, as in tests/root/."""
