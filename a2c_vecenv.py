@@ -20,7 +20,6 @@ Expect eval/success_rate to rise from 0 at about 100,000 steps and to end at 1.0
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -394,6 +393,7 @@ def take_lock(file):
     """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
     if RANK:
         return ""
+    import fcntl  # not on Windows, which envs refuses
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
     except (BlockingIOError, PermissionError):

@@ -23,7 +23,6 @@ import collections
 import contextlib
 import dataclasses
 import difflib
-import fcntl
 import functools
 import hashlib
 import json
@@ -1033,6 +1032,7 @@ def take_lock(file):
     """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
     if RANK:
         return ""
+    import fcntl  # not on Windows, which envs refuses
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
     except (BlockingIOError, PermissionError):

@@ -31,6 +31,12 @@ import warnings
 import zlib
 from pathlib import Path
 
+# Where a script cannot run it ends here, in one line, before it imports what is not there.
+if sys.platform == "win32":  # no fcntl, no fork, no process groups
+    sys.exit("error: Windows is not supported: use its Linux (WSL 2)")
+if sys.platform == "linux" and not Path("/proc/self/stat").exists():  # psutil reads it
+    sys.exit("error: /proc is not mounted, which tells the memory of a process: mount -t proc proc /proc")
+
 # OpenAI's chat form: {"role": "system" | "user" | "assistant" | "tool", "content": str}. One of role "tool"
 # has the "name" of the function that answers; an assistant's may have "tool_calls":
 # [{"type": "function", "function": {"name": str, "arguments": dict}}].

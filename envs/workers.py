@@ -28,6 +28,11 @@ START = 60  # until it has imported what it needs [s]
 LOOK = 5  # so often it looks for its parent, whose connection a forked process may hold as well [s]
 
 
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 class Worker:
     """A process that answers one request at a time, started when it is needed, and anew when it died."""
 
@@ -157,8 +162,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     for module in sys.argv[3:]:
         importlib.import_module(module)
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if sys.platform == "linux":  # macOS keeps to no such limit
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     ours = Connection(int(sys.argv[1]))
     ours.send("ready")
     work(ours, int(sys.argv[2]))

@@ -10,6 +10,7 @@ import pytest
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # A job that a shell runs in the background ignores Ctrl-C, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.chdir(Path(__file__).resolve().parent.parent)  # paths in tests begin at the checkout
 gc.disable()  # a tenth of the time that imports take is spent in walking what stays
 
 

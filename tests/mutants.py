@@ -382,7 +382,7 @@ def main():
             if failed := first_failure(folder, file):
                 sys.exit(f"{file}: {failed} fails as it is")
             for mutant in (mutant for mutant in chosen if mutant[0] == file):
-                text, (old, new) = (ROOT / file).read_text(), MUTANTS[file][mutant[1]]
+                text, (old, new) = (ROOT / file).read_text("utf-8"), MUTANTS[file][mutant[1]]
                 Path(folder, file).write_text(text.replace(old, new))
                 began = time.perf_counter()
                 failed = first_failure(folder, file)

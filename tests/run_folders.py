@@ -38,6 +38,8 @@ SMALL = {
                        eval_every=2, eval_episodes=3, eval_envs=2),
 }
 LAST = "step_000004"
+needs_git = pytest.mark.skipif(not shutil.which("git") and os.environ.get("CI") != "true",
+                               reason="git is not installed")
 
 
 def slow_but(quick, cases):
@@ -54,7 +56,7 @@ def variants():
         Path(folder.name, name).symlink_to(ROOT / name)
     found = {}
     for script, diff, name in re.findall(r"patch (\w+\.py) (\S+\.diff) -o (\w+\.py)",
-                                         (ROOT / "docs" / "variants.md").read_text()):
+                                         (ROOT / "docs" / "variants.md").read_text("utf-8")):
         path = Path(folder.name, name)
         subprocess.run(["patch", found.get(script, script), diff, "-o", path], cwd=ROOT, check=True,
                        capture_output=True)

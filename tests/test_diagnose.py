@@ -291,7 +291,7 @@ def test_each_symptom_has_a_section_with_what_backs_it_and_who_asks():
     headings = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"): heading for heading in headings}
     assert {anchor for _, anchor, _ in diagnose.SYMPTOMS} == {*anchors} - {"toolsdiagnosepy"}
-    defined = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    defined = "".join(path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     named = set()
     for _, anchor, _ in diagnose.SYMPTOMS:
         text = PAGE.partition(f"\n## {anchors[anchor]}\n")[2].partition("\n## ")[0]

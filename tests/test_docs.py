@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import MUTANTS, pytest_arguments
-from tests.run_folders import ROOT, variants
+from tests.run_folders import ROOT, needs_git, variants
 from tools import copy_shared, docs_tables
 from tools.docs_tables import DocsError, readme_commands, rendered
 
@@ -97,7 +97,7 @@ def names_used(tree: ast.Module):
 def test_tests_use_no_other_names_of_scripts_than_tests_readme_lists():
     allowed, wrong = {script: names_allowed(script) for script in SCRIPTS}, set()
     for path in (ROOT / "tests").glob("*.py"):
-        used = names_used(ast.parse(path.read_text()))
+        used = names_used(ast.parse(path.read_text("utf-8")))
         wrong |= {(path.name, name) for scripts, name in used if not name.startswith("__")
                   and not any(name in allowed[script] for script in scripts)}
     assert wrong == set()
@@ -105,7 +105,8 @@ def test_tests_use_no_other_names_of_scripts_than_tests_readme_lists():
 
 @functools.cache
 def listed_commands() -> list[tuple[str, str]]:
-    return [(page, command) for page in PAGES for command in readme_commands((ROOT / page).read_text())]
+    texts = {page: (ROOT / page).read_text("utf-8") for page in PAGES}
+    return [(page, command) for page, text in texts.items() for command in readme_commands(text)]
 
 
 def located(script: str) -> Path:
@@ -117,7 +118,8 @@ def known_flags(script: str) -> set[str]:
     if script in WITH_ARGS or script in variants():
         names = {flag.option for flag in docs_tables.flags(located(script))}
         return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
-    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)
+    tree = ast.parse((ROOT / script).read_text("utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
     names = {name.value for call in calls for name in call.args if isinstance(name, ast.Constant)}
     return {"--help"} | {name for name in names if name.startswith("--")}
@@ -126,7 +128,7 @@ def known_flags(script: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted({shlex.split(command)[1] for _, command in listed_commands()}))
 def test_the_programs_of_the_docs_tell_their_flags(script, monkeypatch, capsys):
-    if "add_argument" not in (source := located(script).read_text()) and "tyro" not in source:
+    if "add_argument" not in (source := located(script).read_text("utf-8")) and "tyro" not in source:
         return  # takes none, and starts its work at once
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     monkeypatch.syspath_prepend(located(script).parent)
@@ -172,7 +174,7 @@ def all_flags() -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md"])
 def test_flags_that_a_page_names_exist(page):
     """In the text too, where a flag that is gone stays longest; and names of scripts, in lines of Python."""
-    text = (ROOT / page).read_text()
+    text = (ROOT / page).read_text("utf-8")
     named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)
     assert {name.replace("_", "-") for name in named} - all_flags() - FOREIGN == set()
     names = r"\b(sft|\w+_llm|a2c_vecenv|envs)\.(?!py|md|txt|csv|png|gif|diff)(\w+)"
@@ -180,6 +182,18 @@ def test_flags_that_a_page_names_exist(page):
         assert pkgutil.resolve_name(f"{module}.{name}") is not None  # raises where there is none
 
 
+def test_files_that_pages_link_to_and_agents_are_told_of_exist():
+    missing = []
+    for page in [*PAGES, "benchmarks/README.md", "tests/README.md"]:
+        text = (ROOT / page).read_text("utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+        missing += [f"{page}: {link}" for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    named = re.findall(r"[\w.]+/[\w/.]*|\w+\.(?:py|md|txt)\b", (ROOT / "AGENTS.md").read_text("utf-8"))
+    missing += [f"AGENTS.md: {path}" for path in named if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@needs_git
 def test_no_file_names_a_path_of_one_machine():
     """The lookbehind lets a folder of that name inside another path pass, as in tests/root/."""
     path = r"(?<![\w.>*)}\]])/(work/|root/|home/[a-z]+/|opt/venvs)"
@@ -207,7 +221,7 @@ def test_ci_runs_the_commands_of_the_readme_to_the_letter_before_anything_else()
 
 def test_each_mutant_changes_one_place_that_is_there():
     for file, mutants in MUTANTS.items():
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text("utf-8")
         assert [name for name, (old, _) in mutants.items() if text.count(old) != 1] == [], file
         assert all((ROOT / path).exists() for path in pytest_arguments(file) if path.endswith(".py"))
 
@@ -261,11 +275,12 @@ def test_every_figure_is_listed_with_its_commit_and_its_page():
     assert sorted(figure.path for figure in figures) == sorted(
         str(path.relative_to(ROOT)) for path in measured + pictures)
     assert all((ROOT / source).exists() for figure in figures for source in figure.sources)
-    table = (ROOT / "benchmarks" / "README.md").read_text().rpartition("\n## ")[2]
+    table = (ROOT / "benchmarks" / "README.md").read_text("utf-8").rpartition("\n## ")[2]
     for path, page in re.findall(r"^\| `(docs/\S+)` .* \| \[(\S+)\]\(", table, re.MULTILINE):
-        assert Path(path).name in (ROOT / page).read_text(), f"{page} does not say how {path} is made"
+        assert Path(path).name in (ROOT / page).read_text("utf-8"), f"{page} does not say how {path} is made"
 
 
+@needs_git
 def test_a_figure_of_other_code_than_todays_is_named(repository, monkeypatch, capsys):
     commit = subprocess.check_output(
         "git init && git add s.py sft.py && git -c user.name=a -c user.email=a@b commit -m first &&"

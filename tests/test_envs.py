@@ -46,7 +46,8 @@ def test_no_script_imports_a_tool_and_no_environment_a_script_or_a_tool():
 
 
 @pytest.mark.parametrize("name, options, blocking", [
-    ("countdown", {}, False), ("repl", {}, True), ("swe", {}, True), ("arcagi3", {}, False),
+    ("countdown", {}, False), ("repl", {}, True), ("swe", dict(export_only=True), True),
+    ("arcagi3", {}, False),
     ("arcagi3", dict(live=True, root_url="http://127.0.0.1:1"), True),
     ("openspiel", dict(cases="tic_tac_toe"), True), ("openspiel", dict(workers=0), False),
     ("openspiel", dict(mode="game"), False), ("openspiel", dict(reward_mode="legal"), False),

@@ -214,7 +214,7 @@ def test_a_state_is_in_one_split_whatever_the_options(case):
 
 @pytest.mark.parametrize("page", ["docs/openspiel.md", "envs/openspiel/__init__.py"])
 def test_the_example_of_the_docs_runs(page):
-    text = (ROOT / page).read_text()
+    text = (ROOT / page).read_text("utf-8")
     lines = re.findall(r"^    ((?:env|task|step) = .*|env\.start.*)", text, re.MULTILINE)[:3]
     found = {"envs": envs}
     exec("\n".join(lines[:-1]), found)

@@ -520,7 +520,8 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
     folder, before = shutil.copytree(whole, tmp_path / "run"), timeless(whole)
     go_on(script, folder, whole, keep_checkpoints=5, checkpoint_every=2, experiment="other")
     assert timeless(folder) == before and validate(folder)["ok"]
-    (folder / "checkpoints" / "step_²").mkdir()  # a digit, but no number
+    # A digit, but no number; in bytes, since not every locale has it in names of files.
+    os.mkdir(os.path.join(os.fsencode(folder / "checkpoints"), "step_²".encode()))
     both = r"(?=.*--seed 2 .it was 1.).*--learning-rate 0.25 .it was "
     for flags, named in ((dict(seed=2, learning_rate=0.25), both),
                          (dict(env_kwargs=("seed=9" if script is not a2c else "tau=0.06",)), "--env-kwargs"),
@@ -777,7 +778,7 @@ BAD = [
     ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),
     ([grpo_llm], "--lora-rank 2 --lora-adapter-path a", r"--lora-rank 2: .*adapter"),
     ([ppo_llm], "--kl-target 0.1", r"--kl-target 0\.1: needs a --kl-coef"),
-    ([sft], f"--model {TINY} --steps 0", r"--steps 0: expected.*--train-files"),
+    ([sft], "--model models/countdown-tiny --steps 0", r"--steps 0: expected.*--train-files"),
     ([sft], "--train-files {d}/good.jsonl --max-length 9", r"--max-length 9.*tokens"),
     ([sft], "--train-files {d}/long.jsonl --truncation right",
      r"long\.jsonl, row 5, --max-length 2048: expected at most 1,000,000 characters, got 9,800,00\d"),
@@ -1079,7 +1080,8 @@ KILL = {
                   "--critic-warmup 10 --kl-coef 0.05 --kl-target 0.01 --eval-tasks 4 --eval-samples 2 "
                   "--eval-every 10 --checkpoint-every 3 --log-episodes 0.1",
     "sft.py": "--batch-size 16 --eval-tasks 4 --eval-samples 2 --eval-every 6 --log-every 2 --packing "
-              f"--checkpoint-every 2 --model {TINY} --dtype float32 --learning-rate 1e-3 --train-files",
+              "--checkpoint-every 2 --model models/countdown-tiny --dtype float32 --learning-rate 1e-3 "
+              "--train-files",
     "a2c_vecenv.py": "--num-envs 8 --log-every 10 --eval-every 100 --checkpoint-every 10 --eval-episodes 4 "
                      "--eval-envs 2 --hidden-size 16 --env-kwargs max_steps=20",
 }

@@ -99,6 +99,7 @@ def test_the_reference_is_correct_and_scores_the_same_again(env, name):
     ("ab", "c", dict(GOOD, correct=0, pass_to_pass=0.5, partial=0)),  # something else is broken
     ("ab", "", dict(GOOD))])  # nothing else passed before
 def test_what_tests_are_worth(monkeypatch, fixed, kept, worth):
+    monkeypatch.setattr(swe.shutil, "which", lambda name: name)  # git is not asked
     env = envs.make("swe", reward="partial")
     row = env.rows[FIRST] | dict(FAIL_TO_PASS=["a", "b"], PASS_TO_PASS=["c", "d"] if kept else [])
     monkeypatch.setitem(env.rows, FIRST, row)
@@ -682,7 +683,7 @@ def test_any_reply_gets_a_verdict_at_once(unjudged):
 
 @pytest.mark.parametrize("options", [{}, {"context": "tree"}, {"context": "oracle", "hints": True}])
 def test_neither_the_reference_nor_the_tests_reach_a_prompt(options):
-    env = envs.make("swe", **options)
+    env = envs.make("swe", export_only=True, **options)
     for name, row in ROWS.items():
         text = "\n".join(message["content"] for message in env.task_of(name).messages)
         own = b"\n".join(env.snapshot(name).values()).decode() + row["problem_statement"]
@@ -696,7 +697,7 @@ def test_neither_the_reference_nor_the_tests_reach_a_prompt(options):
 
 def test_what_a_prompt_shows():
     def user(**options):
-        return envs.make("swe", **options).task_of(FIRST).messages[-1]["content"]
+        return envs.make("swe", export_only=True, **options).task_of(FIRST).messages[-1]["content"]
 
     assert user().startswith("Repository: minibox/backoff\n\nIssue:\nretry() tries once too often")
     assert "\n\nbackoff/retry.py\n```\n\"\"\"Call until it works.\"\"\"\n" in user()
@@ -707,7 +708,7 @@ def test_what_a_prompt_shows():
     assert user(max_context_chars=400).endswith("Other files:\nbackoff/retry.py\nbackoff/schedule.py")
     odd = {"m.py": "a = '\f\u2028'\r\n\nb\n".encode()}
     assert swe.context(ROWS[FIRST], odd, swe.Config()).endswith("m.py\n```\na = '\f\u2028'\n\nb\n```")
-    first = envs.make("swe").task("train", 0)
+    first = envs.make("swe", export_only=True).task("train", 0)
     assert json.loads(json.dumps(first.data)) == first.data == {"instance_id": first.id}
 
 
@@ -719,15 +720,17 @@ def test_splits_are_disjoint(unjudged):
     with pytest.raises(IndexError):
         unjudged.task("train", 99)
 
-    nothing, everything = envs.make("swe", test_share=0), envs.make("swe", test_share=1)
+    nothing = envs.make("swe", test_share=0, export_only=True)
+    everything = envs.make("swe", test_share=1, export_only=True)
     assert nothing.num_tasks("train") == everything.num_tasks("test") == len(ROWS)
+    one = envs.make("swe", task_ids=FIRST, export_only=True)
     for env, split, says in [
             (unjudged, "val", "split"), (everything, "train", "test_share=0"),
-            (envs.make("swe", task_ids=FIRST), "test", "name more, or choose with test_share")]:
+            (one, "test", "name more, or choose with test_share")]:
         with pytest.raises(envs.BadInput, match=says):
             env.num_tasks(split)
     with pytest.warns(match="swe: instance .* is held out: of these 2, no other is in the test split"):
-        few = envs.make("swe", task_ids=",".join(sorted(names["train"])[:2]))
+        few = envs.make("swe", task_ids=",".join(sorted(names["train"])[:2]), export_only=True)
     assert few.num_tasks("train") == few.num_tasks("test") == 1
 
 

@@ -235,7 +235,7 @@ def test_nothing_that_a_file_holds_raises(tmp_path):
 
 def test_the_docs_name_every_key():
     """docs/train_log.md is written by hand, but for the tables of metrics, which are made from METRICS."""
-    names = set(re.findall(r"[\w/@<>]+", (ROOT / "docs" / "train_log.md").read_text()))
+    names = set(re.findall(r"[\w/@<>]+", (ROOT / "docs" / "train_log.md").read_text("utf-8")))
     keys = {*contract.META, *contract.META_A2C, *contract.META_LLM, *contract.META_ROM, *contract.RESUME,
             *contract.ERROR, *contract.COMMON, *contract.FAMILIES["grpo"]}
     assert keys - names == set()
@@ -627,7 +627,7 @@ def test_each_group_has_its_curve_and_band(tmp_path, plot):
 
     svg = tmp_path / "c.svg"
     status, report, _ = plot("--log", *runs[0], "--log", *runs[1], "--label", "slow", "fast", "--out", svg)
-    text = svg.read_text()
+    text = svg.read_text("utf-8")
     assert (status, report["runs"]) == (0, [2, 2]) and "countdown, held out" in report["panels"]
     for name in ("slow, pass@1", "fast, greedy", "runs: slow (2), fast (2)"):
         assert name in text

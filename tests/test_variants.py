@@ -20,6 +20,7 @@ from tests.run_folders import (
     is_time,
     killed_after,
     load_script,
+    needs_git,
     records,
     same_end,
     slow_but,
@@ -29,13 +30,14 @@ from tests.run_folders import (
 from tools import docs_tables
 from tools.validate_train_log import validate
 
-PAGE = (ROOT / "docs" / "variants.md").read_text()
+PAGE = (ROOT / "docs" / "variants.md").read_text("utf-8")
 DIFFS = sorted(path.name for path in (ROOT / "docs" / "variants").glob("*.diff"))
 COMMANDS = {diff: (script, name) for script, diff, name in
             re.findall(r"patch (\w+\.py) docs/variants/(\S+\.diff) -o (\w+\.py)", PAGE)}
 TO_RENEW = "make it anew: docs/variants.md, 'One that no longer applies'"
 
 
+@needs_git
 @pytest.mark.parametrize("diff", DIFFS)
 def test_a_variant_applies_as_it_stands_and_is_short(diff, tmp_path):
     assert diff in COMMANDS and f"\n## {diff}\n" in PAGE, "docs/variants.md does not say how to make it"

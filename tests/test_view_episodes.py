@@ -109,7 +109,7 @@ def page_of(capsys, *flags):
     assert view_episodes.main([*map(str, flags)]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
-    return Path(report["out"]).read_text(), report, said.err.splitlines()
+    return Path(report["out"]).read_text("utf-8"), report, said.err.splitlines()
 
 
 def unpacked(page, name):

@@ -56,10 +56,10 @@ def copy_shared(texts: dict[str, str]) -> dict[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
-    texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
+    texts = {script: (ROOT / script).read_text("utf-8") for script in SCRIPTS}
     for script, names in copy_shared(texts).items():
         if names:
-            (ROOT / script).write_text(texts[script])
+            (ROOT / script).write_text(texts[script], "utf-8")
             print(f"{script}: {', '.join(names)}")
     return 0
 

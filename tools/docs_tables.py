@@ -238,7 +238,7 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    return [*sorted(root.glob("README.md")), *sorted((root / "docs").rglob("*.md"))]
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import random
 import re
 import threading
@@ -30,7 +29,7 @@ from concurrent.futures import Future
 from typing import Literal
 
 from envs import BadInput, Env, Episode, Message, Step, Task, final_part, hint, play
-from envs.workers import shared_pool
+from envs.workers import cores, shared_pool
 
 CASES = (*(f"hex(board_size={n})" for n in (5, 7, 9)), *(f"go(board_size={n})" for n in (9, 13)),
          *(f"breakthrough(rows={n},columns={n})" for n in (6, 8)),
@@ -139,7 +138,7 @@ class OpenSpiel(Env):
         self.multi_turn = config.mode == "game"
         # A move waits for the workers that score it; a game is played in this process.
         self.blocking = bool(config.workers) and config.mode == "move" and config.reward_mode == "outcome"
-        workers = min(max(len(os.sched_getaffinity(0)) - 1, 1), MOST_WORKERS)
+        workers = min(max(cores() - 1, 1), MOST_WORKERS)
         count = config.workers if config.workers > 0 else workers
         self.pool = shared_pool(count, "envs.openspiel")  # nothing starts here
         self.cases = load_cases(config, self.pool)

@@ -11,7 +11,6 @@ action at first; rewards cut to -1..1; a lost life ends the return, though not t
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 import envs
 from envs import BadInput
 from envs.pixels import VecEnv
+from envs.workers import cores
 
 try:
     import ale_py  # registers its games
@@ -83,9 +83,8 @@ class Atari(VecEnv):
     def __init__(self, env_id: str, num_envs: int, device, config: Config):
         self.num_envs, self.device, self.config = num_envs, torch.device(device), config
         self._game = rom_of(env_id)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._vector = AtariVectorEnv(
-            self._game, num_envs, num_threads=min(config.threads or cores, num_envs),
+            self._game, num_envs, num_threads=min(config.threads or cores(), num_envs),
             frameskip=config.frame_skip, maxpool=config.max_pool, img_height=config.screen_size,
             img_width=config.screen_size, stack_num=config.stack, noop_max=config.noop_max,
             use_fire_reset=config.fire_reset, full_action_space=config.full_action_space,

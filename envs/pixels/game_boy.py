@@ -26,6 +26,7 @@ import torch
 from envs import BadInput
 from envs.pixels import VecEnv
 from envs.pixels.goals import SHADES, GoalConfig, goal_step, l1_distance, load_goal
+from envs.workers import cores
 
 try:
     from envs.pixels import game_boy_worker as worker
@@ -165,8 +166,7 @@ class GameBoy(VecEnv):
         self._finalizer()
 
     def _start_workers(self, options: dict) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        count = min(self.config.workers or cores, self.num_envs)
+        count = min(self.config.workers or cores(), self.num_envs)
         bounds = [self.num_envs * index // count for index in range(count + 1)]
         # A file without a name: however the processes end, nothing is left of it.
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
