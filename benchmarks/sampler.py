@@ -30,10 +30,12 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.sides import append_csv  # noqa: E402
 
 MODELS = {"tiny": "models/countdown-tiny", "smollm2": "models/smollm2-135m"}
-YES_NO = ["--env", "tests/yes_no.py:YesNo"]
-ENVS = {"tiny": [], "smollm2": YES_NO}
+ENVS = {"tiny": [], "smollm2": ["--env", "tests/yes_no.py:YesNo"]}  # that they are trained on
+# What a sampler that is wrong is asked; yes and no would be too few different tokens.
+CHAT = dict(data="benchmarks/chat_rows.jsonl", prompt="prompt", answer="response", check="exact")
+ASKED = {"tiny": ("countdown", {}), "smollm2": ("rows", CHAT)}
 SIZES = {"tiny": (64, 8), "smollm2": (8, 8)}  # prompts and replies of an iteration by default
-REPLIES = {"tiny": 16, "smollm2": 8}  # longest of a fault's [tokens]
+REPLIES = {"tiny": 16, "smollm2": 24}  # longest of them [tokens]
 REWARD = ["--reward-fn", "benchmarks/sampler.py:variety"]
 RATES = {("tiny", "full"): 5e-4, ("tiny", "lora"): 2e-3, ("smollm2", "full"): 2e-6, ("smollm2", "lora"): 5e-5}
 # model, prompts, replies to each, longest reply [tokens], updates: of each with full weights and LoRA, and
@@ -127,13 +129,6 @@ def hotter(sample, factor):
     return lambda logits, row, temperature, uniform: sample(logits, row, temperature * factor, uniform)
 
 
-def top_k(sample, k):
-    def of_fewer(logits, row, temperature, uniform):
-        least = logits.topk(k).values[..., -1:]
-        return sample(logits.masked_fill(logits < least, -math.inf), row, temperature, uniform)
-    return of_fewer
-
-
 def with_head(model, weight):
     import torch
     other = copy.deepcopy(model)
@@ -162,11 +157,10 @@ def faults_of(model, old, sample):
         yield f"weights {updates} updates old", weights, sample
     oldest = old[max(old)]
     yield f"prompts cached {max(old)} updates ago", with_stale_prefix(model, oldest), sample
-    for factor in (0.7, 0.9, 1.02, 1.1, 1.3):
+    for factor in (0.7, 0.9, 1.02, 1.1):
         yield f"temperature {factor}", model, hotter(sample, factor)
     for share in (0.95, 0.8):
         yield f"top-p {share}", model, nucleus(sample, share)
-    yield "top-k 5", model, top_k(sample, 5)
     head = model.get_output_embeddings().weight
     yield f"head {max(old)} updates old", with_head(model, oldest.get_output_embeddings().weight), sample
     torch.manual_seed(1)
@@ -219,14 +213,15 @@ def run_faults(folder, models, out):
     for name in models:
         path = MODELS[name]
         run = folder / f"stale_{name}"
-        words = ["--model", path, *ENVS[name], "--max-response-tokens", REPLIES[name],
+        words = ["--model", path, *ENVS[name], "--max-response-tokens", 8 if name == "smollm2" else 16,
                  "--iterations", STALE[-1], "--warmup-iterations", 0, "--final-learning-rate", 1,
                  "--eval-every", 0, "--eval-tasks", 1, "--eval-samples", 1, "--checkpoint-every", 1,
                  "--keep-checkpoints", 0, "--run-dir", run]
         if not (run / f"checkpoints/step_{STALE[-1]:06d}").exists():
             subprocess.run([sys.executable, "grpo_llm.py", *map(str, words)], cwd=REPOSITORY, check=True)
         torch.set_num_threads(1)
-        env = envs.make(*[word for word in ENVS[name] if word != "--env"] or ["countdown"])
+        asked, options = ASKED[name]
+        env = envs.make(asked, **options)
 
         def load(step, path=path, run=run):
             folder = run / f"checkpoints/step_{step:06d}" if step else path
@@ -237,11 +232,10 @@ def run_faults(folder, models, out):
         prompts, group = SIZES[name]
         for dtype in ("float32", "bfloat16"):
             args = script.Args(model=path, dtype=dtype, prompts_per_iteration=prompts, group_size=group,
-                               max_response_tokens=REPLIES[name], gradient_checkpointing=name != "tiny",
-                               microbatch_tokens=8192)
+                               max_response_tokens=REPLIES[name], microbatch_tokens=8192)
             tokenizer = script.load_tokenizer(args)
             for fault, sampler, sample in faults_of(model, old, script.sample):
-                for rollout in (0, 1):
+                for rollout in range(1 if (name, dtype) == ("smollm2", "float32") else 2):
                     if (name, dtype, fault, str(rollout)) in done:
                         continue
                     row = dict(model=name, dtype=dtype, fault=fault, rollout=rollout)

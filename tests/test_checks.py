@@ -144,7 +144,7 @@ def drawn(positions, replies, noise, temperature=1.0, words=64, sharpest=6.0):
     trainer = (logits + noise * torch.randn(positions, words)).log_softmax(-1)
     sampler = ((logits + noise * torch.randn(positions, words)) / temperature).log_softmax(-1)
     words = torch.multinomial(sampler.exp(), replies, replacement=True)
-    return trainer.gather(1, words).flatten(), sampler.gather(1, words).flatten()
+    return [torch.take_along_dim(logprobs, words, 1).flatten() for logprobs in (trainer, sampler)]
 
 
 # The size of rounding in logits: 0.05 is a mismatch/kl of .0025, as SmolLM2 has in bfloat16; 0.3 is .09.
