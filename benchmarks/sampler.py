@@ -3,7 +3,7 @@
     python tools/get_smollm2.py                       # once: models/smollm2-135m
     python benchmarks/sampler.py updates              # over 2,000 updates in bfloat16: two hours of one core
     python benchmarks/sampler.py faults               # samplers that are wrong: one hour
-    python benchmarks/sampler.py table                # both as Markdown, as docs/engines.md has them
+    python benchmarks/sampler.py table                # both as Markdown, and the CSV of `updates`
 
 `updates` runs grpo_llm.py with a sampler that is right: few and many episodes, short and long replies, full
 weights and LoRA, learning rates up to ten times the default, both models, and reads its log: the largest
@@ -31,7 +31,7 @@ from benchmarks.sides import append_csv  # noqa: E402
 
 MODELS = {"tiny": "models/countdown-tiny", "smollm2": "models/smollm2-135m"}
 ENVS = {"tiny": [], "smollm2": ["--env", "tests/yes_no.py:YesNo"]}  # that they are trained on
-# What a sampler that is wrong is asked; yes and no would be too few different tokens.
+# What a sampler is asked that is wrong in another way than by its age; yes and no are too few tokens.
 CHAT = dict(data="benchmarks/chat_rows.jsonl", prompt="prompt", answer="response", check="exact")
 ASKED = {"tiny": ("countdown", {}), "smollm2": ("rows", CHAT)}
 SIZES = {"tiny": (64, 8), "smollm2": (8, 8)}  # prompts and replies of an iteration by default
@@ -45,8 +45,8 @@ GRID = [("tiny", 1, 2, 4, 150), ("tiny", 2, 4, 16, 100), ("tiny", 8, 8, 16, 120)
         ("smollm2", 1, 2, 4, 40), ("smollm2", 2, 4, 6, 25), ("smollm2", 1, 2, 64, 4),
         ("smollm2", 4, 4, 16, 4), ("smollm2", 8, 8, 4, 2), ("smollm2", 1, 2, 512, 1)]
 STALE = (1, 5, 20)  # updates
-RESULTS = REPOSITORY / "benchmarks" / "results" / "sampler_faults.csv"
-SEEN = ("mismatch/kl", "mismatch/ratio_mean", "mismatch/slope", "mismatch/ratio_max")
+FAULTS = REPOSITORY / "benchmarks" / "results" / "sampler_faults.csv"
+UPDATES = FAULTS.with_name("sampler_updates.csv")
 
 
 def variety(rollout):
@@ -94,19 +94,26 @@ def run_updates(folder, models, engine, dtype):
 
 
 def summary_of_updates(folder):
-    """A row for each model, engine and length: updates, errors, warnings, largest values."""
+    """A row for each run: updates, errors, warnings, and the largest value of each number."""
     rows = []
-    for run in sorted(folder.glob("*_*/ended")):
-        engine, dtype, model, size, weights, factor = run.parent.name.split("_")
-        records = [json.loads(line) for line in (run.parent / "train_log.jsonl").open()]
-        seen = [record for record in records if "mismatch/ratio_mean" in record]
-        said = run.read_text()
-        rows.append(dict(
-            engine=engine, dtype=dtype, model=model, size=size, weights=weights, factor=factor,
-            updates=len(seen), errors=said.count("error: "), warnings=said.count("large for rounding"),
-            tokens=max((record["response_length/mean"] for record in seen), default=0),
-            **{name: max((abs(record[name] - (name == "mismatch/ratio_mean")) for record in seen), default=0)
-               for name in SEEN}))
+    for said in sorted(folder.glob("*_*/ended")):
+        engine, dtype, model, size, weights, factor = said.parent.name.split("_")
+        text = said.read_text()
+        row = dict(engine=engine, dtype=dtype, model=model, size=size, weights=weights, factor=factor,
+                   updates=0, errors=text.count("error: "), warnings=text.count("warning: mismatch"),
+                   longest=0.0, kl=0.0, mean_less_1=0.0, slope=0.0, ratio_max=0.0)
+        for line in (said.parent / "train_log.jsonl").open():
+            record = json.loads(line)
+            if "mismatch/ratio_mean" not in record:
+                continue
+            row["updates"] += 1
+            seen = dict(longest=record["response_length/max"], kl=record["mismatch/kl"],
+                        mean_less_1=abs(record["mismatch/ratio_mean"] - 1),
+                        slope=abs(record["mismatch/slope"]), ratio_max=record["mismatch/ratio_max"])
+            for name, value in seen.items():
+                row[name] = max(row[name], value)
+        rows.append({name: f"{value:.3g}" if isinstance(value, float) else value
+                     for name, value in row.items()})
     return rows
 
 
@@ -200,14 +207,14 @@ def measure(script, model, sampler, sample, env, tokenizer, args, first):
             "standard_errors": off / (error + 1e-12), "slope": seen["mismatch/slope"], "found": found}
 
 
-def run_faults(folder, models, out):
+def run_faults(folder, models):
     import torch
 
     import envs
     import grpo_llm as script
     done = set()
-    if out.exists():
-        with out.open() as file:
+    if FAULTS.exists():
+        with FAULTS.open() as file:
             for row in csv.DictReader(file):
                 done.add((row["model"], row["dtype"], row["fault"], row["rollout"]))
     for name in models:
@@ -221,7 +228,8 @@ def run_faults(folder, models, out):
             subprocess.run([sys.executable, "grpo_llm.py", *map(str, words)], cwd=REPOSITORY, check=True)
         torch.set_num_threads(1)
         asked, options = ASKED[name]
-        env = envs.make(asked, **options)
+        trained_on = envs.make(ENVS[name][-1] if ENVS[name] else asked)
+        other = envs.make(asked, **options)
 
         def load(step, path=path, run=run):
             folder = run / f"checkpoints/step_{step:06d}" if step else path
@@ -239,11 +247,12 @@ def run_faults(folder, models, out):
                     if (name, dtype, fault, str(rollout)) in done:
                         continue
                     row = dict(model=name, dtype=dtype, fault=fault, rollout=rollout)
+                    env = trained_on if "old" in fault or "ago" in fault else other
                     row |= measure(script, model, sampler, sample, env, tokenizer, args, rollout * prompts)
                     for key, value in row.items():
                         row[key] = f"{value:.3g}" if isinstance(value, float) else value
                     print(*row.values(), sep="  ", flush=True)
-                    append_csv(out, [row])
+                    append_csv(FAULTS, [row])
 
 
 # Tables
@@ -254,6 +263,48 @@ def table(header, rows):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def table_of_updates(rows):
+    """The runs of a model and size together: full weights and LoRA, both rates."""
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["engine"], row["model"], row["size"]), []).append(row)
+    cells = []
+    for (engine, model, size), runs in groups.items():
+        prompts, group, longest = map(int, size.split("x"))
+        counts = [sum(int(run[name]) for run in runs) for name in ("updates", "errors", "warnings")]
+        most = [max(float(run[name]) for run in runs) for name in ("kl", "mean_less_1", "slope")]
+        cells.append((engine, model, prompts * group, longest, *counts, *(f"{value:.2g}" for value in most)))
+    total = [sum(row[place] for row in cells) for place in (4, 5, 6)]
+    cells.sort(key=lambda row: (row[0], row[1] != "tiny", row[3], row[2]))
+    cells.append(("all", "", "", "", *total, "", "", ""))
+    return table(["engine", "model", "episodes", "longest reply [tokens]", "updates", "errors", "warnings",
+                  "largest mismatch/kl", "mean - 1", "slope"], cells)
+
+
+# What the check says, by the number that it looks at.
+SAYS = {"kl": "mismatch/kl", "mean_less_1": "the mean", "slope": "its log-prob"}
+
+
+def table_of_faults(rows):
+    """Of the iterations that were sampled the smaller number; bold where the check ended one by it."""
+    faults = dict.fromkeys(row["fault"] for row in rows)
+    columns = [(model, dtype, number) for model in MODELS for dtype in ("float32", "bfloat16")
+               for number in (("kl",) if dtype == "float32" else SAYS)]
+    lines = []
+    for fault in faults:
+        cells = [fault]
+        for model, dtype, number in columns:
+            seen = [row for row in rows if row["fault"] == fault and row["model"] == model
+                    and row["dtype"] == dtype]
+            cell = min((row[number] for row in seen), key=lambda text: abs(float(text)), default="")
+            if any(row["found"].startswith(SAYS[number]) for row in seen):
+                cell = f"**{cell}**"
+            cells.append(cell)
+        lines.append(cells)
+    header = [f"{model}, {dtype}: {number.replace('_less_', ' - ')}" for model, dtype, number in columns]
+    return table(["sampler", *header], lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,17 +313,20 @@ def main():
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of `updates`")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of `updates`")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     if options.what == "updates":
         run_updates(options.runs, options.models, options.engine, options.dtype)
     if options.what == "faults":
-        run_faults(options.runs, options.models, options.out)
+        run_faults(options.runs, options.models)
     if options.what == "table":
         rows = summary_of_updates(options.runs)
-        print(table([*rows[0]], [[f"{v:.2g}" if isinstance(v, float) else v for v in row.values()]
-                                 for row in rows]))
+        if rows:  # else those of the CSV
+            UPDATES.unlink(missing_ok=True)
+            append_csv(UPDATES, rows)
+        with UPDATES.open() as updates, FAULTS.open() as faults:
+            print(table_of_faults([*csv.DictReader(faults)]), table_of_updates([*csv.DictReader(updates)]),
+                  sep="\n\n")
 
 
 if __name__ == "__main__":
