@@ -50,7 +50,7 @@ RUNS = {
                   "--max-grad-norm 0.175", 5),  # which is between those of its iterations
     # Hot enough for responses of several lengths; bounds that the ratio passes on both sides.
     "grpo_gspo": (f"grpo_llm.py {SMALL} {SHORT} --loss gspo --epochs 2 --minibatches 2 --temperature 1.3 "
-                  "--aggregation sequence --clip-low 0.1 --clip-high 0.15", 5),
+                  "--aggregation sequence --clip-low 0.02 --clip-high 0.03", 5),
     # Texts that the model was never trained on: a slow run, as its gradient follows each weight closely.
     "grpo_turns": (f"grpo_llm.py {SMALL} --warmup-iterations 2 --learning-rate 2e-5 "
                    "--env tests/two_turn.py:FourTurn --max-context-tokens 45", 4),
