@@ -90,7 +90,7 @@ SCALES = {
     "reward_mean": ("reward_p10", "reward_p90"),
 }
 # Settings that make this machine compute as another does, alone and together: code for processors without
-# AVX512 or AVX2, of PyTorch, MKL and oneDNN; threads; MOVED, weights of the start off by one rounding.
+# AVX512 or AVX2, of PyTorch, MKL, oneDNN and NumPy; threads; MOVED, weights of the start off by one rounding.
 MACHINES = (
     "OMP_NUM_THREADS=1",
     "OMP_NUM_THREADS=2",
@@ -101,6 +101,7 @@ MACHINES = (
     "ONEDNN_MAX_CPU_ISA=SSE41",
     "ONEDNN_MAX_CPU_ISA=AVX2",
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE",
+    "NPY_DISABLE_CPU_FEATURES=AVX2,FMA3,AVX512F",
     "MOVED=1",
     "ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41",
     "ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 MOVED=2",
