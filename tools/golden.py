@@ -143,7 +143,8 @@ def is_long_enough(folder: Path, name: str) -> bool:
 
 def make(name: str, folder: Path, machine: str = "") -> None:
     """Start a golden run, and end it once it has logged as many iterations as its golden log has."""
-    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    # Of several threads, those that wait leave their core to others.
+    environment = os.environ | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
     environment |= dict(setting.split("=") for setting in machine.split())
     driver = ["-m", "tests.moved_start"] if "MOVED=" in machine else []
     command = [sys.executable, *driver, *words_of(name), "--run-dir", str(folder)]
