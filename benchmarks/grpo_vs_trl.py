@@ -1,6 +1,6 @@
 """grpo_llm.py against TRL's GRPOTrainer: the same work, side by side, in CPU seconds on one thread.
 
-    benchmarks/make_trl_env.sh                           # once: .venv-trl, where TRL lives
+    sh benchmarks/make_trl_env.sh                        # once: .venv-trl, where TRL lives
     python benchmarks/grpo_vs_trl.py step                # one iteration of identical work, two sizes
     python benchmarks/grpo_vs_trl.py real                # `step` of SmolLM2-135M, all weights and LoRA
     python benchmarks/grpo_vs_trl.py run                 # the whole default run, 500 iterations a side
@@ -34,9 +34,8 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
+from sides import REPOSITORY, Gate, Worker, append_csv, check_environment, check_smollm2, in_turn
 
 SIZES = "32x16x9,16x8x64"  # of `step`: prompts x responses to each x tokens of each
 REAL_SIZES = "4x4x64,4x4x64-lora"  # of `real`; -lora trains an adapter
@@ -314,8 +313,11 @@ def main():
         job = json.loads(sys.stdin.readline())
         (work_ours if job["side"] == "ours" else work_trl)(job, gate)
         return
-    if not Path(options.trl_python).exists():
-        sys.exit(f"error: --trl-python {options.trl_python}: benchmarks/make_trl_env.sh makes one")
+    check_environment("torch", "transformers", "peft", "tyro", "pydantic")
+    check_environment("torch", "transformers", "datasets", "peft", "trl",
+                      python=options.trl_python, made_by="trl")
+    if options.mode == "real":
+        check_smollm2()
     import grpo_llm
     comparisons = []
     if options.mode != "run":

@@ -33,7 +33,7 @@ import sys
 import time
 from unittest import mock
 
-from sides import REPOSITORY, append_csv
+from sides import REPOSITORY, append_csv, check_environment
 
 sys.path.insert(0, str(REPOSITORY))
 VOCABULARY, PROMPT, RESPONSE = 151_936, 16, 64
@@ -334,6 +334,7 @@ def main():
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     parser.add_argument("--measure", nargs=2, help="a single pass, as the table starts it: way and tokens")
     options = parser.parse_args()
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft")
     if options.measure:
         measure(options.measure[0], int(options.measure[1]))
     elif options.model:
