@@ -228,6 +228,8 @@ def compare(options, mode, size_name, sides, seed, blocks):
     job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model=model,
                lora_rank=LORA_RANK if size_name.endswith("-lora") else 0)
     args, env = our_args(job), envs.make("countdown")
+    if job["iterations"] == args.warmup_iterations:  # TRL's schedule divides by what is left after it
+        sys.exit(f"error: {job['iterations']} iterations are all warm-up: expected more or fewer")
     job["flags"] = dataclasses.asdict(args)
     job["tasks"] = [envs.shuffled(cursor, seed, env.num_tasks("train"))
                     for cursor in range(size[0] * job["iterations"])]

@@ -1,25 +1,148 @@
-"""Every command of the pages and docstrings is run here in short, or by a test that is named, or cannot be run here.
+"""Every command of the pages and docstrings is run: here in short, or by a test that is named; or it cannot be run.
 
-Flags of all programs are parsed, and the environments of training commands made, in the fast tests.
+The fast tests parse the flags of all, and make the environments of training commands. The slow ones run a command
+of each kind, one program with the same flags, in a folder of its own: with what it needs in place, sizes cut, a
+tiny model where the page has one of the hub or of an earlier run, and --engine hf.
 """
 
+import argparse
 import ast
+import functools
+import glob
+import importlib
+import importlib.util
+import inspect
+import os
 import re
+import runpy
 import shlex
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import make_rom
 import pytest
+import tyro
 
-from tests.run_folders import ROOT
+import envs
+from tests.run_folders import ROOT, TINY, command_line, fork, load_script, train, variants, write_jsonl
+from tests.test_ways_in import write_files
 from tools.docs_tables import code_lines, pages
+
+SCRIPTS = ("grpo_llm.py", "ppo_llm.py", "sft.py", "a2c_vecenv.py", "docs/reading/grpo.py", "docs/reading/ppo.py")
+# Command, as a pattern: the test that runs it, or the file of CI and what stands there.
+ELSEWHERE = {
+    ".ci/run": ".ci/run: set -euo pipefail",
+    "*pytest*": ".ci/run: pytest",
+    "ruff check .": ".ci/run: ruff check .",
+    "pip install -r requirements.txt": ".ci/run: pip install -r requirements.txt",
+    "pip install -r requirements-envs.txt": ".ci/run: -r requirements-envs.txt",
+    "pip install -r requirements.txt reasoning-gym==0.1.25 gguf==0.19.0": ".ci/run: gguf==0.19.0",
+    "pip install gguf==0.19.0": ".ci/run: gguf==0.19.0",
+    "pip install wandb*": ".ci/run: wandb==0.31.0",
+    "pip install pyboy==2.8.1": "requirements.txt: pyboy==2.8.1",
+    "pip install open_spiel==2.0.2": "requirements.txt: open_spiel==2.0.2",
+    "python3 -m venv .venv-openenv": '.ci/run: python3 -m venv "$scratch/openenv"',
+    ".venv-openenv/bin/pip install openenv==0.10.0": ".ci/run: pip\" install openenv==0.10.0",
+    "python3.12 -m venv .venv-arc": '.ci/run: -m venv "$scratch/arc"',
+    ".venv-arc/bin/pip install *": ".ci/run: pip\" install arc-agi==0.9.9 arcengine==0.9.3",
+    "apt-get install bubblewrap": ".ci/run: bubblewrap",
+    "*make_vllm_cpu_env.sh*": ".ci/run: bash tools/make_vllm_cpu_env.sh",
+    "*make_trl_env.sh*": ".ci/run: sh benchmarks/make_trl_env.sh",
+    "*make_sb3_env.sh*": ".ci/run: sh benchmarks/make_sb3_env.sh",
+    "python tools/get_smollm2.py": ".ci/run: tools/get_smollm2.py",
+    "python tools/get_smollm2.py --gguf *": "tests/test_real_model.py::test_the_tool_says_what_it_can_not_do",
+    "patch *": "tests/test_variants.py::test_a_variant_applies_as_it_stands_and_is_short",
+    "git apply*": "tests/test_variants.py::test_a_variant_applies_as_it_stands_and_is_short",
+    ".venv-arc/bin/python -c *": "tests/test_arc_toolkit.py::test_our_environment_plays_their_server",
+    "*--game-id door-0001 *": "tests/test_arc_toolkit.py::test_the_evaluation_records_a_game_of_their_server",
+    "*game_ids=door-0001*": "tests/test_arc_toolkit.py::test_our_environment_plays_their_server",
+    "python tools/arc_server.py *": "tests/test_arcagi3.py::test_the_server_as_a_program",
+    "python tools/run_arc_eval.py --game-id * --live --scripted":
+        "tests/test_arcagi3.py::test_run_arc_eval_plays_in_process_live_and_from_a_recording",
+    "python tools/executor_server.py *": "tests/test_sandbox.py::test_an_executor_runs_commands_over_a_snapshot",
+    "sh -c test_cmd": "tests/test_sandbox.py::test_an_executor_runs_commands_over_a_snapshot",
+    "python3 -I -c *": "tests/test_repl.py::test_what_blocks_and_tools_print",
+    "*--env openenv *": "tests/test_openenv.py::test_a_script_trains_on_it",
+    "python grpo_llm.py --env swe *dataset=*": "tests/test_swe.py::test_instances_may_be_exported_unjudged",
+    "python tools/export_predictions.py --run *": "tests/test_swe.py::test_predictions_of_a_run",
+    "python tools/export_predictions.py --replies *": "tests/test_swe.py::test_predictions_of_replies",
+    "python tools/track_run.py *": "tests/test_tools.py::test_wandb_mirrors_a_log_while_it_is_written_and_resumed",
+    "python tools/watch_run.py runs/grpo/RUN": "tests/test_watch_run.py::test_it_goes_on_until_it_is_interrupted",
+    "python tools/compare_runs.py * --golden grpo": "tests/test_golden.py::"
+        "test_the_first_number_that_differs_is_named_with_both_values",
+    "python tools/compare_runs.py --golden": "tests/test_golden.py::"
+        "test_the_command_makes_the_run_itself_and_golden_renews_the_log",
+    "python tools/golden.py*": "tests/test_golden.py::"
+        "test_the_command_makes_the_run_itself_and_golden_renews_the_log",
+    "python tools/copy_shared.py": "tests/test_docs.py::"
+        "test_a_change_of_a_shared_function_is_copied_to_the_other_scripts",
+    "python tools/docs_tables.py*": "tests/test_docs.py::test_check_names_stale_pages_and_writing_mends_them",
+    "python tests/broken_runs.py *": "tests/test_diagnose.py::test_a_run_made_now_has_its_symptom_and_a_good_one_none",
+    "python a2c_vecenv.py --self-test": "tests/test_a2c_runs.py::test_the_self_test_passes_and_says_so_as_json",
+    "torchrun --nproc_per_node=2 a2c_vecenv.py *": "tests/test_a2c_distributed.py::"
+        "test_the_result_does_not_depend_on_the_number_of_processes",
+    "torchrun --max-restarts N": "tests/test_distributed.py::"
+        "test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again",
+    "torchrun --nproc-per-node 2": "tests/test_distributed.py::test_two_processes_train_as_one_does",
+    "python grpo_llm.py --engine vllm": "tests/test_engines.py::"
+        "test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_exact",
+    "python grpo_llm.py *--vllm-url *": "tests/test_engines.py::"
+        "test_every_server_samples_with_the_policys_weights_in_every_iteration",
+    "python -m vllm.entrypoints.openai.api_server *": "tests/test_engines.py::test_a_real_server_that_is_killed",
+    "python grpo_overlap.py *": "tests/test_overlap.py::test_without_staleness_all_is_as_in_grpo_llm",
+    "python grpo_overlap_hf.py": "tests/test_overlap.py::test_a_process_that_samples_ahead",
+    "python benchmarks/gpu.py *": "tests/test_gpu.py::"
+        "test_one_command_measures_all_parts_and_goes_on_where_it_was_stopped",
+    "python benchmarks/losses.py --stage rates *": "tests/test_benchmarks.py::"
+        "test_runs_of_losses_go_on_after_a_kill_and_end_once",
+    "python benchmarks/losses.py --table": "tests/test_benchmarks.py::"
+        "test_runs_of_losses_go_on_after_a_kill_and_end_once",
+    "python benchmarks/rollout.py --overhead": ".ci/run: rollout.py --overhead",
+    "python benchmarks/sft_vs_trl.py memory": ".ci/run: sft_vs_trl.py memory",
+    "python benchmarks/openspiel.py iteration*": ".ci/run: openspiel.py iteration",
+}
+# Command, as a pattern: what it wants that no test has.
+CANNOT = {
+    "pip install -r requirements-vllm.txt": "gpu",
+    "pip install flash-attn": "gpu",
+    "pip install nvidia-ml-py": "gpu",
+    "vllm serve*": "gpu",
+    "torchrun --nproc_per_node=8*": "gpu",
+    "torchrun --nnodes=2 *": "gpu",
+    "torchrun --shutdown-timeout 600": "gpu",
+    "srun *": "gpu",
+    "*--cudagraphs*": "gpu",
+    "*data=Jiayi-Pan/*": "hub",
+    "* --dataset OWNER/NAME *": "hub",
+    "python tools/convert_sft.py --data OWNER/NAME *": "hub",
+    "python -m nltk.downloader *": "network",
+    "wandb login": "network",
+    "python tools/run_arc_eval.py --game-id ls20-016295f7601e *": "network",
+    "docker *": "other-package",  # Docker
+    "pip install py-spy": "other-package",  # py-spy, here and below
+    "py-spy dump *": "other-package",
+    "python tests/mutants.py": "hours",
+    "python tests/mutants.py grpo_llm.py": "hours",
+    "python tests/mutants.py 'envs/*": "hours",
+    "python benchmarks/losses.py --stage grid *": "hours",
+    "python benchmarks/losses.py --stage knobs *": "hours",
+    "python benchmarks/smollm2.py --jobs 2": "hours",
+    "python benchmarks/smollm2.py --only *": "hours",
+}
+REASONS = ("gpu", "hub", "hours", "network", "other-package")
+# What a package brings to an environment, and the name that it is imported by.
+PACKAGES = {"reasoning-gym": "reasoning_gym", "textarena": "textarena", "verifiers": "verifiers", "ALE/": "ale_py"}
 
 PROGRAM = re.compile(
     r"(\$ )?([A-Z_]+=\S+ +)*(exec |taskset -c \d+ )*(\S+/)?"
     r"(python[0-9.]*|sh|bash|torchrun|pip|uv|pytest|ruff|vllm|docker|git|curl|patch|cp|srun|sbatch|apt-get|wandb|diff"
-    r"|export|for|make_\w+\.sh|\.ci/run)(?= |$)")
+    r"|for|make_\w+\.sh|\.ci/run)(?= |$)")
 NO_COMMAND = re.compile(r"(diff --git a/|for \S+(, \S+)? in .*:$|for .*\)$)")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-VALUES = {"$s": "1", "$seed": "1", "$prompt": "short", "$name": "one"}
+VALUES = {"$seed": "1", "$s": "1", "$prompt": "short", "$name": "one"}
 
 
 class Command(NamedTuple):
@@ -62,7 +185,7 @@ def simple_commands(line):
             words.pop(0)
         if words[:2] == ["taskset", "-c"]:
             words = words[3:]
-        if words and words[0] not in ("for", "export"):
+        if words and words[0] != "for":
             yield shlex.join(words)
         words = []
 
@@ -87,3 +210,282 @@ def commands_of(page, text):
 
 def commands():
     return [command for page, text in texts().items() for command in commands_of(page, text)]
+
+
+@functools.cache
+def unique():
+    """{line of a command: its first page}"""
+    return {command.line: command.page for command in reversed(commands())}
+
+
+def matches(line, patterns):
+    return [pattern for pattern in patterns if fnmatchcase(line, pattern)]
+
+
+def elsewhere(line):
+    return bool(matches(line, ELSEWHERE) or matches(line, CANNOT))
+
+
+def script_of(line):
+    """The script that python or torchrun starts, or nothing; and its flags."""
+    words = shlex.split(line)
+    found = [number for number, word in enumerate(words) if word.endswith(".py")]
+    if not found or not re.search(r"(^|/)(python[0-9.]*|torchrun)$", words[0]) or words[1] in ("-m", "-c"):
+        return "", []
+    return words[found[0]], words[found[0] + 1:]
+
+
+def located(script):
+    return variants().get(script, ROOT / script)
+
+
+def takes_args(script):
+    """Whether it is a training script, with a class Args for tyro."""
+    return script in SCRIPTS or script in variants()
+
+
+# Fast: what there is, and its flags
+
+
+def test_every_command_is_run_here_or_elsewhere_or_cannot_be():
+    wrong = [f"{page}: {line}" for line, page in unique().items()
+             if not elsewhere(line) and not script_of(line)[0] and shlex.split(line)[0] not in ("cp", "diff")
+             and not line.startswith("python -c ")]
+    assert wrong == [], "name them in ELSEWHERE or CANNOT"
+    wrong = [line for line in unique() if matches(line, ELSEWHERE) and matches(line, CANNOT)]
+    assert wrong == []
+
+
+def test_the_lists_name_commands_that_pages_have_and_tests_that_there_are():
+    assert [pattern for pattern in [*ELSEWHERE, *CANNOT]
+            if not any(fnmatchcase(line, pattern) for line in unique())] == []
+    assert set(CANNOT.values()) == set(REASONS)
+    for place in set(ELSEWHERE.values()):
+        path, name = re.match(r"(.+?)(?:::|: )(.+)", place).groups()
+        assert (f"\ndef {name}(" if "::" in place else name) in (ROOT / path).read_text(), place
+
+
+class Parsed(BaseException):
+    """Instead of a program's work."""
+
+
+def parse(script, flags):
+    """As the script does it. -> Args of a training script"""
+    path = located(script)
+    assert path.is_file(), f"there is no {script}"
+    if takes_args(script):
+        return tyro.cli(module_of(path).Args, args=flags)
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(parser, argv=None, namespace=None):
+        parse_args(parser, flags, namespace)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+        patch.syspath_prepend(ROOT / "benchmarks")
+        patch.setattr("sides.check_environment", lambda *packages, **of: None)
+        with pytest.raises(Parsed):
+            command_line(path, *flags)
+
+
+@functools.cache
+def module_of(path):
+    """A script's module: that of the test where it is one of the four."""
+    if path.parent == ROOT:
+        return importlib.import_module(path.stem)
+    return load_script(path)
+
+
+PARSED = {page: [line for line, at in unique().items() if at == page and script_of(line)[0]]
+          for page in dict.fromkeys(unique().values())}
+
+
+@pytest.mark.parametrize("page", [page for page, lines in PARSED.items() if lines])
+def test_flags_are_the_programs(page, workspace, capsys):
+    for line in PARSED[page]:
+        script, flags = script_of(line)
+        source = located(script).read_text()
+        if flags == ["--help"] or not (takes_args(script) or "import argparse" in source):
+            continue
+        try:
+            args = parse(script, flags)
+        except SystemExit as end:
+            raise AssertionError(f"{line}: {end} {capsys.readouterr().err}") from end
+        if args and hasattr(args, "env") and needs(line) and not elsewhere(line):
+            envs.make(args.env, **envs.parse_options(args.env_kwargs))
+
+
+def needs(line):
+    """Whether the packages are there that the line's environment needs."""
+    return all(importlib.util.find_spec(package) for name, package in PACKAGES.items() if name in line)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What the commands read, but for runs."""
+    folder = tmp_path_factory.mktemp("files")
+    write_files(folder)
+    for name in ("models", "tests", "benchmarks", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "envs", folder / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs/results", folder / "docs/results")
+    for name in ("docs/figures", "data", "goals", "look"):
+        (folder / name).mkdir(parents=True)
+    for name in ("grpo_llm.py", "ppo_llm.py", "grpo_distill.py", "docs/reading/grpo.py", "docs/reading/ppo.py"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(located(name), folder / name)
+    write_jsonl(folder / "train.jsonl", [
+        dict(question=f"What is {n} + 1?", answer=str(n + 1), hint=str(n),
+             prompt=[dict(role="user", content=f"What is {n} + 1?")]) for n in range(30)])
+    chat = [dict(messages=[dict(role="user", content=f"{n}?"), dict(role="assistant", content=f"{n + 1}.")])
+            for n in range(20)]
+    pairs = [dict(prompt=row["messages"][:1], response=row["messages"][1]["content"]) for row in chat]
+    import pandas
+    for name, rows in dict(chats=chat, **{f"data/{name}_{part}": pairs for name in ("chats", "agent")
+                                          for part in ("train", "val")}).items():
+        pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+    for name in ("more", "held_out", "rows"):
+        write_jsonl(folder / f"{name}.jsonl", chat)
+    (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
+    (folder / "short.txt").write_text("Mend it.")
+    (folder / "long.txt").write_text("Find what is wrong, and mend it.")
+    (folder / "way.txt").write_text("B UP*3 A RIGHT DOWN")
+    (folder / "game.gb").write_bytes(make_rom.rom())
+    return folder
+
+
+@pytest.fixture
+def workspace(files, tmp_path, monkeypatch):
+    folder = shutil.copytree(files, tmp_path / "it", symlinks=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+# Slow: one of each kind
+
+
+SIZES = dict(iterations=2, steps=2, prompts_per_iteration=2, group_size=2, batch_size=2, eval_tasks=2,
+             eval_samples=2, critic_warmup=1, max_response_tokens=6, num_envs=8, num_steps=4, eval_envs=2,
+             eval_episodes=2, chunk=16)
+FREE = ("--seed", "--run-dir", "--title", "--out", "--csv", "--png", "--label", "--control-label", "--panel")
+# What makes a program short: the first pattern that a command matches.
+SHORT = {
+    "python tools/run_arc_eval.py *": "--tasks 2",
+    "python tools/make_scenarios.py *": "--count 3",
+    "python tools/*": "",
+    "python tests/make_rom.py *": "",
+    "python tests/mutants.py --list": "",
+    "python benchmarks/a2c_vs_sb3.py *": "--repeats 1 --steps 64 --networks small --dtypes float32 --sizes 8x4 "
+        "--seeds 1-1 --sb3-python {python}",
+    "python benchmarks/grpo_vs_trl.py run*": "--iterations 2 --block 1 --repeats 1 --trl-python {python}",
+    "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {python}",
+    "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {python}",
+    "python benchmarks/logic.py *": "--tasks 10",
+    "python benchmarks/losses.py *": "",
+    "python benchmarks/openspiel.py games *--model *": "",
+    "python benchmarks/openspiel.py *": "--cases tic_tac_toe --seconds 0.05",
+    "python benchmarks/overlap.py speed *": "--engine hf --iterations 4 --repeats 1",
+    "python benchmarks/overlap.py accuracy": "--iterations 2 --seeds 1 --staleness-of 1 --tis-cap 2",
+    "python benchmarks/pixel_goal.py *": "--repeats 1",
+    "python benchmarks/rollout.py*": "--repeats 1",
+    "python benchmarks/scaling.py *": "--repeats 1 --iterations 4",
+    "python benchmarks/smollm2.py *": "",
+    "python benchmarks/update_memory.py *--model *": "--repeats 0",
+    "python benchmarks/update_memory.py*": "--tokens 256",
+}
+
+
+def kind(line):
+    """Commands of one kind differ in values, not in flags or environments."""
+    script, flags = script_of(line)
+    names = frozenset(word for word in flags if word.startswith("--") and word not in FREE)
+    env = re.search(r"--(env|env-id) (\S+)", line)
+    options = re.search(r"--env-kwargs ([^-]*)", line)
+    mode = "" if not flags or flags[0].startswith("-") or not script.startswith("benchmarks") else flags[0]
+    return script or line, names, env and env[2], options and len(options[1].split()), mode
+
+
+RUN_HERE = list({kind(line): line for line in reversed(unique()) if not elsewhere(line)}.values())[::-1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{name: run folder}"""
+    folder = tmp_path_factory.mktemp("runs")
+    for script, name, flags in (
+            ("grpo_llm", "grpo", dict(log_episodes=1.0)), ("grpo_llm", "lora", dict(lora_rank=2)),
+            ("sft", "sft", {}), ("a2c_vecenv", "a2c", {}), ("ppo_llm", "ppo", {}),
+            ("a2c_vecenv", "pong", dict(env_id="CartPole-v1"))):
+        train(importlib.import_module(script), folder / name, **flags)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def put_runs(script, words, folder, runs):
+    """Where a command reads a run or a checkpoint, it finds one."""
+    for before, word in zip(["", *words], words):
+        path = re.fullmatch(r"(runs/.+|RUN\d?|[ABSG]\d|SFT\d|DIR|PATH)(/checkpoints/step_\d+)?|checkpoints/step_\d+", word)
+        if not path or before in ("--run-dir", "--out", "--csv", "--output-dir", "--runs"):
+            continue
+        name = next((name for name in ("a2c", "sft", "ppo") if name in word), "grpo")
+        if "pong" in word:
+            name = "pong"
+        if "merge_adapter" in script:
+            name = "lora"
+        if "dump_policy" in script and name == "grpo":
+            name = "a2c"
+        run = runs[name]
+        target = folder / word.replace("*", "A")
+        if "checkpoints" in word or word == "DIR":
+            run = next((run / "checkpoints").glob("step_000004"))
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(run)
+
+
+def shortened(line, folder):
+    """-> the script's path and flags"""
+    script, flags = script_of(line)
+    if not takes_args(script):
+        more = next(words for pattern, words in SHORT.items() if fnmatchcase(line, pattern))
+        more = more.format(python=sys.executable).split()
+        at = flags.index("--flags") if "--flags" in flags else len(flags)
+        flags = [word for given in flags for word in (glob.glob(given) or [given])]
+        return script, [*flags[:at], *more, *flags[at:]]
+    args = parse(script, flags)
+    more = dict(run_dir="run")
+    for name, value in SIZES.items():
+        if getattr(args, name, 0) > value:
+            more[name] = value
+    if getattr(args, "teacher", ""):
+        more["teacher"] = TINY
+    model = getattr(args, "model", "")
+    if model and not (folder / model / "config.json").exists():
+        more |= dict(model="tiny", max_length=8192) if hasattr(args, "max_length") else dict(
+            model="tiny", max_context_tokens=32768)
+    if getattr(args, "engine", "hf") == "vllm":
+        more["engine"] = "hf"
+    return script, [*flags, *(word for name, value in more.items()
+                              for word in (f"--{name.replace('_', '-')}", str(value)))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN_HERE)
+def test_a_command_runs(line, workspace, runs, tmp_path):
+    if not needs(line) and "CI" not in os.environ:
+        pytest.skip("a package of its environment is not installed")
+    script, flags = script_of(line)
+    if not script:
+        words = shlex.split(line)
+        code = subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:]],
+                              env=os.environ | dict(PYTHONPATH=str(ROOT))).returncode
+        assert code <= (words[0] == "diff")
+        return
+    if "--out scenarios" in line:
+        (workspace / "scenarios").unlink()
+    put_runs(script, flags, workspace, runs)
+    script, flags = shortened(line, workspace)
+    run = fork(tmp_path / "said.txt", located(script), *flags, folder=workspace, daemon=False)
+    run.join(300)
+    run.kill()
+    assert run.exitcode == 0, (tmp_path / "said.txt").read_text()[-5000:]
