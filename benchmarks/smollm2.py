@@ -366,6 +366,8 @@ def main():
         return
     if args.table:
         rows = curves(runs)
+        if not rows:
+            sys.exit(f"error: --runs {args.runs}: no run is there")
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0]])
             writer.writeheader()

@@ -99,7 +99,7 @@ def measure(way, num_tokens):
     model, rows = grpo_llm.distribute(small_model(), torch.device("cpu")), num_tokens // RESPONSE
     ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
     segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
-    args = grpo_llm.Args(microbatch_tokens=num_tokens)
+    args = grpo_llm.Args(microbatch_tokens=rows * (PROMPT + RESPONSE))
     ((_, batch),) = grpo_llm.passes(segments, args, "cpu")
 
     def loss():

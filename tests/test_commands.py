@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NamedTuple
 
 import make_rom
@@ -98,6 +99,8 @@ ELSEWHERE = {
         "test_one_command_measures_all_parts_and_goes_on_where_it_was_stopped",
     "python benchmarks/losses.py --stage rates *": "tests/test_benchmarks.py::"
         "test_runs_of_losses_go_on_after_a_kill_and_end_once",
+    "python benchmarks/smollm2.py --table": "tests/test_benchmarks.py::"
+        "test_the_table_of_a_real_model_has_each_evaluation_and_the_time_without_them",
     "python benchmarks/losses.py --table": "tests/test_benchmarks.py::"
         "test_runs_of_losses_go_on_after_a_kill_and_end_once",
     "python benchmarks/rollout.py --overhead": ".ci/run: rollout.py --overhead",
@@ -134,7 +137,10 @@ CANNOT = {
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
 # What a package brings to an environment, and the name that it is imported by.
-PACKAGES = {"reasoning-gym": "reasoning_gym", "textarena": "textarena", "verifiers": "verifiers", "ALE/": "ale_py"}
+PACKAGES = {"--env reasoning-gym": "reasoning_gym", "--env textarena": "textarena", "--env verifiers": "verifiers",
+            "ALE/": "ale_py", "a2c_vs_sb3.py atari": "ale_py"}
+# Of the libraries that benchmarks compare with; CI makes them elsewhere.
+PYTHONS = {name: os.environ.get(f"{name.upper()}_PYTHON", f"{ROOT}/.venv-{name}/bin/python") for name in ("trl", "sb3")}
 
 PROGRAM = re.compile(
     r"(\$ )?([A-Z_]+=\S+ +)*(exec |taskset -c \d+ )*(\S+/)?"
@@ -318,7 +324,8 @@ def test_flags_are_the_programs(page, workspace, capsys):
 
 def needs(line):
     """Whether the packages are there that the line's environment needs."""
-    return all(importlib.util.find_spec(package) for name, package in PACKAGES.items() if name in line)
+    return (all(importlib.util.find_spec(package) for name, package in PACKAGES.items() if name in line)
+            and all(Path(python).exists() for name, python in PYTHONS.items() if f"_vs_{name}.py" in line))
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +339,8 @@ def files(tmp_path_factory):
     shutil.copytree(ROOT / "docs/results", folder / "docs/results")
     for name in ("docs/figures", "data", "goals", "look"):
         (folder / name).mkdir(parents=True)
+    for name in ("grpo", "ppo"):  # `diff grpo.py ppo.py`
+        shutil.copy(ROOT / "docs/reading" / f"{name}.py", folder)
     for name in ("grpo_llm.py", "ppo_llm.py", "grpo_distill.py", "docs/reading/grpo.py", "docs/reading/ppo.py"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(located(name), folder / name)
@@ -369,6 +378,7 @@ SIZES = dict(iterations=2, steps=2, prompts_per_iteration=2, group_size=2, batch
              eval_samples=2, critic_warmup=1, max_response_tokens=6, num_envs=8, num_steps=4, eval_envs=2,
              eval_episodes=2, chunk=16)
 FREE = ("--seed", "--run-dir", "--title", "--out", "--csv", "--png", "--label", "--control-label", "--panel")
+OF_SIZE = ("--repeats", "--iterations", "--script", "--tokens", "--width", "--steps", "--vllm-python")
 # What makes a program short: the first pattern that a command matches.
 SHORT = {
     "python tools/run_arc_eval.py *": "--tasks 2",
@@ -377,10 +387,10 @@ SHORT = {
     "python tests/make_rom.py *": "",
     "python tests/mutants.py --list": "",
     "python benchmarks/a2c_vs_sb3.py *": "--repeats 1 --steps 64 --networks small --dtypes float32 --sizes 8x4 "
-        "--seeds 1-1 --sb3-python {python}",
-    "python benchmarks/grpo_vs_trl.py run*": "--iterations 2 --block 1 --repeats 1 --trl-python {python}",
-    "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {python}",
-    "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {python}",
+        "--seeds 1-1 --sb3-python {sb3}",
+    "python benchmarks/grpo_vs_trl.py run*": "--iterations 2 --block 1 --repeats 1 --trl-python {trl}",
+    "python benchmarks/grpo_vs_trl.py *": "--sizes 2x2x4 --repeats 1 --trl-python {trl}",
+    "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
     "python benchmarks/openspiel.py games *--model *": "",
@@ -399,7 +409,8 @@ SHORT = {
 def kind(line):
     """Commands of one kind differ in values, not in flags or environments."""
     script, flags = script_of(line)
-    names = frozenset(word for word in flags if word.startswith("--") and word not in FREE)
+    free = FREE + OF_SIZE * script.startswith("benchmarks")
+    names = frozenset(word for word in flags if word.startswith("--") and word not in free)
     env = re.search(r"--(env|env-id) (\S+)", line)
     options = re.search(r"--env-kwargs ([^-]*)", line)
     mode = "" if not flags or flags[0].startswith("-") or not script.startswith("benchmarks") else flags[0]
@@ -448,7 +459,7 @@ def shortened(line, folder):
     script, flags = script_of(line)
     if not takes_args(script):
         more = next(words for pattern, words in SHORT.items() if fnmatchcase(line, pattern))
-        more = more.format(python=sys.executable).split()
+        more = more.format(**PYTHONS).split()
         at = flags.index("--flags") if "--flags" in flags else len(flags)
         flags = [word for given in flags for word in (glob.glob(given) or [given])]
         return script, [*flags[:at], *more, *flags[at:]]
