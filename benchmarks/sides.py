@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import json
 import os
 import shutil
@@ -36,10 +37,12 @@ def check_environment(*packages, python=sys.executable, made_by="ours"):
     command = MAKE[made_by]
     if not shutil.which(python):
         sys.exit(f"error: there is no {python}; run: {command}")
-    found = subprocess.run([python, "-c", LOOK, *packages], capture_output=True, text=True)
-    if found.returncode:
-        sys.exit(f"error: {python} does not run; run: {command}")
-    if missing := found.stdout.split():
+    if python == sys.executable:
+        missing = [name for name in packages if not importlib.util.find_spec(name)]
+    else:
+        found = subprocess.run([python, "-c", LOOK, *packages], capture_output=True, text=True)
+        missing = found.stdout.split() if found.returncode == 0 else packages
+    if missing:
         sys.exit(f"error: {python} has no {', '.join(missing)}; run: {command}")
 
 

@@ -167,7 +167,8 @@ def forks():
 
 def fork(output, script, *flags, daemon=True, folder=ROOT):
     """A command line in a process that can be killed; what it says goes into a file."""
-    run = forks().Process(target=spoken, args=(output, folder, dict(os.environ), script, *flags), daemon=daemon)
+    told = output, folder, dict(os.environ), script
+    run = forks().Process(target=spoken, args=(*told, *flags), daemon=daemon)
     run.start()
     return run
 
