@@ -27,7 +27,9 @@ import tyro
 
 import envs
 from tests.run_folders import ROOT, TINY, command_line, fork, load_script, train, variants, write_jsonl
+from tests.test_game_boy import boot
 from tests.test_ways_in import write_files
+from tools import make_goal
 from tools.docs_tables import code_lines, pages
 
 READING = ("docs/reading/grpo.py", "docs/reading/ppo.py")
@@ -170,6 +172,7 @@ CANNOT = {
     "torchrun --shutdown-timeout 600": "gpu",
     "srun *": "gpu",
     "*--cudagraphs*": "gpu",
+    "*--vllm-kwargs *": "gpu",
     "*data=Jiayi-Pan/*": "hub",
     "* --dataset OWNER/NAME *": "hub",
     "python tools/convert_sft.py --data OWNER/NAME *": "hub",
@@ -255,6 +258,7 @@ def commands_of(page, text):
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     spans += ["", *(" ".join(span.split()) for span in INLINE.findall(prose) if " " in span or ".sh" in span)]
     for line in spans:
+        line = line if pending else line.strip()
         if not pending and (not PROGRAM.match(line) or NO_COMMAND.match(line)):
             continue
         line = pending + line
@@ -409,8 +413,12 @@ def files(tmp_path_factory):
     for name, rows in dict(chats=chat, **{f"data/{name}_{part}": pairs for name in ("chats", "agent")
                                           for part in ("train", "val")}).items():
         pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
-    for name in ("more", "held_out", "rows"):
+    for name in ("more", "held_out"):
         write_jsonl(folder / f"{name}.jsonl", chat)
+    write_jsonl(folder / "rows.jsonl", pairs)
+    (folder / "path/to/tests").mkdir(parents=True)
+    (folder / "path/to/tests/test_one.py").write_text("def test_one():\n    assert 1 + 1 == 2\n")
+    shutil.copy(ROOT / "grpo_llm.py", folder / "grpo_mine.py")
     (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
     (folder / "short.txt").write_text("Mend it.")
     (folder / "long.txt").write_text("Find what is wrong, and mend it.")
@@ -429,14 +437,16 @@ def workspace(files, tmp_path, monkeypatch):
 # Slow: one of each kind
 
 
-SIZES = dict(iterations=2, steps=2, prompts_per_iteration=2, group_size=2, batch_size=2, eval_tasks=2,
-             eval_samples=2, critic_warmup=1, max_response_tokens=6, num_envs=8, num_steps=4, eval_envs=2,
+SIZES = dict(iterations=2, steps=2, group_size=2, batch_size=2, eval_tasks=2, eval_samples=2, max_turns=2,
+             critic_warmup=1, max_response_tokens=6, num_envs=8, num_steps=4, eval_envs=2,
              eval_episodes=2, chunk=16)
-FREE = ("--seed", "--run-dir", "--title", "--out", "--csv", "--png", "--label", "--control-label", "--panel")
-OF_SIZE = ("--repeats", "--iterations", "--script", "--tokens", "--width", "--steps", "--vllm-python")
+FREE = ("--seed", "--run-dir", "--title", "--out", "--csv", "--png", "--label", "--control-label", "--panel",
+        "--smoothing", "--x")
+OF_SIZE = ("--repeats", "--iterations", "--script", "--tokens", "--width", "--steps", "--vllm-python",
+           "--jobs")
 # What makes a program short: the first pattern that a command matches.
 SHORT = {
-    "python tools/run_arc_eval.py *": "--tasks 2",
+    "python tools/run_arc_eval.py *--tasks *": "--tasks 2",
     "python tools/make_scenarios.py *": "--count 3",
     "python tools/*": "",
     "python tests/make_rom.py *": "",
@@ -464,6 +474,8 @@ SHORT = {
 def kind(line):
     """Commands of one kind differ in values, not in flags or environments."""
     script, flags = script_of(line)
+    if "--flags" in flags:  # of another script
+        flags = flags[:flags.index("--flags")]
     free = FREE + OF_SIZE * script.startswith("benchmarks")
     names = frozenset(word for word in flags if word.startswith("--") and word not in free)
     env = re.search(r"--(env|env-id) (\S+)", line)
@@ -484,15 +496,28 @@ RUN_HERE = list({kind(line): line for line in reversed(unique()) if runs_here(li
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """{name: run folder}"""
+def runs(files, tmp_path_factory):
+    """{name: run folder}; and a game with a goal, among the files"""
     folder = tmp_path_factory.mktemp("runs")
     for script, name, flags in (
             ("grpo_llm", "grpo", dict(log_episodes=1.0)), ("grpo_llm", "lora", dict(lora_rank=2)),
             ("sft", "sft", {}), ("a2c_vecenv", "a2c", {}), ("ppo_llm", "ppo", {}),
-            ("a2c_vecenv", "pong", dict(env_id="CartPole-v1"))):
+            ("a2c_vecenv", "pong", dict(env_id="CartPole-v1")),
+            ("grpo_llm", "rows", dict(model=f"{files}/tiny", env="rows", env_kwargs=(
+                f"data={files}/train.jsonl", "prompt=question", "answer=answer", "check=number")))):
         train(importlib.import_module(script), folder / name, **flags)
-    return {path.name: path for path in folder.iterdir()}
+    found = {path.name: path for path in folder.iterdir()}
+    boy = boot(files)
+    boy.tick(300, False, False)
+    with open(files / "start.state", "wb") as file:
+        boy.save_state(file)
+    options = [f"rom={files}/game.gb", f"state={files}/start.state"]
+    assert make_goal.main(["--env-id", "pyboy", "--env-kwargs", *options, "--actions", "A RIGHT",
+                           "--out", f"{files}/goals/mine"]) == 0
+    return found
+
+
+WRITTEN = ("--run-dir", "--out", "--csv", "--output-dir", "--runs")
 
 
 def put_runs(script, words, folder, runs):
@@ -500,15 +525,10 @@ def put_runs(script, words, folder, runs):
     name_of_run = r"runs/.+|RUN\d?|[ABSG]\d|SFT\d|DIR|PATH"
     for before, word in zip(["", *words], words, strict=False):
         path = re.fullmatch(rf"({name_of_run})(/checkpoints/step_\d+)?|checkpoints/step_\d+", word)
-        if not path or before in ("--run-dir", "--out", "--csv", "--output-dir", "--runs"):
+        if not path or before in WRITTEN or before == "--model" and takes_args(script):
             continue
-        name = next((name for name in ("a2c", "sft", "ppo") if name in word), "grpo")
-        if "pong" in word:
-            name = "pong"
-        if "merge_adapter" in script:
-            name = "lora"
-        if "dump_policy" in script and name == "grpo":
-            name = "a2c"
+        name = next((name for name in ("pong", "a2c", "sft", "ppo", "rows") if name in word), "grpo")
+        name = {"tools/merge_adapter.py": "lora", "tools/dump_policy_gif.py": "a2c"}.get(script, name)
         run = runs[name]
         target = folder / word.replace("*", "A")
         if "checkpoints" in word or word == "DIR":
@@ -521,7 +541,12 @@ def put_runs(script, words, folder, runs):
 def shortened(line, folder):
     """-> the script's path and flags"""
     script, flags = script_of(line)
+    if flags == ["--help"]:
+        return script, flags
     if not takes_args(script):
+        model = TINY if "merge_adapter" in script else "tiny"
+        flags = [model if before in ("--model", "--base-model") and "benchmarks" not in script else word
+                 for before, word in zip(["", *flags], flags, strict=False)]
         more = next(words for pattern, words in SHORT.items() if fnmatchcase(line, pattern))
         more = more.format(**PYTHONS).split()
         at = flags.index("--flags") if "--flags" in flags else len(flags)
@@ -529,7 +554,8 @@ def shortened(line, folder):
         return script, [*flags[:at], *more, *flags[at:]]
     args = parse(script, flags)
     more = dict(run_dir="run")
-    for name, value in SIZES.items():
+    smallest = max(2, getattr(args, "minibatches", 0), getattr(args, "critic_minibatches", 0))
+    for name, value in (SIZES | dict(prompts_per_iteration=smallest)).items():
         if getattr(args, name, 0) > value:
             more[name] = value
     if getattr(args, "teacher", ""):
@@ -546,18 +572,24 @@ def shortened(line, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", RUN_HERE)
-def test_a_command_runs(line, workspace, runs, tmp_path):
+def test_a_command_runs(line, runs, workspace, tmp_path):
     if not has_packages(line) and "CI" not in os.environ:
         pytest.skip("a package of its environment is not installed")
+    if not shutil.which("bwrap") and "CI" not in os.environ and re.search("env (repl|swe)|sandbox", line):
+        pytest.skip("bubblewrap is not installed")
     script, flags = script_of(line)
     if not script:
         words = shlex.split(line)
+        for run in re.findall(r"runs/[\w/]+(?=/episodes)", line):
+            put_runs("", [run], workspace, runs)
         code = subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:]],
                               env=os.environ | dict(PYTHONPATH=str(ROOT))).returncode
         assert code <= (words[0] == "diff")
         return
-    if "--out scenarios" in line:
-        (workspace / "scenarios").unlink()
+    for before, word in zip(["", *flags], flags, strict=False):
+        if before in ("--out", "--output-dir") and (workspace / word).exists():
+            path = workspace / word
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
     put_runs(script, flags, workspace, runs)
     script, flags = shortened(line, workspace)
     run = fork(tmp_path / "said.txt", located(script), *flags, folder=workspace, daemon=False)
