@@ -88,6 +88,7 @@ ELSEWHERE = {
     },
     "tests/test_repl.py": {
         "test_what_blocks_and_tools_print": ["python3 -I -c *"],
+        "test_made_scenarios_are_solved_by_their_solution": ["python tools/make_scenarios.py *"],
     },
     "tests/test_openenv.py": {
         "test_a_script_trains_on_it": ["*--env openenv *"],
@@ -406,8 +407,8 @@ def files(tmp_path_factory):
     write_jsonl(folder / "train.jsonl", [
         dict(question=f"What is {n} + 1?", answer=str(n + 1), hint=str(n),
              prompt=[dict(role="user", content=f"What is {n} + 1?")]) for n in range(30)])
-    chat = [dict(messages=[dict(role="user", content=f"{n}?"), dict(role="assistant", content=f"{n + 1}.")])
-            for n in range(20)]
+    chat = [dict(instance_id=f"chat-{n}", messages=[
+        dict(role="user", content=f"{n}?"), dict(role="assistant", content=f"{n + 1}.")]) for n in range(20)]
     pairs = [dict(prompt=row["messages"][:1], response=row["messages"][1]["content"]) for row in chat]
     import pandas
     for name, rows in dict(chats=chat, **{f"data/{name}_{part}": pairs for name in ("chats", "agent")
@@ -420,6 +421,7 @@ def files(tmp_path_factory):
     (folder / "path/to/tests/test_one.py").write_text("def test_one():\n    assert 1 + 1 == 2\n")
     shutil.copy(ROOT / "grpo_llm.py", folder / "grpo_mine.py")
     (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
+    shutil.copy(ROOT / "docs/results/grpo_llm.csv", folder / "grpo.csv")
     (folder / "short.txt").write_text("Mend it.")
     (folder / "long.txt").write_text("Find what is wrong, and mend it.")
     (folder / "way.txt").write_text("B UP*3 A RIGHT DOWN")
@@ -447,7 +449,6 @@ OF_SIZE = ("--repeats", "--iterations", "--script", "--tokens", "--width", "--st
 # What makes a program short: the first pattern that a command matches.
 SHORT = {
     "python tools/run_arc_eval.py *--tasks *": "--tasks 2",
-    "python tools/make_scenarios.py *": "--count 3",
     "python tools/*": "",
     "python tests/make_rom.py *": "",
     "python tests/mutants.py --list": "",
@@ -503,6 +504,9 @@ def runs(files, tmp_path_factory):
             ("grpo_llm", "grpo", dict(log_episodes=1.0)), ("grpo_llm", "lora", dict(lora_rank=2)),
             ("sft", "sft", {}), ("a2c_vecenv", "a2c", {}), ("ppo_llm", "ppo", {}),
             ("a2c_vecenv", "pong", dict(env_id="CartPole-v1")),
+            ("grpo_llm", "countdown4", dict(
+                model=str(ROOT / "models/countdown4"), iterations=0, max_response_tokens=64, log_episodes=1.0,
+                env_kwargs=("min_operands=4", "max_operands=4", "max_intermediate=200", "test_tasks=32"))),
             ("grpo_llm", "rows", dict(model=f"{files}/tiny", env="rows", env_kwargs=(
                 f"data={files}/train.jsonl", "prompt=question", "answer=answer", "check=number")))):
         train(importlib.import_module(script), folder / name, **flags)
@@ -511,26 +515,32 @@ def runs(files, tmp_path_factory):
     boy.tick(300, False, False)
     with open(files / "start.state", "wb") as file:
         boy.save_state(file)
-    options = [f"rom={files}/game.gb", f"state={files}/start.state"]
+    options = [f"rom={files}/game.gb", f"state={files}/start.state", DIM]
     assert make_goal.main(["--env-id", "pyboy", "--env-kwargs", *options, "--actions", "A RIGHT",
                            "--out", f"{files}/goals/mine"]) == 0
     return found
 
 
+DIM = "tau=0.001"  # tests/make_rom.py's pictures differ in little
+# Parts of a path, and the run that is put there.
+OF_PATH = {"pong": "pong", "a2c": "a2c", "sft": "sft", "ppo": "ppo", "rows": "rows",
+           "countdown4/eval": "countdown4"}
 WRITTEN = ("--run-dir", "--out", "--csv", "--output-dir", "--runs")
 
 
 def put_runs(script, words, folder, runs):
     """Where a command reads a run or a checkpoint, it finds one."""
-    name_of_run = r"runs/.+|RUN\d?|[ABSG]\d|SFT\d|DIR|PATH"
+    name_of_run = r"train_log.jsonl|runs/.+|RUN\d?|[ABSG]\d|SFT\d|DIR|PATH"
     for before, word in zip(["", *words], words, strict=False):
         path = re.fullmatch(rf"({name_of_run})(/checkpoints/step_\d+)?|checkpoints/step_\d+", word)
         if not path or before in WRITTEN or before == "--model" and takes_args(script):
             continue
-        name = next((name for name in ("pong", "a2c", "sft", "ppo", "rows") if name in word), "grpo")
+        name = next((name for part, name in OF_PATH.items() if part in word), "grpo")
         name = {"tools/merge_adapter.py": "lora", "tools/dump_policy_gif.py": "a2c"}.get(script, name)
         run = runs[name]
         target = folder / word.replace("*", "A")
+        if word == "train_log.jsonl":
+            run = run / word
         if "checkpoints" in word or word == "DIR":
             run = next((run / "checkpoints").glob("step_000004"))
         if not target.exists():
@@ -540,7 +550,7 @@ def put_runs(script, words, folder, runs):
 
 def shortened(line, folder):
     """-> the script's path and flags"""
-    script, flags = script_of(line)
+    script, flags = script_of(line.replace("rom=game.gb", f"rom=game.gb {DIM}"))
     if flags == ["--help"]:
         return script, flags
     if not takes_args(script):
@@ -570,8 +580,11 @@ def shortened(line, folder):
                               for word in (f"--{name.replace('_', '-')}", str(value)))]
 
 
+IDS = [f"{unique()[line]}-{script_of(line)[0]}" for line in RUN_HERE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", RUN_HERE)
+@pytest.mark.parametrize("line", RUN_HERE, ids=IDS)
 def test_a_command_runs(line, runs, workspace, tmp_path):
     if not has_packages(line) and "CI" not in os.environ:
         pytest.skip("a package of its environment is not installed")
