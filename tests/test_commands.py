@@ -426,6 +426,7 @@ def files(tmp_path_factory):
     shutil.copy(ROOT / "grpo_llm.py", folder / "grpo_mine.py")
     (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
     shutil.copy(ROOT / "docs/results/grpo_llm.csv", folder / "grpo.csv")
+    shutil.copy(ROOT / "envs/arcagi3/session.json", folder / "look/session.jsonl")
     (folder / "short.txt").write_text("Mend it.")
     (folder / "long.txt").write_text("Find what is wrong, and mend it.")
     (folder / "way.txt").write_text("B UP*3 A RIGHT DOWN")
@@ -458,7 +459,7 @@ SHORT = {
     "python tools/*": "",
     "python tests/make_rom.py *": "",
     "python tests/mutants.py --list": "",
-    "python benchmarks/a2c_vs_sb3.py *": "--repeats 1 --steps 64 --networks small --dtypes float32 "
+    "python benchmarks/a2c_vs_sb3.py *": "--repeats 1 --steps 1024 --networks small --dtypes float32 "
         "--sizes 8x4 --sides sb3,ours --sb3-python {sb3}",
     "python benchmarks/grpo_vs_trl.py run*": "--iterations 2 --block 1 --repeats 1 --sides ours,trl "
         "--trl-python {trl}",
