@@ -1,6 +1,6 @@
 """a2c_vecenv.py against stable-baselines3 and a CleanRL-like loop: the same work, in turns, on one thread.
 
-    benchmarks/make_sb3_env.sh                           # once: .venv-sb3, where stable-baselines3 lives
+    sh benchmarks/make_sb3_env.sh                        # once: .venv-sb3, where stable-baselines3 lives
     python benchmarks/a2c_vs_sb3.py pixels               # the pixel goal, same network, environment steps/s
     python benchmarks/a2c_vs_sb3.py scale                # ours with 64 to 16,384 environments
     python benchmarks/a2c_vs_sb3.py chunks               # ours with --chunk 64 to 1024
@@ -36,9 +36,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium
-import numpy as np
-from sides import REPOSITORY, Worker, in_turn
+from sides import REPOSITORY, Worker, check_environment, in_turn
+
+check_environment("gymnasium", "numpy", "torch", "tyro", "pydantic", "PIL")
+import gymnasium  # noqa: E402
+import numpy as np  # noqa: E402
 
 FIELDS = ("started_at", "mode", "case", "side", "seed", "block", "iterations", "env_steps", "cpu_s", "wall_s",
           "rss_gib", "peak_gib", "log_s", "greedy")
@@ -665,8 +667,11 @@ def main():
         side = "ours" if job["mode"] in ("scale", "chunks", "log", "memory") else job["side"].split("-")[0]
         dict(ours=work_ours, sb3=work_sb3, check=work_check, loop=work_loop)[side](job, gate)
         return
-    if options.mode in ("pixels", "cartpole", "atari") and not Path(options.sb3_python).exists():
-        sys.exit(f"error: --sb3-python {options.sb3_python}: benchmarks/make_sb3_env.sh makes one")
+    if options.mode in ("pixels", "cartpole", "atari"):
+        check_environment("torch", "gymnasium", "stable_baselines3", "tyro", "pydantic", "ale_py", "cv2",
+                          python=options.sb3_python, made_by="sb3")
+    if options.mode == "atari":
+        check_environment("ale_py", made_by="envs")  # our side
     modes[options.mode](options)
 
 

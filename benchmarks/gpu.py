@@ -40,7 +40,7 @@ import time
 from pathlib import Path
 
 import smollm2
-from sides import REPOSITORY, append_csv
+from sides import REPOSITORY, append_csv, check_environment
 from update_memory import MODELS as QWEN25
 
 sys.path.insert(0, str(REPOSITORY))
@@ -596,6 +596,7 @@ def main():
     if options.parts == ["table"]:
         print(table(read_rows(options.out)))
         return
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft", "datasets", "gymnasium")
     device = describe_device()
     toy = options.toy or not device
     bench = Bench(options.out.resolve(), toy, device or "cpu", peak_of(device, options.peak_tflops))

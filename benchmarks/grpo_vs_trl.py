@@ -1,6 +1,6 @@
 """grpo_llm.py against TRL's GRPOTrainer: the same work, side by side, in CPU seconds on one thread.
 
-    benchmarks/make_trl_env.sh                           # once: .venv-trl, where TRL lives
+    sh benchmarks/make_trl_env.sh                        # once: .venv-trl, where TRL lives
     python benchmarks/grpo_vs_trl.py step                # one iteration of identical work, two sizes
     python benchmarks/grpo_vs_trl.py real                # `step` of SmolLM2-135M, all weights and LoRA
     python benchmarks/grpo_vs_trl.py run                 # the whole default run, 500 iterations a side
@@ -34,9 +34,8 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
+from sides import REPOSITORY, Gate, Worker, append_csv, check_environment, check_smollm2, in_turn
 
 SIZES = "32x16x9,16x8x64"  # of `step`: prompts x responses to each x tokens of each
 REAL_SIZES = "4x4x64,4x4x64-lora"  # of `real`; -lora trains an adapter
@@ -229,6 +228,8 @@ def compare(options, mode, size_name, sides, seed, blocks):
     job = dict(mode=mode, size=size, seed=seed, iterations=sum(blocks), model=model,
                lora_rank=LORA_RANK if size_name.endswith("-lora") else 0)
     args, env = our_args(job), envs.make("countdown")
+    if job["iterations"] == args.warmup_iterations:  # TRL's schedule divides by what is left after it
+        sys.exit(f"error: {job['iterations']} iterations are all warm-up: expected more or fewer")
     job["flags"] = dataclasses.asdict(args)
     job["tasks"] = [envs.shuffled(cursor, seed, env.num_tasks("train"))
                     for cursor in range(size[0] * job["iterations"])]
@@ -314,8 +315,11 @@ def main():
         job = json.loads(sys.stdin.readline())
         (work_ours if job["side"] == "ours" else work_trl)(job, gate)
         return
-    if not Path(options.trl_python).exists():
-        sys.exit(f"error: --trl-python {options.trl_python}: benchmarks/make_trl_env.sh makes one")
+    check_environment("torch", "transformers", "peft", "tyro", "pydantic")
+    check_environment("torch", "transformers", "datasets", "peft", "trl",
+                      python=options.trl_python, made_by="trl")
+    if options.mode == "real":
+        check_smollm2()
     import grpo_llm
     comparisons = []
     if options.mode != "run":

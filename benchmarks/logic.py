@@ -26,12 +26,14 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sides import REPOSITORY, check_environment
 
-import envs
-from envs import logic
-from envs.countdown import Rules, expression, random_game, tree
-from envs.logic.cryptarithm import equation
+check_environment("numpy", "pydantic")
+sys.path.insert(0, str(REPOSITORY))
+import envs  # noqa: E402
+from envs import logic  # noqa: E402
+from envs.countdown import Rules, expression, random_game, tree  # noqa: E402
+from envs.logic.cryptarithm import equation  # noqa: E402
 
 
 def random_reply(task, rng) -> str:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks.sides import append_csv  # noqa: E402
+from benchmarks.sides import append_csv, check_environment  # noqa: E402
 
 PROBLEMS = {  # flags, learning rate, minutes of a run on one core
     "countdown": (["--iterations", "250", "--eval-every", "25", "--eval-tasks", "256"], 5e-4, 1.0),
@@ -348,6 +348,7 @@ def main():
     parser.add_argument("--runs", default="runs/losses")
     parser.add_argument("--csv", default="docs/results/losses.csv")
     args = parser.parse_args()
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft", "matplotlib")
     rows = read_csv(args.csv)
     if args.table:
         return print_tables(rows)

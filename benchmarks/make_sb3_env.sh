@@ -6,11 +6,15 @@
 #     benchmarks/make_sb3_env.sh                   # .venv-sb3 in the repository
 #     benchmarks/make_sb3_env.sh DIR [PYTHON]      # elsewhere, or with another Python than python3
 #
-# On Linux without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares some gigabytes.
+# The benchmark measures CPUs: on Linux, torch is the build for them, which spares some gigabytes.
 set -eu
 repository=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$repository/.venv-sb3}
 "${2:-python3}" -m venv "$folder"
+if [ "$(uname)" = Linux ]; then
+    "$folder/bin/pip" install torch==2.13.0+cpu ||
+        "$folder/bin/pip" install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+fi
 "$folder/bin/pip" install -c "$repository/requirements.txt" stable-baselines3==2.9.2 torch gymnasium numpy \
     tensorboard tyro pydantic python-dotenv tqdm psutil pillow \
     ale-py==0.12.1 opencv-python-headless

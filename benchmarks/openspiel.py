@@ -27,10 +27,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sides import REPOSITORY, check_environment
 
-import envs
-from envs.openspiel import CASES
+check_environment("numpy", "pyspiel", "torch", "transformers", "tyro", "pydantic")
+sys.path.insert(0, str(REPOSITORY))
+import envs  # noqa: E402
+from envs.openspiel import CASES  # noqa: E402
 
 SMALL = ("tic_tac_toe", "breakthrough(rows=5,columns=4)", "hex(board_size=4)")
 TASKS, GROUP = 64, 8

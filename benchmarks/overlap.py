@@ -33,12 +33,11 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from sides import REPOSITORY, append_csv, check_environment
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-from benchmarks.sides import append_csv  # noqa: E402
+check_environment("torch", "transformers", "tyro", "pydantic", "peft")
+import torch  # noqa: E402
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
@@ -193,6 +192,8 @@ def main():
     other.add_argument("--runs", default="runs/overlap")
     args = parser.parse_args()
     args.iterations = args.iterations or (30 if args.command == "speed" else 500)
+    if args.command == "speed" and args.engine == "vllm":
+        check_environment("vllm", python=args.vllm_python, made_by="vllm")
     with tempfile.TemporaryDirectory() as folder:
         make_variants(folder)
         rows = (speed if args.command == "speed" else accuracy)(args, folder)

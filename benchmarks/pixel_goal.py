@@ -22,12 +22,21 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
+from sides import REPOSITORY, check_environment
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs.pixels import make_vec
-from envs.pixels.pixel_goal import NUM_STATES, STATES, UNREACHABLE, draw_map, menu_picture
+check_environment("numpy", "torch", "PIL")
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+sys.path.insert(0, str(REPOSITORY))
+from envs.pixels import make_vec  # noqa: E402
+from envs.pixels.pixel_goal import (  # noqa: E402
+    NUM_STATES,
+    STATES,
+    UNREACHABLE,
+    draw_map,
+    menu_picture,
+)
 
 RECORDED = "envs/pixels/goals/map1"
 SIZES = (1, 64, 1024, 16384)

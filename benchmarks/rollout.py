@@ -39,10 +39,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import torch
-import transformers
+from sides import REPOSITORY, check_environment
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+check_environment("torch", "transformers", "tyro", "pydantic", "peft")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
 sys.path.insert(0, str(REPOSITORY))
 import envs  # noqa: E402
 import grpo_llm  # noqa: E402
@@ -343,6 +345,8 @@ def main():
     parser.add_argument("--overhead", action="store_true", help="what a rollout costs beside its sampling")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     options = parser.parse_args()
+    if options.engines:
+        check_environment("vllm", made_by="vllm")
     grpo_llm.start_processes()  # one thread
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -21,7 +21,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from sides import REPOSITORY as ROOT
+from sides import check_environment
+
 WARM = 3  # iterations that are not counted
 RL = ("--iterations", 1, "--checkpoint-every", 1000, "--eval-tasks", 1, "--eval-samples", 1)
 SCRIPTS = {  # flags; a number behind the first one is how often its unit fits into an iteration
@@ -87,6 +89,7 @@ def main():
     parser.add_argument("--iterations", type=int, default=13)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the script")
     args = parser.parse_args()
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft", "datasets", "gymnasium")
     unit, number, *others = SCRIPTS[args.script]
     flags = map(str, (unit, number * args.iterations, *others, "--eval-every", 0))
     flags = [*flags, *args.flags]

@@ -1,6 +1,6 @@
 """sft.py against TRL's SFTTrainer: the same rows, side by side, in tokens per CPU second on one thread.
 
-    benchmarks/make_trl_env.sh                           # once: .venv-trl, where TRL lives
+    sh benchmarks/make_trl_env.sh                        # once: .venv-trl, where TRL lives
     python benchmarks/sft_vs_trl.py speed                # padded and packed, both libraries
     python benchmarks/sft_vs_trl.py speed --profile      # and where the time of a step goes
     python benchmarks/sft_vs_trl.py packing              # TRL's packing at other lengths and rows in a pass
@@ -45,7 +45,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sides import REPOSITORY, Gate, Worker, append_csv, in_turn
+from sides import REPOSITORY, Gate, Worker, append_csv, check_environment, in_turn
 
 VOCABULARY, ROWS, PASS_ROWS, BLOCK, SEED = 448, 32, 8, 10, 1  # rows a step, a pass of TRL's; steps a block
 STEP_TOKENS = 2048  # of TRL's packing; 32 rows are about as many
@@ -373,15 +373,18 @@ def main():
         gate = Gate(STAGES)
         job = json.loads(sys.stdin.readline())
         (work_ours if job["side"].startswith("ours") else work_trl)(job, gate)
-    elif options.measure:
+        return
+    if options.measure:
         measure_memory(options.measure[0], int(options.measure[1]))
-    elif options.mode == "memory":
+        return
+    check_environment("torch", "transformers", "datasets", "tyro", "pydantic")
+    if options.mode == "memory":
         import update_memory
         update_memory.compare(options.tokens, lambda way, tokens: update_memory.in_a_process(
             __file__, "memory", "--measure", way, str(tokens)), options.out)
-    elif not Path(options.trl_python).exists():
-        sys.exit(f"error: --trl-python {options.trl_python}: benchmarks/make_trl_env.sh makes one")
     else:
+        check_environment("torch", "transformers", "datasets", "trl",
+                          python=options.trl_python, made_by="trl")
         sides = (options.sides or (SPEED if options.mode == "speed" else PACKING)).split(",")
         rows = compare(options, options.mode, sides)
         summarise([r for r in rows if r["block"]], sides, options.profile)  # block 0 warms up

@@ -1,4 +1,4 @@
-"""What the benchmarks against other libraries share: a process for each side, and turns.
+"""What the benchmarks share: a look at the environment, a process for each side of a comparison, and turns.
 
 The parent starts a Worker for each side, the same script with the word `worker` and a job as JSON on its
 standard input. The worker calls its training loop, with a Gate in it that holds the loop until the parent
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,35 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# What makes each environment, by what it is for.
+MAKE = dict(
+    ours="pip install -r requirements.txt", trl="sh benchmarks/make_trl_env.sh",
+    sb3="sh benchmarks/make_sb3_env.sh", vllm="bash tools/make_vllm_cpu_env.sh .venv-vllm",
+    envs="pip install -r requirements-envs.txt", smollm2="python tools/get_smollm2.py")
+LOOK = """
+import importlib.util, sys
+print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])
+"""
+
+
+def check_environment(*packages, python=sys.executable, made_by="ours"):
+    """End in one line if this Python is not there or lacks a package. Nothing is imported."""
+    command = MAKE[made_by]
+    if not shutil.which(python):
+        sys.exit(f"error: there is no {python}; run: {command}")
+    if python == sys.executable:
+        missing = [name for name in packages if not importlib.util.find_spec(name)]
+    else:
+        found = subprocess.run([python, "-c", LOOK, *packages], capture_output=True, text=True)
+        missing = found.stdout.split() if found.returncode == 0 else packages
+    if missing:
+        sys.exit(f"error: {python} has no {', '.join(missing)}; run: {command}")
+
+
+def check_smollm2():
+    """End in one line if models/smollm2-135m is not there."""
+    if not (REPOSITORY / "models/smollm2-135m/config.json").is_file():
+        sys.exit(f"error: there is no models/smollm2-135m; run: {MAKE['smollm2']}")
 
 
 class Gate:

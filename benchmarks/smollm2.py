@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
+from benchmarks.sides import check_environment, check_smollm2  # noqa: E402
 
 MODEL = "models/smollm2-135m"
 CHAT = "benchmarks/chat_rows.jsonl"
@@ -365,6 +366,8 @@ def main():
         return
     if args.table:
         rows = curves(runs)
+        if not rows:
+            sys.exit(f"error: --runs {args.runs}: no run is there")
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0]])
             writer.writeheader()
@@ -375,6 +378,9 @@ def main():
             rows = [*csv.DictReader(file)]
         plot(rows, f"{args.figures}/smollm2.png", [*TITLES], [*KINDS])
         return plot(rows, f"{args.figures}/smollm2_readme.png", ["temperature_1"], README_KINDS)
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft")
+    check_environment("reasoning_gym", made_by="envs")
+    check_smollm2()
     todo = [run for name, run in known.items() if not args.only or name in args.only]
     sys.exit(0 if run_all(todo, runs, args.jobs) else 1)
 

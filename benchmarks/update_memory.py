@@ -33,7 +33,7 @@ import sys
 import time
 from unittest import mock
 
-from sides import REPOSITORY, append_csv
+from sides import REPOSITORY, append_csv, check_environment
 
 sys.path.insert(0, str(REPOSITORY))
 VOCABULARY, PROMPT, RESPONSE = 151_936, 16, 64
@@ -99,7 +99,7 @@ def measure(way, num_tokens):
     model, rows = grpo_llm.distribute(small_model(), torch.device("cpu")), num_tokens // RESPONSE
     ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
     segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
-    args = grpo_llm.Args(microbatch_tokens=num_tokens)
+    args = grpo_llm.Args(microbatch_tokens=rows * (PROMPT + RESPONSE))
     ((_, batch),) = grpo_llm.passes(segments, args, "cpu")
 
     def loss():
@@ -334,6 +334,7 @@ def main():
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     parser.add_argument("--measure", nargs=2, help="a single pass, as the table starts it: way and tokens")
     options = parser.parse_args()
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft")
     if options.measure:
         measure(options.measure[0], int(options.measure[1]))
     elif options.model:

@@ -79,7 +79,11 @@ def command_line(script, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *map(str, flags)])
         try:
-            runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
+            if "/" in str(script):
+                patch.syspath_prepend((ROOT / script).parent)
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            else:
+                runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
@@ -163,14 +167,16 @@ def forks():
     return context
 
 
-def fork(output, script, *flags, daemon=True):
+def fork(output, script, *flags, daemon=True, folder=ROOT):
     """A command line in a process that can be killed; what it says goes into a file."""
-    run = forks().Process(target=spoken, args=(output, dict(os.environ), script, *flags), daemon=daemon)
+    told = output, folder, dict(os.environ), script
+    run = forks().Process(target=spoken, args=(*told, *flags), daemon=daemon)
     run.start()
     return run
 
 
-def spoken(output, environment, script, *flags):
+def spoken(output, folder, environment, script, *flags):
+    os.chdir(folder)
     os.environ |= environment
     with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         sys.exit(command_line(script, *flags))

@@ -1,4 +1,4 @@
-"""update_memory.py: what a token takes. losses.py: runs that go on; its rules. smollm2.py: runs and table."""
+"""What a benchmark lacks. update_memory.py: what a token takes. losses.py, smollm2.py: runs and tables."""
 
 import csv
 import functools
@@ -15,10 +15,38 @@ import pytest
 import tyro
 from transformers import LlamaConfig
 
-from benchmarks import losses, smollm2
+from benchmarks import losses, sides, smollm2
 from tests.run_folders import ROOT, load_script, records, variants
 
+ARGUMENTS = {"a2c_vs_sb3": "scale", "gpu": "all --out OUT", "grpo_vs_trl": "step", "logic": "--out OUT",
+             "losses": "--list", "openspiel": "speed", "overlap": "accuracy", "pixel_goal": "margins",
+             "rollout": "", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1", "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
+
+
+def test_every_benchmark_says_in_one_line_what_its_environment_lacks(tmp_path):
+    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"sides"}
+    assert programs == set(ARGUMENTS)
+    for name, words in ARGUMENTS.items():
+        path = ROOT / f"benchmarks/{name}.py"
+        command = [sys.executable, "-S", path, *words.split()]  # -S: without the packages that are installed
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stdout, name
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: {sys.executable} has no "), line
+        assert line.endswith("; run: pip install -r requirements.txt"), line
+
+
+def test_the_other_sides_environment_is_looked_at_before_anything_starts(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    sides.check_environment("json", "csv", python=str(bare), made_by="trl")
+    gone = tmp_path / "gone"
+    for python, says in ((bare, f"{bare} has no torch, trl"), (gone, f"there is no {gone}")):
+        with pytest.raises(SystemExit) as ended:
+            sides.check_environment("torch", "json", "trl", python=str(python), made_by="trl")
+        assert ended.value.code == f"error: {says}; run: sh benchmarks/make_trl_env.sh"
 
 
 @pytest.fixture

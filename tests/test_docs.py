@@ -139,21 +139,6 @@ def test_the_programs_of_the_docs_tell_their_flags(script, monkeypatch, capsys):
     assert {name for name in known_flags(script) if not name.startswith("--no-")} <= shown
 
 
-def test_commands_in_the_docs_exist():
-    wrong = []
-    for page, command in listed_commands():
-        script, *words = shlex.split(command)[1:]
-        if not located(script).is_file():
-            wrong.append(f"{page}: {command}: there is no {script}")
-            continue
-        flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-        known = {flag.replace("_", "-") for flag in known_flags(script)} if flags else set()
-        if "--flags" in words and "--script" in words:  # what follows is for another one
-            known |= known_flags(words[words.index("--script") + 1])
-        wrong += [f"{page}: {command}: {script} has no {flag}" for flag in flags if flag not in known]
-    assert wrong == []
-
-
 # Flags of other programs that the pages name.
 FOREIGN = set("""
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts --shutdown-timeout

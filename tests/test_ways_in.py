@@ -46,9 +46,8 @@ def make_model(path):
     tokenizer.save_pretrained(path)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where the table's files are, and a model, `tiny`."""
+def write_files(tmp_path):
+    """The table's files, and a model, `tiny`."""
     write(tmp_path / "train.jsonl", number_rows())
     write(tmp_path / "test.jsonl", number_rows(4))
     (tmp_path / "system.txt").write_text("Be brief.")
@@ -81,6 +80,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_env.py").write_text(re.sub(r"^    ", "", example, flags=re.MULTILINE))
     (tmp_path / "my_reward.py").write_text("def reward(rollout):\n    return len(rollout.reply) / 100\n")
     make_model(tmp_path / "tiny")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -281,12 +281,15 @@ def changed_since(figure: Figure, root: Path = ROOT) -> dict[str, int]:
 
 
 def code_lines(text: str) -> Iterator[str]:
-    """The lines of the code blocks of a Markdown text, fenced or indented, with their backslashes joined."""
-    fence, pending = "", ""
+    """The lines of the code blocks of a Markdown text, fenced or indented, with their backslashes joined.
+
+    They have the indentation that they have within their block.
+    """
+    fence, pending, indent = "", "", 0
     for line in text.splitlines():
         bare = line.strip()
         if not fence and (opening := re.match(r"(`{3,}|~{3,})", bare)):
-            fence = opening[0]
+            fence, indent = opening[0], len(line) - len(line.lstrip())
         elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
             fence, pending = "", ""
         elif not fence and not line.startswith("    "):
@@ -294,7 +297,7 @@ def code_lines(text: str) -> Iterator[str]:
         elif bare.endswith("\\"):
             pending += bare[:-1] + " "
         else:
-            yield pending + bare
+            yield pending + line[indent if fence else 4:].rstrip()
             pending = ""
 
 

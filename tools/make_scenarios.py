@@ -2,7 +2,7 @@
 
     python tools/make_scenarios.py --out scenarios --count 100
     python tools/make_scenarios.py --source ../mylib ../other --out scenarios --count 1000 --seed 2
-    python grpo_llm.py --env repl --env-kwargs cache_dir=scenarios ...
+    python grpo_llm.py --model OWNER/NAME --env repl --env-kwargs cache_dir=scenarios
 
 A source is a folder with modules and a folder `tests` (or `test`) that pytest runs and that all pass; without
 --source these are the bundled repositories after their fix. It may have held-out tests beside it,
