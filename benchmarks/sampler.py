@@ -27,7 +27,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks.sides import append_csv  # noqa: E402
+from benchmarks.sides import append_csv, check_environment, check_smollm2  # noqa: E402
 
 MODELS = {"tiny": "models/countdown-tiny", "smollm2": "models/smollm2-135m"}
 ENVS = {"tiny": [], "smollm2": ["--env", "tests/yes_no.py:YesNo"]}  # that they are trained on
@@ -66,12 +66,12 @@ def planned(engine):
                 yield name, model, weights, factor, prompts, group, longest, updates
 
 
-def run_updates(folder, models, engine, dtype):
+def run_updates(options):
+    engine, dtype = options.engine, options.dtype
     for name, model, weights, factor, prompts, group, longest, updates in planned(engine):
-        if model not in models:
-            continue
-        run = folder / f"{engine}_{dtype}_{name}"
-        if (run / "ended").exists():
+        run = options.runs / f"{engine}_{dtype}_{name}"
+        chosen = name in options.only if options.only else model in options.models
+        if not chosen or (run / "ended").exists():
             continue
         rate = RATES[model, weights] * factor
         words = ["--model", MODELS[model], *ENVS[model], *REWARD, "--dtype", dtype, "--engine", engine,
@@ -313,10 +313,13 @@ def main():
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of `updates`")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of `updates`")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--only", nargs="+", metavar="RUN", default=[], help="of `updates`, by name")
     options = parser.parse_args()
-    options.runs.mkdir(parents=True, exist_ok=True)
+    check_environment("torch", "transformers", "tyro", "pydantic", "peft")
+    if options.what != "table" and "smollm2" in options.models and not options.only:
+        check_smollm2()
     if options.what == "updates":
-        run_updates(options.runs, options.models, options.engine, options.dtype)
+        run_updates(options)
     if options.what == "faults":
         run_faults(options.runs, options.models)
     if options.what == "table":

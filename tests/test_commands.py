@@ -59,6 +59,7 @@ ELSEWHERE = {
         "rollout.py --overhead": ["python benchmarks/rollout.py --overhead"],
         "sft_vs_trl.py memory": ["python benchmarks/sft_vs_trl.py memory"],
         "openspiel.py iteration": ["python benchmarks/openspiel.py iteration*"],
+        'uv" run --quiet grpo_llm.py': ["uv run grpo_llm.py"],
     },
     "requirements.txt": {
         "pyboy==2.8.1": ["pip install pyboy==2.8.1"],
@@ -112,6 +113,7 @@ ELSEWHERE = {
             "python tools/compare_runs.py --golden",
             "python tools/golden.py*",
         ],
+        "test_other_machines_log_the_same": ["python -m tests.moved_start *"],
     },
     "tests/test_docs.py": {
         "test_a_change_of_a_shared_function_is_copied_to_the_other_scripts": ["python tools/copy_shared.py"],
@@ -189,6 +191,7 @@ CANNOT = {
     "python benchmarks/losses.py --stage grid *": "hours",
     "python benchmarks/losses.py --stage knobs *": "hours",
     "python benchmarks/smollm2.py --jobs 2": "hours",
+    "python benchmarks/sampler.py faults": "hours",
     "python benchmarks/overlap.py accuracy": "hours",
     "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # and the next two: minutes, in no shorter form
     "python benchmarks/a2c_vs_sb3.py log": "hours",
@@ -472,6 +475,8 @@ SHORT = {
     "python benchmarks/overlap.py speed*": "--engine hf --iterations 4 --repeats 1",
     "python benchmarks/pixel_goal.py *": "--repeats 1",
     "python benchmarks/rollout.py*": "--repeats 1",
+    "python benchmarks/sampler.py table": "",
+    "python benchmarks/sampler.py *": "--only tiny_1x2x4_full_1 --engine hf",
     "python benchmarks/scaling.py*": "--repeats 1 --iterations 4",
     "python benchmarks/smollm2.py *": "",
     "python benchmarks/update_memory.py *--model *": "--repeats 0",

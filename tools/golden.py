@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, hint
+from tools.command_line import Parser, ends_in_one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "golden"
@@ -262,13 +263,17 @@ def write(name: str, folder: Path) -> None:
     (FOLDER / f"{name}.jsonl").write_text("".join(lines))
 
 
-def main(argv: list[str]) -> int:
-    names = [word for word in argv if word != "--machines"]
-    for name in names:
+@ends_in_one_line
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description="Renew golden logs, or compare them on machines that are simulated.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} (all)")
+    parser.add_argument("--machines", action="store_true", help="compare, as each of MACHINES computes")
+    options = parser.parse_args(argv)
+    for name in options.names:
         words_of(name)  # raises BadInput where there is none
-    if "--machines" in argv:
-        return min(compare_machines(names), 1)
-    for name in names or RUNS:
+    if options.machines:
+        return min(compare_machines(options.names), 1)
+    for name in options.names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
             make(name, Path(folder, "run"))
             write(name, Path(folder, "run"))
@@ -277,7 +282,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except (BadInput, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    raise SystemExit(main())
