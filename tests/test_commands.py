@@ -467,14 +467,14 @@ SHORT = {
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
-    "python benchmarks/openspiel.py games *--model *": "",
+    "python benchmarks/openspiel.py games *--model *": "--model DIR",
     "python benchmarks/openspiel.py *": "--cases tic_tac_toe --seconds 0.05",
     "python benchmarks/overlap.py speed*": "--engine hf --iterations 4 --repeats 1",
     "python benchmarks/pixel_goal.py *": "--repeats 1",
     "python benchmarks/rollout.py*": "--repeats 1",
     "python benchmarks/scaling.py*": "--repeats 1 --iterations 4",
     "python benchmarks/smollm2.py *": "",
-    "python benchmarks/update_memory.py *--model *": "--repeats 0",
+    "python benchmarks/update_memory.py *--model *": "--repeats 0 --model Qwen2.5-0.5B",
     "python benchmarks/update_memory.py*": "--tokens 256",
 }
 
