@@ -190,9 +190,10 @@ CANNOT = {
     "python benchmarks/losses.py --stage knobs *": "hours",
     "python benchmarks/smollm2.py --jobs 2": "hours",
     "python benchmarks/overlap.py accuracy": "hours",
-    "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # and the next two: minutes, in no shorter form
+    "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # and the next three: minutes, in no shorter form
     "python benchmarks/a2c_vs_sb3.py log": "hours",
     "python benchmarks/a2c_vs_sb3.py memory": "hours",
+    "python benchmarks/openspiel.py games *--model *": "hours",
     "python benchmarks/smollm2.py --only *": "hours",
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
@@ -467,7 +468,6 @@ SHORT = {
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
-    "python benchmarks/openspiel.py games *--model *": "--model DIR",
     "python benchmarks/openspiel.py *": "--cases tic_tac_toe --seconds 0.05",
     "python benchmarks/overlap.py speed*": "--engine hf --iterations 4 --repeats 1",
     "python benchmarks/pixel_goal.py *": "--repeats 1",
