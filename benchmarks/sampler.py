@@ -316,6 +316,8 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="RUN", default=[], help="of `updates`, by name")
     options = parser.parse_args()
     check_environment("torch", "transformers", "tyro", "pydantic", "peft")
+    if options.engine == "vllm":
+        check_environment("vllm", made_by="vllm")
     if options.what != "table" and "smollm2" in options.models and not options.only:
         check_smollm2()
     if options.what == "updates":

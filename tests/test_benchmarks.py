@@ -20,7 +20,8 @@ from tests.run_folders import ROOT, load_script, records, variants
 
 ARGUMENTS = {"a2c_vs_sb3": "scale", "gpu": "all --out OUT", "grpo_vs_trl": "step", "logic": "--out OUT",
              "losses": "--list", "openspiel": "speed", "overlap": "accuracy", "pixel_goal": "margins",
-             "rollout": "", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1", "update_memory": ""}
+             "rollout": "", "sampler": "updates", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1",
+             "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
 
