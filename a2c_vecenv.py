@@ -393,7 +393,7 @@ def take_lock(file):
     """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
     if RANK:
         return ""
-    import fcntl  # not on Windows, which envs refuses
+    import fcntl  # not on Windows
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
     except (BlockingIOError, PermissionError):

@@ -296,7 +296,8 @@ def table_of_faults(rows):
         for model, dtype, number in columns:
             seen = [row for row in rows if row["fault"] == fault and row["model"] == model
                     and row["dtype"] == dtype]
-            cell = min((row[number] for row in seen), key=lambda text: abs(float(text)), default="")
+            cell = min((row[number] for row in seen), key=lambda text: abs(float(text)), default="nan")
+            cell = f"{float(cell):.2g}"
             if any(row["found"].startswith(SAYS[number]) for row in seen):
                 cell = f"**{cell}**"
             cells.append(cell)

@@ -236,7 +236,7 @@ def test_a_sampler_with_other_weights_ends_the_run_before_a_step(script, befalls
     server, folder = stand_in(), tmp_path / "run"
     server.trouble = lambda path, body: befalls(server.handed) if (
         path == "/resume" and server.asked(path)) else ()  # not the first time
-    flags, says = asking(server, prompts_per_iteration=3), r".*mismatch/kl is \S+ nats .* are 1e-06"
+    flags, says = asking(server, prompts_per_iteration=3), r".*mismatch/kl is \S+ nats .* expected 1e-06"
     ends_with_one_line(capsys, f"^error: EngineError: {says}", script, folder, **flags)
     log = records(folder)
     assert [record["iteration"] for record in log] == [0, 1] and abs(log[1]["mismatch/kl"]) < 1e-9

@@ -371,7 +371,7 @@ def greedy_disagrees(run: Run) -> str | None:
     return None
 
 
-MISMATCH = {"float32": 1e-6, "bfloat16": 0.01}  # nats per token; measured: 1e-11 and 2e-5
+MISMATCH = {"float32": 1e-6, "bfloat16": 0.01}  # nats per token; measured: 1e-11 and 0.007, with vLLM 0.03
 OFF = 0.05  # of the mean ratio, which is 1, and of the slope, which is 0; measured: under 0.002 and 1e-6
 
 
