@@ -129,6 +129,12 @@ def test_an_adapter_is_trained_in_float32_without_a_mismatch(lora_run):
     assert all(record["train/grad_norm"] > 0 for record in updated)
 
 
+def test_rounding_of_few_tokens_in_bfloat16_ends_no_run(folder, tmp_path):
+    finish(command(folder, tmp_path / "run", lora_rank=8, dtype="bfloat16"))
+    log = records(tmp_path / "run")
+    assert log[-1]["iteration"] == 3 and max(record.get("mismatch/kl", 0) for record in log) > 1e-6
+
+
 def test_a_kill_and_the_same_command_are_an_uninterrupted_run(folder, lora_run, tmp_path):
     whole, _ = lora_run
     run = command(folder, tmp_path / "run", lora_rank=8)
