@@ -197,8 +197,10 @@ def test_a_run_whose_sampler_has_another_temperature_updates_nothing(script, tmp
     sample = script.sample
     monkeypatch.setattr(script, "sample", lambda logits, row, temperature, uniform: sample(
         logits, row, temperature and 1.1 * temperature, uniform))
+    size = dict(prompts_per_iteration=512) if script is ppo_llm else dict(
+        prompts_per_iteration=64, group_size=8)  # as by default
     with pytest.raises(SystemExit, match="EngineError: the sampler is not the policy"):
-        train(script, tmp_path, prompts_per_iteration=32, dtype="bfloat16")
+        train(script, tmp_path, **size, dtype="bfloat16")
     assert [record["iteration"] for record in records(tmp_path)] == [0]
 
 
