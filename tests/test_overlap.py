@@ -138,7 +138,7 @@ def test_a_sampler_far_from_the_policy_ends_the_run(stand_in, tmp_path):  # noqa
     """As one does that keeps the head it began with."""
     server = stand_in()
     server.trouble = lambda path, body: server.handed.clear() or () if path == "/resume" else ()
-    with pytest.raises(SystemExit, match="mismatch/kl is .* tolerated are 0.1 "):
+    with pytest.raises(SystemExit, match="mismatch/kl is .* expected 0.1 at most"):
         overlap(tmp_path / "run", max_staleness=1, **asking(server, iterations=40, learning_rate=1e-2))
 
 
