@@ -28,6 +28,7 @@ TESTS = {
     "envs/chat.py": ("runs chat", "template or bad_input or chat"),
     "envs/countdown.py": ("countdown text_envs", "countdown"),
     "envs/mixture.py": ("mixture envs text_envs", "mixture or wait"),
+    "envs/answers.py": ("rows", ""),
     "envs/rows.py": ("rows", ""),
     "envs/adapters/trl.py": ("trl_env rows", ""),
     "envs/logic/": ("logic text_envs", "logic"),
@@ -197,13 +198,15 @@ MUTANTS = {
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
     },
-    "envs/rows.py": {
+    "envs/answers.py": {
         "half a percent is a half": ("same.add(value / 100)", "same.add(value)"),
         "the first number": ("return found[-1] if found else None", "return found[0] if found else None"),
         "a word within a word": (r"(?<!\w){re.escape(wanted)}", r"{re.escape(wanted)}"),
         "escaped braces count": ('in "{}" and text[place - 1] != "\\\\":', 'in "{}":'),
         "whole numbers are added to any fraction": ('match["denominator"] and value < 1:',
                                                     'match["denominator"]:'),
+    },
+    "envs/rows.py": {
         "the second row of an id": ("if task.id in tasks:", "if False:"),
         "a reward of None is 0": ("if reward is not None:\n",
                                   "if True:\n                    reward = reward or 0.0\n"),

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 import envs
-from envs import rows
+from envs import answers
 
 # Of a few rows, one is held out, which a line says.
 pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
@@ -464,7 +464,7 @@ def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
         return await asyncio.gather(*map(step, replies))
     asyncio.run(play([good] * 50))  # all workers are there now
     (verdict, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
-    assert verdict == 0 and 0.9 < ended / rows.MATH_SECONDS < 2
+    assert verdict == 0 and 0.9 < ended / answers.MATH_SECONDS < 2
     assert all(reward == 1 and seconds < ended for reward, seconds in others)
     for reply in [*HOSTILE, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}"]:
         assert mathematics.start(task, 1).step(reply).reward == 0.0

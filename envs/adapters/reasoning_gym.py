@@ -22,7 +22,7 @@ from typing import Literal
 
 from envs import BadInput, Env, Episode, Step, Task, as_bad_input, final_part, hint, make_config
 from envs.adapters import package
-from envs.rows import extracted
+from envs.answers import extracted
 from envs.workers import shared_pool
 
 TEST_SHARE = 5  # one question in so many belongs to the test split
