@@ -172,6 +172,16 @@ class Table:
             except ValueError as error:
                 self.bad.append(f"{file}, row {number}: {error}")
 
+    def settle(self) -> None:
+        """What answers mean where only all rows together tell it."""
+        if self.checks:
+            try:
+                CHECKS[self.config.check].settle([task.data for tasks in self.rows.values()
+                                                  for task in tasks.values()])
+            except ValueError as error:
+                raise BadInput(f"environment rows: data {self.config.data}: column {self.config.answer}: "
+                               f"{error}") from error
+
     def task(self, row, name: str) -> Task:
         """ValueError: why a row cannot be used."""
         config = self.config
@@ -185,14 +195,15 @@ class Table:
             return value
 
         messages = messages_of(column(config.prompt), config.prompt)
-        data = {"text": isinstance(column(config.prompt), str), "row": row}
+        data = {"text": isinstance(column(config.prompt), str), "row": row,
+                "question": messages[-1].get("content", "")}
         if config.system:
             messages = [{"role": "system", "content": config.system}, *messages]
         if self.checks:
             data["answers"] = answers_of(column(config.answer), config.answer)
             CHECKS[config.check].check_answers(data["answers"], row)
         if config.check == "python":
-            data["entry_point"] = str(row.get("entry_point", ""))
+            data |= dict(entry_point=str(row.get("entry_point") or ""), timeout=config.timeout)
         if config.id:
             name = str(column(config.id))
         source = "rows"
@@ -239,6 +250,7 @@ class Rows(Env):
             table.add("test", config.test, rows_of(config.test, "test")[0]["test"])
         elif config.test or "test" in splits and split != "test":
             table.add("test", config.data, splits[config.test or "test"])
+        table.settle()
         train = table.rows["train"]
         key = {name: json.dumps(task.messages, default=str) for name, task in train.items()}
         if "test" in table.rows:
@@ -350,17 +362,11 @@ class Attempt(Episode):
     def step(self, reply: str) -> Step:
         info = {"correct": 0.0}
         if self.check:
-            found = self.check.marked(final_part(reply), self.config.extract)
+            found = self.check.marked(final_part(reply), self.config.extract, self.task.data)
             info["format"] = float(found is not None)
             if found is not None:
-                info["correct"] = float(self.is_right(found))
+                info["correct"] = float(self.check.right(found, self.task.data))
         return Step([], info["correct"], True, False, info)
-
-    def is_right(self, found: str) -> bool:
-        data = self.task.data
-        if self.config.check == "python":
-            return self.check.passes(found, data, self.config.timeout)
-        return any(self.check.equal(found, answer, data) for answer in data["answers"])
 
 
 def load_rewards(config: Config) -> list[tuple]:

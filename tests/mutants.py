@@ -28,7 +28,7 @@ TESTS = {
     "envs/chat.py": ("runs chat", "template or bad_input or chat"),
     "envs/countdown.py": ("countdown text_envs", "countdown"),
     "envs/mixture.py": ("mixture envs text_envs", "mixture or wait"),
-    "envs/answers.py": ("rows", ""),
+    "envs/answers/": ("answers", ""),
     "envs/rows.py": ("rows", ""),
     "envs/adapters/trl.py": ("trl_env rows", ""),
     "envs/logic/": ("logic text_envs", "logic"),
@@ -198,13 +198,49 @@ MUTANTS = {
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
     },
-    "envs/answers.py": {
-        "half a percent is a half": ("same.add(value / 100)", "same.add(value)"),
-        "the first number": ("return found[-1] if found else None", "return found[0] if found else None"),
-        "a word within a word": (r"(?<!\w){re.escape(wanted)}", r"{re.escape(wanted)}"),
+    "envs/answers/__init__.py": {
         "escaped braces count": ('in "{}" and text[place - 1] != "\\\\":', 'in "{}":'),
-        "whole numbers are added to any fraction": ('match["denominator"] and value < 1:',
-                                                    'match["denominator"]:'),
+        "the first tag": ("zip(tags[-2::-1], tags[:0:-1]", "zip(tags[:-1], tags[1:]"),
+        "a heading is an answer": ("hashes and not _HEADING.match(line)", "hashes"),
+        "no mark within a mark": ("for mark in (after_hashes, boxed):", "for mark in ():"),
+        "letters as they are composed": ('text = unicodedata.normalize("NFC", text).strip()',
+                                         "text = text.strip()"),
+        "4 is in 3.4": (r'before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"', r'before = r"(?<!\w)"'),
+        "4 is in 4%": (r'behind = r"(?!\w)(?![.,]\d)(?!\s?[%^/])"', r'behind = r"(?!\w)(?![.,]\d)"'),
+        "several answers: the first": ('answer in data["answers"])', 'answer in data["answers"][:1])'),
+    },
+    "envs/answers/numbers.py": {
+        "whole numbers differ a little": ("if one.denominator == 1 or gold.denominator == 1:", "if False:"),
+        "every number is whole": ("return abs(one - gold) <= TOLERANCE * max(abs(one), abs(gold))",
+                                  "return one == gold"),
+        "a percentage is a number": ("fits = right.scale < 1 or ASKS_PERCENT.search(question)",
+                                     "fits = True"),
+        "a withdrawn answer counts": ("if not WITHDRAWN.search(text, found[behind].end):", "if True:"),
+        "the first number": ("place = len(found) - 1", "place = 0"),
+        "several numbers: the last": ('return one if one.whole and not several else None',
+                                      'return one if one.whole else None'),
+        "a sum is its last term": ('if "operation" not in between:', "if True:"),
+        "whole numbers are added to any fraction": ('if match["whole"] and value < 1', 'if match["whole"]'),
+        "steps are numbers": ("return answers or found", "return found"),
+        "a dash is a minus": (r"(?P<sign>[-+](?=(?:[$€£¥]\s?)?[\d.]))",
+                              r"(?P<sign>[-+](?=\s?[$€£¥]?\s?[\d.]))"),
+    },
+    "envs/answers/choices.py": {
+        "what is rejected is chosen": ("if match.end(match.lastindex) not in rejected\n", "if True\n"),
+        "the last of a list": ("found = without_list(found)", "pass"),
+        "one of two": ("return other is None or other.end(1) in rejected", "return True"),
+        "all numbers count from 0": ("return int(has_last)", "return 0"),
+        "an unclear file counts from 0": ("if has_zero == has_last:", "if has_zero and has_last:"),
+        "labels are letters": ("row[\"labels\"] = known if", "row[\"labels\"] = [] if"),
+    },
+    "envs/answers/programs.py": {
+        "the last block": ("last = defining[-1] if defining else", "last = len(blocks) - 1 if defining else"),
+        "blocks alone": ("if used & defined(earlier, imports=True):", "if False:"),
+        "a check that is not called": ('calls.append(f"check({entry_point})")', "pass"),
+        "tests that are not called": ('calls.append(f"{node.name}()")', "pass"),
+        "no set-up": ("setup += [lines] * (parsed(lines) is not None)", "pass"),
+        "__all__ hides": ("_FUTURE.sub(\"\", text) + names", "_FUTURE.sub(\"\", text)"),
+        "no prompt before it": ("setup += [ast.unparse(ast.Module(kept, [])), code]", "setup += [code]"),
     },
     "envs/rows.py": {
         "the second row of an id": ("if task.id in tasks:", "if False:"),
@@ -215,7 +251,6 @@ MUTANTS = {
         "what is held out is trained on": ("if key[name] not in held_out]", "if key[name]]"),
         "rows with one prompt on both sides": ('"test" if first[key[name]] in held_out',
                                                '"test" if name in held_out'),
-        "several answers: the first": ('answer in data["answers"])', 'answer in data["answers"][:1])'),
     },
     "envs/adapters/trl.py": {
         "a turn too many": ("self.turns < self.env.config.max_turns",
@@ -308,10 +343,13 @@ MUTANTS = {
 }
 
 
+SANDBOXED = ("envs/code/repl.py", "envs/code/testing.py", "envs/answers/programs.py")  # their tests are slow
+
+
 def pytest_arguments(file):
     """pytest's arguments for a file: the entry of TESTS that names it most closely."""
     names, chosen = TESTS[max((place for place in TESTS if file.startswith(place)), key=len)]
-    slow = ["-m", ""] if file in ("envs/code/repl.py", "envs/code/testing.py") else []  # they need a sandbox
+    slow = ["-m", ""] if file in SANDBOXED else []
     return [*(f"tests/test_{name}.py" for name in names.split()), "-k", chosen, *slow]
 
 

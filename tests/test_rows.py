@@ -1,10 +1,7 @@
 """envs/rows.py: people's own rows. Files, columns, comparisons, code, reward functions, bad rows."""
 
-import asyncio
 import csv
 import json
-import os
-import time
 import warnings
 
 import pyarrow
@@ -12,16 +9,9 @@ import pyarrow.parquet
 import pytest
 
 import envs
-from envs import answers
 
 # Of a few rows, one is held out, which a line says.
 pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
-HOSTILE = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000,
-           "(" * 20_000,
-           "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000,
-           "a" * 1_000_000]
-
-
 def write(path, rows):
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -43,18 +33,6 @@ def sums(count=40):
 
 def make(data, **options):
     return envs.make("rows", data=str(data), **options)
-
-
-@pytest.fixture
-def judge(tmp_path):
-    """judge(check, answer, reply, **options) -> whether it is right"""
-    def judge(check, answer, reply, **options):
-        rows = [dict(question=f"q{n}", answer=answer) for n in range(2)]
-        env = make(write(tmp_path / "judge.jsonl", rows), prompt="question", check=check, **options)
-        step = env.start(env.task("train", 0), 1).step(reply)
-        assert step.terminated and not step.messages and step.reward == step.info["correct"]
-        return bool(step.info["correct"])
-    return judge
 
 
 # Files
@@ -165,66 +143,6 @@ def test_a_file_of_open_instruct(tmp_path):
     assert task.messages[0] == dict(role="system", content="Answer briefly.")
     assert env.start(task, 1).step(f"It has {count}.").reward == 1
     assert env.start(task, 1).step(f"It has {count}0.").reward == 0
-
-
-# Comparing
-
-
-@pytest.mark.parametrize("answer, reply, right", [
-    ("42", "So 6 * 7 = 42.", 1), ("1,234", "The total is 1234 dollars", 1), ("1234", r"\boxed{1{,}234}", 1),
-    ("$5", "It costs $5.00", 1), ("3/4", "0.75", 1), ("0.75", r"\boxed{\frac{3}{4}}", 1),
-    (7, "seven is 7", 1),
-    (0.5, "1/2", 1), ("45%", "0.45", 1), ("45", "45%", 1), ("45%", "45", 1), ("0.45", "45%", 1),
-    ("45", "0.45", 0), ("-3", "10-3", 0), ("3", "10-3", 1), ("-3", "x = -3", 1), ("10", "5-10", 1),
-    ("-5", "\u22125", 1), ("2 1/2", "2.5", 1), ("2.5", "Step 3 5/2", 1),
-    ("2.5", r"$2\frac{1}{2}$", 1), ("1e3", "1000", 1),
-    ("0.333333333", "1/3", 1), ("5", "5.0001", 0), ("5", "1/0", 0), ("5", "v1.5", 0), ("3.14", "3.14.", 1),
-    ("34", "12,34", 1), ("12", "12,34", 0), ("7", "<answer>7</answer>, not 8", 1),
-    ("7", "<answer>7</answer> <answer>8</answer>", 0), ("8", r"\boxed{7} or \boxed{8}", 1),
-    ("Half is 24.\n48 + 24 = <<48+24=72>>72\n#### 72", "48/2 = 24, and 48 + 24 = 72", 1),
-    ("#### 72", "72 or 73", 0), ("72", "<think>72</think>73", 0), ("72", "<think>72", 0), ("72", "", 0)])
-def test_numbers_are_equal(judge, answer, reply, right):
-    assert judge("number", answer, reply) == bool(right)
-
-
-@pytest.mark.parametrize("answer, reply, right", [
-    ("B", "B", 1), ("B", "(B)", 1), ("b", "The answer is (B).", 1), (1, "The answer is B", 1),
-    ("1", "**B**", 1),
-    ("B", "Answer: B) Paris", 1), ("B", "A is wrong. I think the answer is B", 1),
-    ("B", "I think it is C", 0),
-    ("A", "A cat", 0), ("C", r"\boxed{C}", 1), ("C", r"\boxed{\text{C}}", 1), ("D", "(A) no (D) yes", 1),
-    ("D", "<answer>d</answer>", 1), ("B) Paris", "B. Paris", 1), ("B", "", 0),
-    ("A", "the answer: I'm unsure", 0)])
-def test_choices_are_letters(judge, answer, reply, right):
-    assert judge("choice", answer, reply) == bool(right)
-
-
-@pytest.mark.parametrize("check, answer, reply, right", [
-    ("exact", "New York", " New\n York ", 1), ("exact", "New York", "new york", 0),
-    ("exact", "New York", "It is <answer>New York</answer>", 1), ("exact", ["a", "b"], "b", 1),
-    ("contains", "Paris", "It is PARIS, of course", 1), ("contains", "art", "Bart", 0),
-    ("exact", r"a\}b", r"\boxed{a\}b}", 1),
-    ("contains", "C++", "in C++.", 1), ("regex", r"^\d+ km$", "12 km", 1), ("regex", r"^\d+ km$", "12 m", 0)])
-def test_texts_are_compared(judge, check, answer, reply, right):
-    assert judge(check, answer, reply) == bool(right)
-
-
-@pytest.mark.parametrize("extract, reply, right", [
-    ("last_number", r"\boxed{5} then 6", 0), ("last_number", "5", 1), ("boxed", "5", 0),
-    ("boxed", r"\boxed{5}", 1),
-    ("answer_tag", r"\boxed{5}", 0), ("answer_tag", "<Answer> 5 </Answer>", 1), ("whole", r"\boxed{6} 5", 1)])
-def test_where_the_answer_stands(judge, extract, reply, right):
-    assert judge("number", "5", reply, extract=extract) == bool(right)
-
-
-@pytest.mark.parametrize("check, answer",
-                         [("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"),
-                                           ("regex", "(a|aa)+c$")])
-def test_any_text_gets_a_verdict_in_time(judge, check, answer):
-    for reply in [*HOSTILE, "a" * 40 + "b"]:
-        start = time.perf_counter()
-        assert judge(check, answer, reply) is False
-        assert time.perf_counter() - start < 3, reply[:20]  # a search ends after 0.2 s
 
 
 # Rewards of one's own
@@ -349,136 +267,6 @@ def test_a_row_of_its_own_kind_of_source(tmp_path):
     env = make(write(tmp_path / "a.jsonl", rows), prompt="question", check="number", source="kind")
     sources = {env.task("train", k).source for k in range(env.num_tasks("train"))}
     assert sources == {"easy", "very_hard_"}
-
-
-# Code
-
-
-def needs_sandbox():
-    if "CI" not in os.environ:
-        from envs.code import sandbox
-        if not sandbox.works():
-            pytest.skip("no sandbox here: bubblewrap")
-
-
-ADD = "def add(a, b):\n    return a + b"
-TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reply, right", [
-    (f"Here:\n```python\n{ADD}\n```\nDone.", 1), (ADD, 1), (ADD.replace("+", "-"), 0), ("", 0),
-    ("def add(", 0),
-    ("import os\nos._exit(0)", 0), ("import sys\nsys.exit(0)", 0),
-    ("def add(a, b):\n    while True: pass", 0),
-    ("class A(int):\n    def __eq__(self, other): return True\ndef add(a, b): return A(0)", 0),
-    (f"```\nwrong\n```\nno:\n```py\n{ADD}\n```", 1)])
-def test_code_is_run_in_the_sandbox(judge, reply, right):
-    needs_sandbox()
-    assert judge("python", TESTS, reply, timeout=3) == bool(right)
-
-
-@pytest.mark.slow
-def test_tests_in_other_forms(judge, tmp_path):
-    needs_sandbox()
-    assert judge("python", "\n".join(TESTS), ADD)
-    rows = [dict(prompt=f"add {n}", test="def check(candidate):\n    assert candidate(1, 2) == 3",
-                 entry_point="add") for n in range(2)]
-    env = make(write(tmp_path / "humaneval.jsonl", rows), answer="test", check="python")
-    assert env.start(env.task("train", 0), 1).step(ADD).reward == 1
-    assert env.start(env.task("train", 0), 1).step(ADD.replace("+", "*")).reward == 0
-    assert env.solution(env.task("train", 0)) is None
-    with pytest.raises(envs.BadInput, match="row 1: tests that are not Python"):
-        make(write(tmp_path / "a.jsonl", [dict(prompt="a", answer="assert (")]), check="python")
-
-
-# Mathematics
-
-MATH = [  # answer, reply, whether it is right
-    ("1/2", r"The answer is $\frac{1}{2}$.", 1), (r"\frac{3}{4}", "0.75", 1), ("0.5", r"\boxed{\frac12}", 1),
-    ("2/3", "So it is 0.67", 0), (r"11\frac{1}{2}", r"\boxed{11.5}", 1), ("0.333", r"\boxed{1/3}", 0),
-    ("12", r"The area is \boxed{12\text{ cm}^2}", 1), ("12 cm", r"\boxed{12}", 1), ("5", "5 apples", 1),
-    (r"12\text{ m/s}", r"\boxed{12}", 1), ("5 km", "The distance is 5 km.", 1), ("5 km", "It is 6 km.", 0),
-    ("25%", r"\boxed{25\%}", 1), (r"25\%", "0.25", 1), ("25", r"\boxed{25\%}", 1),
-    ("25%", r"\boxed{24\%}", 0),
-    ("(0, 1)", r"\boxed{(0,1)}", 1), ("[0, 1)", "$[0,1)$", 1), ("[0, 1)", "$[0,1]$", 0),
-    (r"(-\infty, 3]", r"$x \in (-\infty, 3]$", 1), ("3 < x < 5", r"\boxed{(3,5)}", 1),
-    (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2) \cup (3, \infty)}", 1),
-    (r"(-\infty,2)\cup(3,\infty)", r"\boxed{(-\infty, 2]\cup (3, \infty)}", 0),
-    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1), (r"\{1,2,3\}", r"\boxed{\{1,2\}}", 0),
-    ("1, 2", r"\boxed{2, 1}", 1),
-    ("1, 2", r"\boxed{1 \text{ and } 2}", 1), (r"\{1,2\}", r"\boxed{1,2}", 1),
-    ("(2, 3)", r"\boxed{(3,2)}", 0),
-    ("(2, 3)", r"\boxed{(2,3)}", 1), ("x^2+2x+1", "$(x+1)^2$", 1), ("x^2+2x+1", "$(x+1)^2+1$", 0),
-    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1), (r"2\sqrt{3}", r"\boxed{3\sqrt{2}}", 0),
-    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", 1), (r"\pi/4", r"\boxed{\frac{\pi}{4}}", 1),
-    (r"\pi/4", r"\boxed{0.7854}", 0), ("x=5", r"\boxed{5}", 1), ("5", "$x=5$", 1),
-    ("y = 2x + 1", r"\boxed{y = 2x+1}", 1), ("y = 2x + 1", r"\boxed{2x+1}", 1),
-    ("y=2x+1", r"\boxed{y=2x+3}", 0),
-    ("1,234", r"\boxed{1234}", 1), ("1234", "The total is 1,234.", 1), ("1000000", r"\boxed{10^6}", 1),
-    ("-7", r"\boxed{-7}", 1), ("-7", r"\boxed{7}", 0), ("7", "Answer: -7", 0), ("x>3", r"\boxed{x > 3}", 1),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", 1),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\4&3\end{pmatrix}}", 0),
-    ("3+4i", r"\boxed{4i+3}", 1), ("3+4i", r"\boxed{3-4i}", 0), (r"90^\circ", r"\boxed{90}", 1),
-    (r"\$18.90", r"\boxed{18.9}", 1), ("$18.90", "It costs $18.90.", 1), ("x>3", r"\boxed{x<3}", 0),
-    ("42", "", 0), ("42", "I do not know", 0), ("42", r"\boxed{}", 0), (r"\log_2 8", r"\boxed{3}", 1),
-    ("42", r"First \boxed{41}, no: \boxed{42}", 1), ("42", r"First \boxed{42}, no: \boxed{41}", 0),
-    (r"\text{even}", r"\boxed{\text{even}}", 1), (r"\text{even}", r"\boxed{\text{odd}}", 0),
-    ("2^{10}", "1024", 1), ("5!", r"\boxed{120}", 1), ("<answer>6</answer> #### 6", "<answer>6</answer>", 1)]
-
-
-@pytest.fixture
-def mathematics(tmp_path):
-    if "CI" not in os.environ:
-        pytest.importorskip("math_verify")
-    rows = [dict(question=f"q{n}", answer=answer) for n, (answer, _, _) in enumerate(MATH)]
-    return make(write(tmp_path / "math.jsonl", rows), prompt="question", check="math")
-
-
-@pytest.mark.slow
-def test_mathematics(mathematics):
-    assert mathematics.blocking
-    wrong = []
-    for split in mathematics.splits:
-        for k in range(mathematics.num_tasks(split)):
-            task = mathematics.task(split, k)
-            answer, reply, right = MATH[int(task.messages[0]["content"][1:])]
-            if mathematics.start(task, 1).step(reply).reward != right:
-                wrong.append((answer, reply, right))
-    assert not wrong and len(MATH) >= 60
-
-
-@pytest.mark.slow
-def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
-    task = mathematics.task("train", 0)
-    good = mathematics.solution(task)
-
-    async def play(replies):
-        """-> the reward of each, and after how many seconds it came"""
-        call = envs.Calls(mathematics)
-        start = time.perf_counter()
-
-        async def step(reply):
-            result = await call(mathematics.start(task, 1).step, reply)
-            return result.reward, time.perf_counter() - start
-        return await asyncio.gather(*map(step, replies))
-    asyncio.run(play([good] * 50))  # all workers are there now
-    (verdict, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
-    assert verdict == 0 and 0.9 < ended / answers.MATH_SECONDS < 2
-    assert all(reward == 1 and seconds < ended for reward, seconds in others)
-    for reply in [*HOSTILE, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}"]:
-        assert mathematics.start(task, 1).step(reply).reward == 0.0
-
-
-def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name, *more: None if name == "math_verify" else find(name, *more))
-    with pytest.raises(envs.BadInput,
-                       match="check=math needs the package math-verify: pip install -r requirements-"):
-        make(write(tmp_path / "a.jsonl", sums()), prompt="question", check="math")
 
 
 def test_in_a_mixture(tmp_path):

@@ -1,0 +1,288 @@
+r"""Whether a reply's answer is the right one: the checks of `--env rows`.
+
+    check = CHECKS["number"]
+    check.equal(check.marked("So 6 x 7 is 42.", "auto"), "42", {})    # True
+
+What in a reply is its answer: the last <answer>...</answer>, else the last \boxed{...}, else what follows the
+last ####, else what the check looks for (the last number, say). A mark may stand within another one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+
+from envs.answers import choices, numbers, programs
+from envs.workers import shared_pool
+
+MATH_SECONDS = 2.0  # that sympy may take for a reply [s]
+MOST_MATH = 2000  # characters that it reads, from the end of a reply
+REGEX_SECONDS = 0.08  # that a search may take [s]
+
+# Where an answer stands
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,3}(\{|[A-Za-z0-9](?![A-Za-z0-9.,]))")
+_HEADING = re.compile(r"\W*(?:steps?|parts?|final|answer|solution|result|conclusion|explanation|summary|"
+                      r"check|calculation|verification|notes?|approach|analysis|cases?|examples?)\b",
+                      re.IGNORECASE)
+_SETTING = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf|sc|normal)?|math(?:rm|bf|it|sf|tt|cal|bb)|mbox|emph|"
+                      r"underline|boldsymbol|bm|operatorname|ensuremath)\s?\{([^{}]*)\}")
+_SWITCH = re.compile(r"\\(?:displaystyle|left|right|bf|rm|it|large|Large)(?![A-Za-z])\s?")
+_WRAPPED = re.compile(r"(\*{1,3}|_{1,3}|`+|\${1,2}|\\\(|\\\[|\{)\s*([^\s](?:.*[^\s])?)\s*(?:\1|\\\)|\\\]|\})",
+                      re.DOTALL)
+
+
+def tagged(text: str) -> str | None:
+    """The inside of the last <answer>...</answer>."""
+    tags = [*_TAG.finditer(text)]
+    for opening, closing in zip(tags[-2::-1], tags[:0:-1], strict=True):
+        if closing[1] and not opening[1]:
+            return text[opening.end():closing.start()]
+    return None
+
+
+def boxed(text: str) -> str | None:
+    r"""The inside of the last \boxed{...}, whose braces are balanced; \fbox{...} and \boxed 4 as well."""
+    boxes = [*_BOX.finditer(text)]
+    if not boxes or boxes[-1][1] != "{":
+        return boxes[-1][1] if boxes else None
+    depth, begin = 0, boxes[-1].end() - 1
+    for place in range(begin, len(text)):
+        if text[place] in "{}" and text[place - 1] != "\\":
+            depth += 1 if text[place] == "{" else -1
+            if not depth:
+                return text[begin + 1:place]
+    return None
+
+
+def after_hashes(text: str) -> str | None:
+    """What follows the last ####, unless it is a heading ("#### Step 2")."""
+    _, hashes, rest = text.rpartition("####")
+    line = (rest.strip().splitlines() or [""])[0]
+    return line if hashes and not _HEADING.match(line) else None
+
+
+def extracted(text: str, how: str) -> str | None:
+    """What in a reply is its answer; None: it is not marked in this way (auto: in any)."""
+    if how == "whole":
+        return text.strip()
+    if how == "last_number":
+        return numbers.number_in(text, cues=False)
+    found = None
+    if how in ("auto", "answer_tag"):
+        found = tagged(text)
+    if how in ("auto", "boxed") and found is None:
+        found = boxed(text)
+    if how == "auto" and found is None:
+        found = after_hashes(text)
+    for mark in (after_hashes, boxed):
+        if found is not None and (inner := mark(found)) is not None:
+            found = inner
+    return None if found is None else found.strip()
+
+
+def plain(text: str) -> str:
+    r"""A text without what sets it: **Paris**, $Paris$ and \text{Paris} are Paris. Composed (NFC)."""
+    text = unicodedata.normalize("NFC", text).strip()
+    is_latex = "\\" in text
+    for _ in range(4):
+        before = text
+        text = _SWITCH.sub("", _SETTING.sub(r"\1", text)).strip()
+        if len(text) < 1000 and (match := _WRAPPED.fullmatch(text)) and match[1] not in match[2]:
+            text = match[2]
+        if text == before:
+            break
+    return re.sub(r"\\(?=[%$#&_ ])", "", text.replace("~", " ")) if is_latex else text
+
+
+def gold_of(answer) -> str:
+    """A right answer as a text; of GSM8K's worked solutions what follows ####."""
+    return str(answer).rpartition("####")[2].strip()
+
+
+# Comparing
+
+
+class Check:
+    """Compares replies with answers. The methods are total on replies."""
+
+    def check_answers(self, answers: list, row: dict) -> None:
+        """ValueError where an answer cannot be compared with anything."""
+
+    def settle(self, rows: list[dict]) -> None:
+        """Make the answers of all rows (their "answers") what replies are compared with, where only all rows
+        together tell what they mean. ValueError: they do not"""
+
+    def marked(self, text: str, how: str, data: dict | None = None) -> str | None:
+        """What in a reply is its answer; None: nothing is."""
+        found = extracted(text, how)
+        return text.strip() or None if found is None and how == "auto" else found
+
+    def equal(self, found: str, answer, data: dict) -> bool:
+        raise NotImplementedError
+
+    def right(self, found: str, data: dict) -> bool:
+        """Whether it is one of the answers."""
+        return any(self.equal(found, answer, data) for answer in data["answers"])
+
+
+class Exact(Check):
+    """The same text, spaces aside, and what sets it (bold, a formula's \\text). TRUE is true."""
+
+    def equal(self, found, answer, data):
+        one, gold = plain(found).split(), plain(gold_of(answer)).split()
+        if gold in (["true"], ["false"]):
+            one = [word.lower() for word in one]
+        return one == gold
+
+
+class Number(Check):
+    """Equal as numbers (numbers.py): 1,234 is 1234, $5 is 5, 3/4 is 0.75, 10^3 is 1000."""
+
+    def check_answers(self, answers, row):
+        for answer in answers:
+            if numbers.number_of(gold_of(answer)) is None:
+                raise ValueError(f"answer {answer!r:.80}: expected a number")
+
+    def marked(self, text, how, data=None):
+        found = extracted(text, how)
+        if found is None and how != "auto":
+            return None
+        return numbers.number_in(text if found is None else found)
+
+    def equal(self, found, answer, data):
+        return numbers.equal(found, gold_of(answer), data.get("question", ""))
+
+
+class Choice(Check):
+    """The letter of an option (choices.py), or its number where the options are numbered."""
+
+    def check_answers(self, answers, row):
+        for answer in answers:
+            if not self.label(answer):
+                raise ValueError(f"answer {answer!r:.80}: expected the letter or number of an option")
+
+    @staticmethod
+    def label(answer) -> str:
+        return choices.label_of(plain(gold_of(answer)))
+
+    def settle(self, rows):
+        for row in rows:
+            row["answers"] = [self.label(answer) for answer in row["answers"]]
+        choices.settle(rows)
+
+    def marked(self, text, how, data=None):
+        found = extracted(text, how)
+        if found is None and how != "auto":
+            return None
+        numbered = bool((data or {}).get("labels"))
+        return choices.chosen(plain(text if found is None else found), found is not None, numbered)
+
+    def equal(self, found, answer, data):
+        return choices.is_option(found, self.label(answer), data.get("labels") or [])
+
+
+class Math(Check):
+    """Equal as mathematics (math-verify): intervals, sets, matrices and formulas too."""
+
+    def marked(self, text, how, data=None):
+        found = extracted(text, how)
+        if found is None:
+            return text[-MOST_MATH:].strip() or None if how == "auto" else None
+        return f"\\boxed{{{found}}}" if len(found) <= MOST_MATH else None
+
+    def equal(self, found, answer, data):
+        return self.right(found, {"answers": [answer]})
+
+    def right(self, found, data):
+        pool = shared_pool(min(os.cpu_count() or 1, 16), "math_verify", "sympy")
+        golds = [gold_of(answer) for answer in data["answers"]]
+        try:
+            return pool.submit(math_equal, found, golds, seconds=MATH_SECONDS).result()
+        except RuntimeError:  # it took too long, or too much memory
+            return False
+
+
+def math_equal(reply: str, golds: list[str]) -> bool:
+    """Whether a reply is equal to an answer; called in a process of its own, since sympy may not end."""
+    from math_verify import parse, verify
+
+    # A bare (1,2] is no formula to it: what follows "the answer is", or all without words.
+    cues = [*numbers.CUE.finditer(reply)]
+    bare = re.sub(r"^(?:\s|:|is\b|=)+|[\s.]+$", "", reply[cues[-1].end():] if cues else reply)
+    is_formula = not re.search(r"(?<!\\)\b[A-Za-z]{3}|\$|\\(?:boxed|\(|\[)", bare)
+    found = is_formula and parse(f"${bare}$", parsing_timeout=None) or parse(reply, parsing_timeout=None)
+    for gold in golds:
+        if "\\boxed" not in gold:
+            gold = f"${gold.replace(chr(92) + '$', '').replace('$', '')}$"
+        if verify(parse(gold, parsing_timeout=None), found, timeout_seconds=None):
+            return True
+    return False
+
+
+class Contains(Check):
+    """The answer occurs in the reply as a word, words or a whole number, in upper or lower case."""
+
+    def equal(self, found, answer, data):
+        reply, wanted = words_of(found), words_of(gold_of(answer))
+        before, behind = r"(?<!\w)", r"(?!\w)"
+        if re.match(r"[-+$€£¥]?\.?\d", wanted):  # 4 is not in 14, 3.4, -4, 1/4 or 2^4
+            before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"
+        elif re.match(NO_SPACES, wanted):
+            before = ""
+        if wanted[-1:].isdigit():  # nor in 45, 4.5, 4%, 4/5 or 4^2
+            behind = r"(?!\w)(?![.,]\d)(?!\s?[%^/])"
+        elif re.match(NO_SPACES, wanted[-1:]):
+            behind = ""
+        return re.search(before + re.escape(wanted) + behind, reply) is not None
+
+
+# Letters of scripts that write no spaces between words.
+NO_SPACES = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+
+
+def words_of(text: str) -> str:
+    """In one case, composed, with single spaces."""
+    return unicodedata.normalize("NFC", " ".join(unicodedata.normalize("NFC", text).casefold().split()))
+
+
+class Regex(Check):
+    """The answer is a regular expression that is found in the reply."""
+
+    def check_answers(self, answers, row):
+        import regex  # searches within a time limit; transformers needs it too
+
+        for answer in answers:
+            try:
+                regex.compile(str(answer))
+            except regex.error as error:
+                raise ValueError(f"answer {answer!r:.80}: expected a regular expression ({error})") from error
+
+    def equal(self, found, answer, data):
+        import regex
+
+        try:
+            return regex.search(str(answer), found, timeout=REGEX_SECONDS) is not None
+        except TimeoutError:
+            return False
+
+
+class Python(Check):
+    """Tests run without an error after the reply's code: the answer is their text, or a list of texts."""
+
+    def check_answers(self, answers, row):
+        programs.test_module(answers, row)
+
+    def marked(self, text, how, data=None):
+        inside = tagged(text)
+        fenced = "```" in text or "~~~" in text
+        return programs.code_of(_TAG.sub("\n", text) if fenced or inside is None else inside, data or {})
+
+    def right(self, found, data):
+        return programs.passes(found, data)
+
+
+CHECKS = {"exact": Exact(), "number": Number(), "choice": Choice(), "math": Math(), "contains": Contains(),
+          "regex": Regex(), "python": Python()}

