@@ -222,8 +222,6 @@ MUTANTS = {
         "a sum is its last term": ('if "operation" not in between:', "if True:"),
         "whole numbers are added to any fraction": ('if match["whole"] and value < 1', 'if match["whole"]'),
         "steps are numbers": ("return answers or found", "return found"),
-        "a dash is a minus": (r"(?P<sign>[-+](?=(?:[$€£¥]\s?)?[\d.]))",
-                              r"(?P<sign>[-+](?=\s?[$€£¥]?\s?[\d.]))"),
     },
     "envs/answers/choices.py": {
         "what is rejected is chosen": ("if match.end(match.lastindex) not in rejected\n", "if True\n"),

@@ -97,14 +97,14 @@ def test_what_the_docs_say_about_replies_holds():
 @pytest.mark.parametrize("check, answer", [
     ("exact", "x"), ("number", "7"), ("choice", "B"), ("contains", "x"), ("regex", "(a|aa)+c$")])
 def test_any_text_gets_a_verdict_in_time(check, answer):
-    """In less time than a fixed amount of work on the same machine, some tenths of a second."""
-    start = time.perf_counter()
-    sorted(range(1_500_000), key=lambda n: n * 7919 % 1_000_003)
-    limit = time.perf_counter() - start
+    """In less time than a fixed amount of work on the same machine, about a tenth of a second."""
+    start = time.process_time()
+    sorted(range(500_000), key=lambda n: n * 7919 % 1_000_003)
+    limit = time.process_time() - start
     for reply in LONG:
-        start = time.perf_counter()
+        start = time.process_time()
         assert verdict(check, given(answer), reply) is False
-        assert time.perf_counter() - start < limit, reply[:20]
+        assert time.process_time() - start < limit, reply[:20]
 
 
 # Numbers
@@ -156,6 +156,11 @@ def test_a_reply_that_offers_two_numbers_is_wrong_unless_one_is_marked(joint):
                   f"<answer>7{joint}8</answer>"):
         assert not verdict("number", given("7"), reply) and not verdict("number", given("8"), reply), reply
     assert verdict("number", given("8"), f"It is 7{joint}8. \\boxed{{8}}")
+
+
+def test_one_of_several_answers_has_to_be_met(judge):
+    assert judge("exact", ["a", "b"], "b") and not judge("exact", ["a", "b"], "c")
+    assert judge("number", ["1", "2"], "It is 2") and not judge("number", ["1", "2"], "1 or 2")
 
 
 @pytest.mark.parametrize("extract, reply, right", [

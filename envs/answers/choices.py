@@ -15,22 +15,24 @@ LABEL = r"(?:[A-Z]|\d{1,2})"
 _WRONG = "wrong|incorrect|false|out|excluded|eliminated|impossible|nicht|falsch|incorrecta|faux"
 _REJECTED = re.compile(
     r"\b(?:not|n't|neither|nor|rule out|ruling out|eliminate|exclude|reject|unlike|instead of|rather than)\s+"
-    rf"(?:(?:choose|pick|be|is|option|choice|answer)\s+)*\W?({LABEL})\b"
+    rf"(?:(?:choose|pick|be|is|option|choice|answer)\s+){{0,4}}\W?({LABEL})\b"
     rf"|\b({LABEL})\W{{0,3}}\s+(?:is|was|seems|looks|must be|would be|ist|est|es)\s+(?:\w+\s+)?"
     rf"(?:not|n't|{_WRONG})\b"
     rf"|\b({LABEL})\W{{1,4}}(?:no|nope|wrong|incorrect|false|nein|falsch|faux)\b", re.IGNORECASE)
 _CHOSEN = re.compile(
     r"(?i:\b(?:so|thus|hence|therefore|choose|pick|select|go with|is|option|choice)\b|=>|→)\W*"
-    rf"(?:(?:it|is|must|be|option|choice|the|answer)\W+)*\(?({LABEL})\b(?!['’])"
+    rf"(?:(?:it|is|must|be|option|choice|the|answer)\W+){{0,4}}\(?({LABEL}(?!['’]|\w)|[a-z](?=[).:]?\s*(?:\n|$)))"
     rf"|\b({LABEL})\W{{0,3}}\s+is\s+(?:the\s+)?(?:correct|right|best|true)\b")
 _LISTED = re.compile(rf"\(({LABEL})\)|\*\*\(?({LABEL})\b|(?m:^)[^\w\n]*({LABEL})(?=[.):]|\s*$)"
-                     rf"|\b({LABEL})\)")
+                     rf"|\b({LABEL})\)|(?:(?m:^)|(?<=\s))\(?([a-z])\)")
 _ALTERNATIVE = re.compile(r"\W{0,3}\s?(?:,|/|&|\b(?i:or|and|oder|und|ou|et|o|y)\b)\W*"
-                          r"(?:(?i:option|choice)\s)?"
+                          r"(?:(?i:option|choice|maybe|perhaps|possibly|even|also|it could be)\s)*"
                           rf"\W?({LABEL})\b(?!['’])")
+_FIRST = re.compile(rf"(?<!\w)({LABEL})\b\W{{0,3}}\s?(?:/|\b(?i:or|oder|ou|o)\b)\W*"
+                    r"(?:(?i:option|choice)\s)?\W?$")
 # A small letter is one where nothing follows ("Answer: b"): "the answer is a dog" has none.
 _CUED = {numbered: re.compile(rf"(?:[\W_]|(?<!\w)(?i:{numbers.LINK})(?!\w)|[是为為はです은는]){{0,40}}?"
-                              rf"(?<![A-Za-z0-9_])({label}(?!['’]|[A-Za-z0-9_])|[a-z](?=\W*(?:\n|$)))")
+                              rf"(?<![A-Za-z0-9_])({label}(?!['’]|[A-Za-z0-9_])|[a-z](?=[).:](?!\w)|\W*(?:\n|$)))")
          for numbered, label in ((False, "[A-Z]"), (True, LABEL))}
 
 
@@ -121,8 +123,9 @@ def chosen(text: str, marked: bool, numbered: bool) -> str | None:
 
     def alone(match) -> bool:
         """Whether no other option is offered beside it."""
-        other = _ALTERNATIVE.match(text, match.end(match.lastindex))
-        return other is None or other.end(1) in rejected
+        start, end = match.span(match.lastindex)
+        first, second = _FIRST.search(text[:start]), _ALTERNATIVE.match(text, end)
+        return (first is None or first.end(1) in rejected) and (second is None or second.end(1) in rejected)
 
     lone = re.fullmatch(rf"\W*({label})\W*", text, re.IGNORECASE)
     lone = lone or marked and re.match(rf"\W*({label})(?=\s*[.):]|\s+\()", text, re.IGNORECASE)
@@ -143,7 +146,7 @@ def chosen(text: str, marked: bool, numbered: bool) -> str | None:
         if not found:
             continue
         several = pattern is _LISTED and len({match[match.lastindex] for match in found}) > 1
-        return found[-1][found[-1].lastindex] if alone(found[-1]) and not several else None
+        return found[-1][found[-1].lastindex].upper() if alone(found[-1]) and not several else None
     return None
 
 

@@ -11,16 +11,19 @@ offers several numbers, or leaves a sum to the reader, gives none.
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
-from dataclasses import dataclass
 from fractions import Fraction
 
 MOST_DIGITS = 100  # of a number; also its largest exponent
 MOST_TEXT = 4000  # characters from the end of a text that are read
+MOST_JOINED = 50  # numbers before and behind one that are looked at together with it
 TOLERANCE = Fraction(1, 10**6)  # of numbers that are not whole, as a share of the right one
 PERCENT = r"%|percent|per cent|prozent|por ciento|por cento|pour cent|процент\w*|パーセント"
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+          "trillion": 10**12, "lakh": 10**5, "crore": 10**7, "万": 10**4, "萬": 10**4, "亿": 10**8,
+          "億": 10**8}
 # What a question about a percentage says.
 ASKS_PERCENT = re.compile(rf"{PERCENT}|percentage|prozent|percentuale|porcentaje|pourcentage|百分",
                           re.IGNORECASE)
@@ -47,20 +50,23 @@ _DIGITS = (r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d{1,2}(?:,\d{2})+,\d{3}(?!\d
 _EXPONENT = r"\s?\^\s?[{(]*(?P<%s>[-+]?\d{1,3})[)}]*"
 _NUMBER = re.compile(
     rf"(?<![\w.^])(?:(?<![)\]%])(?P<sign>[-+](?=(?:[$€£¥]\s?)?[\d.])))?(?:[$€£¥]\s?)?(?P<minus>(?<=[$€£¥])-)?"
-    rf"(?:(?P<whole>\d+)\s(?=\d+\s?/))?(?P<number>{_DIGITS})"
+    rf"(?:(?P<whole>\d+)\s{{1,2}}(?:and\s)?(?=\d+\s?/))?(?P<number>{_DIGITS})"
     rf"(?:[eE](?P<exponent>[-+]?\d{{1,3}})(?!\w)|\s{{0,2}}[*x]\s{{0,2}}10{_EXPONENT % 'ten'}|"
     rf"{_EXPONENT % 'power'})?"
     rf"(?:\s?/\s?(?P<denominator>\d+(?![\d.,]\d)))?"
-    rf"\s?(?P<scale>(?:{PERCENT}|{'|'.join(SCALES)})(?!\w))?", re.IGNORECASE)
+    rf"\s?(?P<scale>(?:{PERCENT}|(?:{'|'.join(SCALES)})s?)(?![A-Za-z]))?", re.IGNORECASE)
 # 2x, 2π, 3!=6, (-2)^3, 5k: the number is but a part of what is said.
-_MORE_BEHIND = re.compile(r"[.,]\d|\s?[π√∞]|[xyznikM](?![A-Za-z])|\s?[)\]}]*\s?\^|!(?=\s?[=*/+])|\s?±"
-                          r"|\s?/\s?\d")
-_MORE_BEFORE = re.compile(r"[√±≤≥]\s?[({]?$|(?<![-=~\n])(?<!^)[<>]\s?$|\d[.,/]$")
+_MORE_BEHIND = re.compile(r"[.,]\d|\s?[π√∞]|[xyznikeM](?![A-Za-z])|\s?[)\]}]*\s?\^|!(?=\s?[=*/+])|\s?±"
+                          r"|\s?/\s?\d|‰|\+(?!\s?[\d(])")
+_MORE_BEFORE = re.compile(r"[√±≤≥]\s?[({]?$|(?<![-=~\n])(?<!^)[<>]\s?$|\d[.,/]$"
+                          r"|\b(?:sqrt|log|ln|sin|cos|tan|exp|root)\s?[({]$"
+                          r"|\b(?:(?:more|less|fewer|greater) than|at (?:least|most)|up to|over|under)\s$",
+                          re.IGNORECASE)
 # Numbers that are no answers where there are others.
 _LABEL = re.compile(
     r"\b(?:steps?|eqs?|equations?|examples?|questions?|problems?|parts?|cases?|sections?|figures?|fig|tables?|"
     r"lines?|pages?|chapters?|methods?|theorems?|lemmas?|notes?|refs?|items?|attempts?|points?|rules?|rows?|no|nr|"
-    r"q|per|out of|base|mod|modulo|schritt|étape|paso)[.:]?\s?[#(]?$|#$", re.IGNORECASE)
+    r"q|per|out of|base|mod|modulo|not|than|instead of|schritt|étape|paso)[.:]?\s?[#(]?$|#$", re.IGNORECASE)
 _LABEL_BEHIND = re.compile(r"\s?(?:decimal places?|decimals|significant|digits?|steps?|methods|dp\b|sf\b)|"
                            r"(?<=\d)(?:st|nd|rd|th)\b", re.IGNORECASE)
 _ITEM = re.compile(r"(?m)^[^\S\n]*(?=\d{1,3}[.)][^\S\n]+\S)")
@@ -97,7 +103,7 @@ _CHARACTERS = str.maketrans({"\u2044": "/", "\u2215": "/", "\u066b": ".", "\u221
 _LATEX = {"times": " * ", "cdot": " * ", "ast": " * ", "div": "÷", "pm": "±", "mp": "±", "approx": "≈",
           "simeq": "≈",
           "le": "≤", "leq": "≤", "ge": "≥", "geq": "≥", "lt": "<", "gt": ">", "pi": "π", "sqrt": "√",
-          "infty": "∞", "ldots": "…", "dots": "…", "cdots": "…", "quad": " ", "or": " or ", "lor": " or "}
+          "infty": "∞", "overline": "√", "ldots": "…", "dots": "…", "cdots": "…", "quad": " ", "lor": " or "}
 
 
 def _plain_latex(text):
@@ -118,51 +124,55 @@ def _without_remark(match):
     return f"{match[1]} {remark}" if re.search(rf"\b(?:{HEDGE})\b", remark, re.IGNORECASE) else match[1]
 
 
-@dataclass
 class Number:
-    value: Fraction  # as it is written, before its scale
-    scale: Fraction  # of "percent" or "million"
-    start: int = 0
-    end: int = 0
-    whole: bool = True  # whether it is all that is said: 2x is not 2
+    """A number in a text; what it is worth is reckoned when it is asked for."""
+
+    def __init__(self, match: re.Match, text: str):
+        self.match, self.text, self.start = match, text, match.start()
+        self.end = match.start() + len(match[0].rstrip())
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether it is all that is said, and not too long: 2x is not 2, and more than 5 not 5."""
+        before, behind = self.text[max(self.start - 16, 0):self.start], self.text[self.end:self.end + 8]
+        return not (_MORE_BEHIND.match(behind) or _MORE_BEFORE.search(before)
+                    or len(self.match[0]) > MOST_DIGITS) and self._number is not None
+
+    @functools.cached_property
+    def _number(self) -> Fraction | None:
+        """As it is written, before its scale."""
+        match, digits = self.match, self.match["number"]
+        if re.search(r"\.\d{3}[.,]", digits) or digits.count(".") > 1:  # 1.234,5
+            digits = digits.replace(".", "").replace(",", ".")
+        value = Fraction(digits.replace(",", ""))
+        power, ten = int(match["power"] or 1), int(match["exponent"] or match["ten"] or 0)
+        denominator = int(match["denominator"] or 1)
+        too_large = abs(ten) > MOST_DIGITS or abs(power) * len(digits) > 10 * MOST_DIGITS
+        if too_large or not denominator or power < 0 and not value:
+            return None
+        value = value ** power * Fraction(10) ** ten / denominator
+        if match["whole"] and value < 1:  # 2 1/2
+            value += int(match["whole"])
+        return -value if match["sign"] == "-" or match["minus"] else value
 
     @property
-    def amount(self) -> Fraction:
-        return self.value * self.scale
+    def value(self) -> Fraction:
+        return self._number if self.whole else Fraction(0)
 
+    @property
+    def scale(self) -> Fraction:
+        """Of "percent" or "million"."""
+        word = (self.match["scale"] or "").lower().removesuffix("s")
+        return Fraction(SCALES[word]) if word in SCALES else Fraction(1, 100 if word else 1)
 
-def _read(match, text) -> Number:
-    """One number, of at most so many digits."""
-    number = Number(Fraction(0), Fraction(1), match.start(), match.end("number"))
-    number.end = max(match.end(name) for name in match.re.groupindex)
-    number.end = match.end() - (len(match[0]) - len(match[0].rstrip()))
-    behind, before = text[number.end:number.end + 8], text[max(match.start() - 3, 0):match.start()]
-    number.whole = not (_MORE_BEHIND.match(behind) or _MORE_BEFORE.search(before)
-                        or len(match["number"]) > MOST_DIGITS)
-    if not number.whole:
-        return number
-    digits = match["number"]
-    if re.search(r"\.\d{3}[.,]", digits) or digits.count(".") > 1:  # 1.234,5
-        digits = digits.replace(".", "").replace(",", ".")
-    value = Fraction(digits.replace(",", ""))
-    power, ten = int(match["power"] or 1), int(match["exponent"] or match["ten"] or 0)
-    denominator = int(match["denominator"] or 1)
-    too_large = abs(ten) > MOST_DIGITS or abs(power) * max(len(digits), 1) > MOST_DIGITS * 10
-    if too_large or not denominator or power < 0 and not value or len(match[0]) > 2 * MOST_DIGITS:
-        number.whole = False
-        return number
-    value = value ** power * Fraction(10) ** ten / denominator
-    if match["whole"] and value < 1 and len(match["whole"]) < MOST_DIGITS:  # 2 1/2
-        value += int(match["whole"])
-    scale = (match["scale"] or "").lower()
-    number.scale = Fraction(SCALES[scale]) if scale in SCALES else Fraction(1, 100 if scale else 1)
-    number.value = -value if match["sign"] == "-" or match["minus"] else value
-    return number
+    @property
+    def amount(self) -> Fraction | str:
+        return self.value * self.scale if self.whole else self.match[0]
 
 
 def numbers_of(text: str) -> list[Number]:
     """All numbers of a text that `plain_number_text` made, but for labels where there are others."""
-    found = [_read(match, text) for match in _NUMBER.finditer(text)]
+    found = [Number(match, text) for match in _NUMBER.finditer(text)]
     items = {match.end() for match in _ITEM.finditer(text)}
     answers = [number for number in found if number.start not in items
                and not _LABEL.search(text[max(number.start - 20, 0):number.start])
@@ -172,8 +182,11 @@ def numbers_of(text: str) -> list[Number]:
 
 _UNIT = r"(?:\s?[^\W\d_]{1,12}){0,2}"
 _OPEN = r"[\s$€£¥(\[{]*"
+# Of "5 feet 10 inches" neither number is the length.
+_COMPOUND = (r"(?:feet|foot|ft|'|hours?|hrs?|h|minutes?|min|m|days?|weeks?|months?|years?|pounds?|lbs?|stone|"
+             r"dollars?|euros?|degrees?)")
 _OPERATION = re.compile(rf"[)\]}}]*{_UNIT}\s?[-+*/÷:]\s?{_OPEN}|[)\]\s]*x{_OPEN}", re.IGNORECASE)
-_LIST = re.compile(rf"[)\]}}]*\s?(?:[,;]|{_UNIT}[,;]?\s?"
+_LIST = re.compile(rf"[)\]}}]*\s?(?:[,;]|\s?{_COMPOUND}|{_UNIT}[,;]?\s?"
                    rf"(?:and|to|through|until|till|bis|und|y|et|e|и|&|~|…|\.\.+|—))\s?{_OPEN}|[\s()\[\]]*",
                    re.IGNORECASE)
 _HEDGED = re.compile(rf"\b(?:{HEDGE})\b|或|または", re.IGNORECASE)
@@ -197,10 +210,14 @@ def _joint(gap: str) -> str:
 def _one_number(found: list[Number], place: int, text: str) -> Number | None:
     """The number at a place, with all that hangs together with it; None: that offers several, or none."""
     joints, first, last = {}, place, place  # joints: of a number's place, what hangs it to the next one
-    while first > 0 and (joint := _joint(text[found[first - 1].end:found[first].start])):
+    while first > max(place - MOST_JOINED, 0):
+        if not (joint := _joint(text[found[first - 1].end:found[first].start])):
+            break
         first -= 1
         joints[first] = joint
-    while last + 1 < len(found) and (joint := _joint(text[found[last].end:found[last + 1].start])):
+    while last < min(place + MOST_JOINED, len(found) - 1):
+        if not (joint := _joint(text[found[last].end:found[last + 1].start])):
+            break
         joints[last] = joint
         last += 1
     while last >= first:  # a side of the equation, from the last on
@@ -243,7 +260,7 @@ def number_of(text: str) -> Number | None:
     if found is None:
         return None
     match = _NUMBER.search(found)
-    return match and _read(match, found)
+    return match and Number(match, found)
 
 
 def same(one: Fraction, gold: Fraction) -> bool:
