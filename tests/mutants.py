@@ -201,8 +201,8 @@ MUTANTS = {
     "envs/answers/__init__.py": {
         "escaped braces count": ('in "{}" and text[place - 1] != "\\\\":', 'in "{}":'),
         "the first tag": ("zip(tags[-2::-1], tags[:0:-1]", "zip(tags[:-1], tags[1:]"),
-        "a heading is an answer": ("hashes and not _HEADING.match(line)", "hashes"),
-        "no mark within a mark": ("for mark in (after_hashes, boxed):", "for mark in ():"),
+        "a heading is an answer": ("is_picture or _HEADING.match(rest) or", "is_picture or"),
+        "no mark within a mark": ("if (inner := boxed(found)) is not None:", "if False:"),
         "letters as they are composed": ('text = unicodedata.normalize("NFC", text).strip()',
                                          "text = text.strip()"),
         "4 is in 3.4": (r'before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"', r'before = r"(?<!\w)"'),
@@ -226,7 +226,8 @@ MUTANTS = {
     "envs/answers/choices.py": {
         "what is rejected is chosen": ("if match.end(match.lastindex) not in rejected\n", "if True\n"),
         "the last of a list": ("found = without_list(found)", "pass"),
-        "one of two": ("return other is None or other.end(1) in rejected", "return True"),
+        "one of two": ("and (second is None or second.end(1) in rejected)", ""),
+        "the other of two": ("return (first is None or first.end(1) in rejected)", "return True"),
         "all numbers count from 0": ("return int(has_last)", "return 0"),
         "an unclear file counts from 0": ("if has_zero == has_last:", "if has_zero and has_last:"),
         "labels are letters": ("row[\"labels\"] = known if", "row[\"labels\"] = [] if"),

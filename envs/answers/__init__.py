@@ -57,11 +57,16 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def after_hashes(text: str) -> str | None:
-    """What follows the last ####, unless it is a heading ("#### Step 2")."""
-    _, hashes, rest = text.rpartition("####")
-    line = (rest.strip().splitlines() or [""])[0]
-    return line if hashes and not _HEADING.match(line) else None
+def after_hashes(text: str, to_end: bool = False) -> str | None:
+    """What follows the last ####, unless it is a heading ("#### Step 2") or a picture made of #.
+
+    to_end: only where nothing comes after that line.
+    """
+    before, hashes, rest = text.rpartition("####")
+    rest, is_picture = rest.strip(), not re.match(r"\s*[\w$\\(+-]", rest) or before[-1:] in ("#", ".")
+    if not hashes or is_picture or _HEADING.match(rest) or to_end and "\n" in rest:
+        return None
+    return rest.splitlines()[0]
 
 
 def extracted(text: str, how: str) -> str | None:
@@ -77,8 +82,9 @@ def extracted(text: str, how: str) -> str | None:
         found = boxed(text)
     if how == "auto" and found is None:
         found = after_hashes(text)
-    for mark in (after_hashes, boxed):
-        if found is not None and (inner := mark(found)) is not None:
+    if found is not None:  # a mark within it
+        found = after_hashes(found, to_end=True) or found
+        if (inner := boxed(found)) is not None:
             found = inner
     return None if found is None else found.strip()
 
@@ -98,8 +104,8 @@ def plain(text: str) -> str:
 
 
 def gold_of(answer) -> str:
-    """A right answer as a text; of GSM8K's worked solutions what follows ####."""
-    return str(answer).rpartition("####")[2].strip()
+    """A right answer as a text; of GSM8K's worked solutions what follows the last ####."""
+    return after_hashes(str(answer), to_end=True) or str(answer).strip()
 
 
 # Comparing
