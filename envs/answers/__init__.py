@@ -23,12 +23,11 @@ REGEX_SECONDS = 0.08  # that a search may take [s]
 # Where an answer stands
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,3}(\{|[A-Za-z0-9](?![A-Za-z0-9.,]))")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\])?|bbox(?:\[[^\]\n]{0,40}\])?|"
+                  r"f?colorbox(?:\{[^{}\n]{0,20}\}){1,2})\s{0,3}(\{|[A-Za-z0-9](?![A-Za-z0-9.,]))")
 _HEADING = re.compile(r"\W*(?:steps?|parts?|final|answer|solution|result|conclusion|explanation|summary|"
                       r"check|calculation|verification|notes?|approach|analysis|cases?|examples?)\b",
                       re.IGNORECASE)
-_SETTING = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf|sc|normal)?|math(?:rm|bf|it|sf|tt|cal|bb)|mbox|emph|"
-                      r"underline|boldsymbol|bm|operatorname|ensuremath)\s?\{([^{}]*)\}")
 _SWITCH = re.compile(r"\\(?:displaystyle|left|right|bf|rm|it|large|Large)(?![A-Za-z])\s?")
 _WRAPPED = re.compile(r"(\*{1,3}|_{1,3}|`+|\${1,2}|\\\(|\\\[|\{)\s*([^\s](?:.*[^\s])?)\s*(?:\1|\\\)|\\\]|\})",
                       re.DOTALL)
@@ -95,7 +94,7 @@ def plain(text: str) -> str:
     is_latex = "\\" in text
     for _ in range(4):
         before = text
-        text = _SWITCH.sub("", _SETTING.sub(r"\1", text)).strip()
+        text = _SWITCH.sub("", numbers.SETTING.sub(r"\1", text)).strip()
         if len(text) < 1000 and (match := _WRAPPED.fullmatch(text)) and match[1] not in match[2]:
             text = match[2]
         if text == before:

@@ -12,6 +12,8 @@ import re
 from envs.answers import numbers
 
 LABEL = r"(?:[A-Z]|\d{1,2})"
+# "The answer is A because", but not "A train" or "so I".
+_ARTICLE = r"(?<=[AI])\s+(?!(?:because|since|as|is|was|and|or|which|not|for|due|but|with|by|from)\b)[a-z]"
 _WRONG = "wrong|incorrect|false|out|excluded|eliminated|impossible|nicht|falsch|incorrecta|faux"
 _REJECTED = re.compile(
     r"\b(?:not|n't|neither|nor|rule out|ruling out|eliminate|exclude|reject|unlike|instead of|rather than)\s+"
@@ -21,8 +23,8 @@ _REJECTED = re.compile(
     rf"|\b({LABEL})\W{{1,4}}(?:no|nope|wrong|incorrect|false|nein|falsch|faux)\b", re.IGNORECASE)
 _CHOSEN = re.compile(
     r"(?i:\b(?:so|thus|hence|therefore|choose|pick|select|go with|is|option|choice)\b|=>|→)\W*"
-    rf"(?:(?:it|is|must|be|option|choice|the|answer)\W+){{0,4}}\(?({LABEL}(?!['’]|\w)|[a-z](?=[).:]?\s*(?:\n|$)))"
-    rf"|\b({LABEL})\W{{0,3}}\s+is\s+(?:the\s+)?(?:correct|right|best|true)\b")
+    rf"(?:(?:it|is|must|be|option|choice|the|answer)\W+){{0,4}}\(?({LABEL}(?!['’]|\w|{_ARTICLE})|[a-z](?=[).:]?\s*(?:\n|$)))"
+    rf"|\b({LABEL})(?:\W{{0,3}}\s+is\s+(?:the\s+)?|\W{{1,4}})(?:correct|right|best|true|yes|richtig|ja)\b")
 _LISTED = re.compile(rf"\(({LABEL})\)|\*\*\(?({LABEL})\b|(?m:^)[^\w\n]*({LABEL})(?=[.):]|\s*$)"
                      rf"|\b({LABEL})\)|(?:(?m:^)|(?<=\s))\(?([a-z])\)")
 _ALTERNATIVE = re.compile(r"\W{0,3}\s?(?:,|/|&|\b(?i:or|and|oder|und|ou|et|o|y)\b)\W*"
@@ -32,7 +34,7 @@ _FIRST = re.compile(rf"(?<!\w)({LABEL})\b\W{{0,3}}\s?(?:/|\b(?i:or|oder|ou|o)\b)
                     r"(?:(?i:option|choice)\s)?\W?$")
 # A small letter is one where nothing follows ("Answer: b"): "the answer is a dog" has none.
 _CUED = {numbered: re.compile(rf"(?:[\W_]|(?<!\w)(?i:{numbers.LINK})(?!\w)|[是为為はです은는]){{0,40}}?"
-                              rf"(?<![A-Za-z0-9_])({label}(?!['’]|[A-Za-z0-9_])|[a-z](?=[).:](?!\w)|\W*(?:\n|$)))")
+                              rf"(?<![A-Za-z0-9_])({label}(?!['’]|[A-Za-z0-9_]|{_ARTICLE})|[a-z](?=[).:](?!\w)|\W*(?:\n|$)))")
          for numbered, label in ((False, "[A-Z]"), (True, LABEL))}
 
 
@@ -145,7 +147,8 @@ def chosen(text: str, marked: bool, numbered: bool) -> str | None:
             found = without_list(found)
         if not found:
             continue
-        several = pattern is _LISTED and len({match[match.lastindex] for match in found}) > 1
+        verdicts = [match for match in found if pattern is _LISTED or match.lastindex == 2]  # "A: right"
+        several = found[-1] in verdicts and len({match[match.lastindex] for match in verdicts}) > 1
         return found[-1][found[-1].lastindex].upper() if alone(found[-1]) and not several else None
     return None
 

@@ -28,10 +28,14 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 ASKS_PERCENT = re.compile(rf"{PERCENT}|percentage|prozent|percentuale|porcentaje|pourcentage|百分",
                           re.IGNORECASE)
 
+# LaTeX that says how a text is set.
+SETTING = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf|sc|normal|color\{[^{}]{0,20}\})?|"
+                     r"math(?:rm|bf|it|sf|tt|cal|bb)|mbox|emph|underline|boldsymbol|bm|operatorname|ensuremath|color\{[^{}]{0,20}\})"
+                     r"\s?\{([^{}]*)\}")
 # "Answer" in languages that models reply in, and what may stand between it and the answer.
 CUE = re.compile(
-    r"(?:\b(?:answers?|antwort|lösung|réponse|respuesta|resposta|risposta|antwoord|odpowiedź|odpověď|svar(?:et)?"
-    r"|cevap|jawaban\w*|ответ|відповідь|απάντηση)\b|đáp án"
+    r"(?:\b(?:answers?|antwort|lösung|solu(?:tion|ción|ção|zione)|réponse|respuesta|resposta|risposta"
+    r"|antwoord|odpowiedź|odpověď|svar(?:et)?|cevap|jawaban\w*|ответ|відповідь|απάντηση)\b|đáp án"
     r"|उत्तर|答案|答え|答|回答|正解|정답|답|الإجابة|الجواب|תשובה)",
     re.IGNORECASE)
 LINK = (r"(?:is|are|was|be|must|should|would|equals|equal|to|therefore|thus|then|so|the|correct|right|final|"
@@ -71,7 +75,7 @@ _LABEL_BEHIND = re.compile(r"\s?(?:decimal places?|decimals|significant|digits?|
                            r"(?<=\d)(?:st|nd|rd|th)\b", re.IGNORECASE)
 _ITEM = re.compile(r"(?m)^[^\S\n]*(?=\d{1,3}[.)][^\S\n]+\S)")
 _REMARK = re.compile(r"(\d[}%.°]{0,2}(?:[^\S\n]{1,3}[^\W\d]{1,20}){0,3}[^\S\n]{0,3})"
-                     r"(?:\((?=[^()\n]{0,200}[^\W\d_]|\s?=)([^()\n]{1,200})\)|\[(\^?\d{1,3})\])")
+                     r"(?:\((?=[^()\n]{0,200}[^\W\d_]|\s?=)([^()\n]{1,200})\)|\[\^?\d{1,3}\]|\[(?=[^\[\]\n]{0,200}[^\W\d_])[^\[\]\n]{1,200}\])")
 
 
 def plain_number_text(text: str) -> str:
@@ -92,6 +96,7 @@ def plain_number_text(text: str) -> str:
     text = re.sub(r"\*\*|(?<!\w)(?<!\d )[*_`]+(?=[-\w$.])|(?<=[\w%.])[*_`]+(?!\w|\s\d)|`", "", text)  # **4**
     text = re.sub(r"(?<=[^\W\d_])\s?\^\s?\{?-?\d+\}?|(?<=[^\W_])_\{?\w{1,9}\}?", "", text)  # cm^2, x_1
     text = re.sub(r"[—―]|--+", " — ", text)
+    text = re.sub(r"(\d) to the (?:power of )?(\d{1,3})(?:st|nd|rd|th)?(?: power)?", r"\1^\2", text)
     text = re.sub(r"<<[^<>\n]{0,200}>>", "", text)  # GSM8K's notes to a calculator
     text = re.sub(r"(?<=[=≈(:])[^\S\n]*-[^\S\n]+(?=[$€£¥]?[\d.])", " -", text)  # = - 5
     return _REMARK.sub(_without_remark, text)
@@ -107,8 +112,12 @@ _LATEX = {"times": " * ", "cdot": " * ", "ast": " * ", "div": "÷", "pm": "±", 
 
 
 def _plain_latex(text):
+    text = text.replace("{,}", ",")
+    text = re.sub(r"(?<![\w^_}\\])\{\s?(-?[\d.,]{1,50})\s?\}(?!\s?\{)", r"\1", text)  # {1}/{2}
     if "\\" not in text:
-        return text.replace("{,}", ",")
+        return text
+    text = SETTING.sub(r" \1", text)
+    text = re.sub(r"(\d{1,50})\s?\\over\s?(?=\d)", r"\1/", text)
     part = r"\s?(?:\{\s?(-?[\d.,]{1,50})\s?\}|(\d))"
     text = re.sub(rf"(\d?)\s?\\[dtc]?frac{part}{part}",
                   lambda m: f"{m[1]}{' ' * bool(m[1])}{m[2] or m[3]}/{m[4] or m[5]}", text)
@@ -180,13 +189,18 @@ def numbers_of(text: str) -> list[Number]:
     return answers or found
 
 
+_SAYS = re.compile(r"(?:\b(?:is|are|be|equals|it's|that's)|[=≈:])[\s~$€£¥*(]*$", re.IGNORECASE)
+_REMARK_BEGINS = re.compile(r"(?:\s?[^\W\d]{1,20}){0,3}?[\s,;:)—-]*\b(?:because|since|as|see|after|from|"
+                            r"using|given|due|for|where|when|by|with|at|if)\b", re.IGNORECASE)
+_CONCLUDES = re.compile(r"[=≈]|\b(?:so|thus|hence|therefore|total|altogether|gives?|makes?|is|are|equals?|"
+                        r"gets?|got|leaves|leaving|in all)\b", re.IGNORECASE)
 _UNIT = r"(?:\s?[^\W\d_]{1,12}){0,2}"
 _OPEN = r"[\s$€£¥(\[{]*"
 # Of "5 feet 10 inches" neither number is the length.
 _COMPOUND = (r"(?:feet|foot|ft|'|hours?|hrs?|h|minutes?|min|m|days?|weeks?|months?|years?|pounds?|lbs?|stone|"
              r"dollars?|euros?|degrees?)")
 _OPERATION = re.compile(rf"[)\]}}]*{_UNIT}\s?[-+*/÷:]\s?{_OPEN}|[)\]\s]*x{_OPEN}", re.IGNORECASE)
-_LIST = re.compile(rf"[)\]}}]*\s?(?:[,;]|\s?{_COMPOUND}|{_UNIT}[,;]?\s?"
+_LIST = re.compile(rf"[)\]}}]*\s?(?:[,;?]|\s?{_COMPOUND}|{_UNIT}[,;]?\s?"
                    rf"(?:and|to|through|until|till|bis|und|y|et|e|и|&|~|…|\.\.+|—))\s?{_OPEN}|[\s()\[\]]*",
                    re.IGNORECASE)
 _HEDGED = re.compile(rf"\b(?:{HEDGE})\b|或|または", re.IGNORECASE)
@@ -235,13 +249,31 @@ def _one_number(found: list[Number], place: int, text: str) -> Number | None:
     return None
 
 
+def _before_remark(found: list[Number], text: str) -> int:
+    """The place of the last number, or of one before it in its sentence that a remark follows.
+
+    "It is 42 for 7 kids" says 42, "there are 7 kids with 6 each, so 42" does not say 7.
+    """
+    last = len(found) - 1
+    sentence = max(text.rfind("\n", 0, found[last].start), text.rfind(". ", 0, found[last].start))
+    for place in range(last - 1, max(last - 10, -1), -1):
+        number = found[place]
+        if number.start < sentence:
+            break
+        rest = text[number.end:number.end + 300].partition("\n")[0]
+        if (_SAYS.search(text[max(number.start - 12, 0):number.start]) and _REMARK_BEGINS.match(rest)
+                and not _CONCLUDES.search(rest)):
+            return place
+    return last
+
+
 def number_in(text: str, cues: bool = True) -> str | None:
     """The number that a text gives as its answer, as it is written, in ASCII. None: none, or several."""
     text = plain_number_text(text[-MOST_TEXT:])[-MOST_TEXT:]
     found = numbers_of(text)
     if not found:
         return None
-    place = len(found) - 1
+    place = _before_remark(found, text) if cues else len(found) - 1
     starts = {number.start: k for k, number in enumerate(found)}
     for cue in [*CUE.finditer(text)][::-1] if cues else ():
         end = BETWEEN.match(text, cue.end()).end()

@@ -17,7 +17,7 @@ import textwrap
 
 from envs.code import testing
 
-SET_UP = ("test_setup_code", "test_imports", "setup_code", "setup", "imports")
+SET_UP = ("test_setup_code", "test_setup", "test_imports", "setup_code", "setup", "imports")
 PROMPTS = ("prompt", "code_prompt", "starter_code")  # columns that may hold the function's head
 MOST_CODE = 200_000  # characters of a reply's program
 _FENCES = (
@@ -25,7 +25,7 @@ _FENCES = (
                re.DOTALL | re.M),
     re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*(?P<code>[^\n`]+)```"),
     re.compile(r"\[(?:PYTHON|BEGIN|CODE)\](?P<code>.*?)(?:\[/?(?:PYTHON|DONE|END|CODE)\]|\Z)", re.DOTALL),
-    re.compile(r"<(?:code|python)>(?P<code>.*?)(?:</(?:code|python)>|\Z)", re.DOTALL))
+    re.compile(r"<(?:code|python)[^>\n]{0,50}>(?P<code>.*?)(?:</(?:code|python)>|\Z)", re.DOTALL))
 _DEFINES = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]{1,80})?=(?!=)", re.M)
 _IMPORTS = re.compile(r"^(?:from\s+[\w.]+\s+)?import\s+(.+)$", re.M)
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.M)
@@ -111,19 +111,23 @@ def program(code: str, data: dict) -> str:
     for column in SET_UP:
         value = row.get(column) or ""
         lines = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-        setup += [lines] * (parsed(lines) is not None)
+        setup.append(without_words(parsed(lines)))
     head = head_of(data)
     if name and name not in defined(code) and name in defined(head):
         setup.append(completed(head, code))
     else:
-        tree = parsed(head) or parsed(f"{head}\n    pass")
-        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-        kept = [node for node in tree.body if isinstance(node, kinds) and getattr(node, "name", "") != name]
-        setup += [ast.unparse(ast.Module(kept, [])), code]
+        setup += [without_words(parsed(head) or parsed(f"{head}\n    pass"), name), code]
     text = "\n".join(setup)
     # All names reach the tests, whatever the reply's __all__ says.
     names = '\n\n__all__ = [name for name in globals() if name[:2] != "__"]\n'
     return "".join(_FUTURE.findall(text)) + _FUTURE.sub("", text) + names
+
+
+def without_words(tree: ast.Module | None, name: str = "") -> str:
+    """What a module defines and calls, but for the function of a name; what is no code is left out."""
+    kept = [node for node in tree.body if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
+            ] if tree else []
+    return ast.unparse(ast.Module([node for node in kept if getattr(node, "name", "") != name], []))
 
 
 def completed(head: str, body: str) -> str:
