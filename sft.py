@@ -790,7 +790,7 @@ def make_tokenizer(args, env):
     with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                       "template"):
         if args.chat_template not in ("model", "plain"):
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = envs.read_text(args.chat_template)
         elif args.chat_template == "model" and tokenizer.chat_template:
             tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
         else:
