@@ -19,6 +19,7 @@ MOST_ROWS = dict(math=64, python=8)  # that are judged, evenly spread over a fil
 MOST_OTHERS = 1000
 MOST_SECONDS = 5.0  # after which no further row is judged
 MOST_REASONS = 5
+LONGEST = 300  # of a reason [characters]
 # Columns of HumanEval, MBPP and their like with code that passes the tests.
 SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "code")
 
@@ -26,9 +27,14 @@ SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "code")
 def look(env, part, everything: bool = False) -> tuple[str, bool]:
     """What became of the rows of a file, and whether all is well. everything: judge all right answers."""
     parts = [f"{count:,} {what}" for what, count in part.counts.items()]
-    said = [", ".join(parts)]
+    left_out = []
     if part.bad:
-        said.append(f"left out: {len(part.bad):,} that cannot be used ({reasons(part.bad)})")
+        left_out.append(f"{len(part.bad):,} that cannot be used ({reasons(part.bad)})")
+    if part.in_both:
+        left_out.append(f"{part.in_both:,} that are held out too")
+    said = [", ".join(parts)]
+    if left_out:
+        said.append(f"left out: {', '.join(left_out)}")
     if part.remark:
         said.append(part.remark)
     fine = not part.bad
@@ -106,12 +112,17 @@ def wrong_form(env, task, given: list) -> str:
     return ""
 
 
+def printable(text: str) -> str:
+    """One line of a text, with every character escaped that does not print."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST])
+
+
 def reasons(bad: list) -> str:
     """Rows that cannot be used, by kind, each with the first of its rows."""
     kinds = {}
     for place, reason in bad:
         # What is quoted, and numbers, differ from row to row.
-        kind = re.sub(r"""(["']).*\1|\d+|[\[{].*""", "", reason, flags=re.DOTALL)
+        kind = re.sub(r"""(["']).*\1|\d+|, got .*""", "", reason, flags=re.DOTALL)
         kinds.setdefault(kind, []).append(f"{place}: {reason}")
     parts = [some[0] if len(some) == 1 else f"{len(some)} like {some[0]}" for some in kinds.values()]
     more = [f"and rows of {len(parts) - MOST_REASONS} more kinds"] if len(parts) > MOST_REASONS else []

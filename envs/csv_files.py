@@ -26,7 +26,7 @@ def read(path: str | Path) -> tuple[list[tuple[int, dict]], str]:
     for number, cells in enumerate(table[1:], 1):
         if len(cells) < count or any(cells[count:]):
             raise ValueError(f"row {number}: expected a value for each column of {', '.join(columns)}, got "
-                             f"{len(cells)} values")
+                             f"{len(cells)}")
         rows.append((number, {name: cells[place] for name, place in columns.items()}))
     remarks = _undo_gaps(rows, columns)
     if indices:

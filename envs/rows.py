@@ -47,7 +47,7 @@ from envs import (
 from envs.answers import CHECKS, Check, gold_of
 from envs.code import sandbox
 
-FILES = (".jsonl", ".json", ".parquet", ".csv")
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 TEST_SHARE = 10  # where no test rows are given, one prompt in so many is held out
 MOST_ZEROS = 20  # that a number is written with: 1e300 stays what it is
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,7 +56,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 @dataclasses.dataclass(frozen=True)
 class Config:
     data: str = ""
-    """file (.jsonl, .json, .parquet, .csv), folder of such files, or hub id: the rows to train on"""
+    """file (.jsonl, .json, .parquet, .csv, .tsv), folder of such, or hub id: the rows to train on"""
     split: str = "train"
     """of a folder or hub id: the split to train on"""
     test: str = ""
@@ -126,7 +126,7 @@ def rows_of(name: str, split: str) -> tuple[dict[str, list], str, str]:
 
 def rows_of_file(name: str, where: str) -> tuple[list, str]:
     """-> [(number, row)], and a remark for the start of a run"""
-    if Path(name).suffix.lower() != ".csv":
+    if Path(name).suffix.lower() not in (".csv", ".tsv"):
         return [*envs.read_rows(name, where)], ""
     with envs.as_bad_input(f"{where}: cannot be read"):
         return csv_files.read(name)
@@ -165,14 +165,35 @@ def parsed_prompt(value, column: str):
     if not isinstance(value, str) or not _SEEMS_MESSAGES.match(value):
         return value
     try:
-        found = envs.from_json(value)
+        found = parsed(value)
+    except ValueError as error:
+        raise ValueError(f"column {column}: expected a text, or messages as JSON ({first_line(error)}), got "
+                         f"{value!r:.80}") from error
+    return found if isinstance(found, list) else [found]
+
+
+def parsed(text: str):
+    """The value that a text holds as JSON, or as Python prints it. ValueError: none"""
+    try:
+        return envs.from_json(text)
     except (json.JSONDecodeError, RecursionError) as error:
         try:
-            found = ast.literal_eval(value.strip())
+            return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise ValueError(f"column {column}: expected a text, or messages as JSON ({first_line(error)}), "
-                             f"got {value!r:.80}") from error
-    return found if isinstance(found, list) else [found]
+            raise ValueError(first_line(error)) from error
+
+
+def parsed_tests(value, column: str):
+    """A list of tests, where a text holds one. ValueError: a text that is a value, and so tests nothing"""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = parsed(value)
+    except ValueError:
+        return value  # code
+    if isinstance(found, list) and all(isinstance(test, str) for test in found):
+        return found
+    raise ValueError(f"column {column}: expected tests, or a list of them, got {value!r:.80}")
 
 
 _SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
@@ -181,13 +202,17 @@ _SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
 def messages_of(value, column: str) -> list[Message]:
     """A prompt as messages, of which the last is not the assistant's. ValueError: what is wrong with it"""
     if isinstance(value, str) and value.strip():
-        return [{"role": "user", "content": value}]
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise ValueError(f"column {column}: expected a text or messages, got {value!r:.80}")
     for message in value:
         fine = isinstance(message, dict) and message.get("role") in ROLES
         if not fine or not isinstance(message.get("content", ""), str):
             raise ValueError(f"column {column}: expected messages with role and content, got {message!r:.80}")
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"column {column}: half of a character ({error.reason})") from error
     if value[-1]["role"] == "assistant":
         raise ValueError(f"column {column}: its last message is the assistant's; expected a question")
     return value
@@ -200,6 +225,7 @@ def answers_of(value, column: str) -> list[str]:
     for answer in value if isinstance(value, list) else [value]:
         try:
             text = answer_text(answer)
+            text.encode()  # its error is a ValueError, as where half of a character is in it
         except ValueError as error:
             raise ValueError(f"column {column}: {error}") from error
         if text.strip():
@@ -216,7 +242,8 @@ def answer_text(value) -> str:
     ones: 8 for 8.0, 0.3 for 0.1 + 0.2, 0.00001 for 1e-05; days as 2020-01-31, times of a day as
     2020-01-31 10:30:00. Missing are None, NaN and what pandas writes for them.
     """
-    value = value.item() if hasattr(value, "item") else value  # NumPy's
+    if hasattr(value, "item"):  # NumPy's, of which 32 bits of 0.1 are 0.1
+        value = float(str(value)) if value.dtype.kind == "f" else value.item()
     if value is None or value != value or value in ("nan", "NaN", "NaT", "<NA>"):
         return ""
     if isinstance(value, bytes):
@@ -232,16 +259,18 @@ def answer_text(value) -> str:
         return value.date().isoformat() if is_day else value.isoformat(" ")
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    raise ValueError(f"expected a text, a number, true, false or a date as answer, got {value!r:.80} "
+    raise ValueError(f"expected a text, a number, true, false or a date, got {value!r:.80} "
                      f"({type(value).__name__})")
 
 
 def number_text(value: int | float | decimal.Decimal) -> str:
     text = str(value).lower().replace("e+", "e")
     if isinstance(value, float):
-        rounded = f"{value:.15g}"  # what any decimal of 15 digits comes back as
+        rounded = f"{value:.15g}"  # any decimal of 15 digits comes back as it was
         if len(rounded) < len(text) - 4:  # 0.30000000000000004
             text = rounded
+        elif abs(value) > 2**53 and float(rounded) != value:
+            raise ValueError(f"expected a number that is exact, got {value!r}, which floats round")
     exact = decimal.Decimal(text)
     if abs(exact.adjusted()) <= MOST_ZEROS:
         text = f"{exact:f}"
@@ -258,7 +287,8 @@ class Part:
     remark: str
     rows: dict = dataclasses.field(default_factory=dict)  # "row 7" -> the Task
     bad: list = dataclasses.field(default_factory=list)  # ("row 7", why it cannot be used)
-    counts: dict = dataclasses.field(default_factory=dict)  # "to train on": how many
+    counts: dict = dataclasses.field(default_factory=dict)  # "to train on", "held out": how many
+    in_both: int = 0  # that are held out, too, and so not trained on
 
 
 class Table:
@@ -282,7 +312,7 @@ class Table:
                     known.add(task.id)
                     part.rows[place] = task
                 except ValueError as error:
-                    part.bad.append((place, str(error)))
+                    part.bad.append((place, census.printable(str(error))))
             before += rows[-1][0] if rows else 0
         if part.bad and len(part.bad) >= len(part.rows):
             place, reason = part.bad[0]
@@ -298,7 +328,9 @@ class Table:
 
         def column(name):
             value = lookup(row, name)
-            if value is None and name not in row:
+            if value is None and name.partition(".")[0] in row:
+                raise ValueError(f"column {name}: expected a value, got none")
+            if value is None:
                 raise ValueError(f"no column {name}{hint(name, row)}; it has {', '.join(map(str, row))}")
             return value
 
@@ -308,7 +340,10 @@ class Table:
         if config.system:
             messages = [{"role": "system", "content": config.system}, *messages]
         if self.checks:
-            data["answers"] = answers_of(column(config.answer), config.answer)
+            answer = column(config.answer)
+            if config.check == "python":
+                answer = parsed_tests(answer, config.answer)
+            data["answers"] = answers_of(answer, config.answer)
             CHECKS[config.check].check_answers(data["answers"], row)
         if config.check == "python":
             data["entry_point"] = str(row.get("entry_point", ""))
@@ -329,10 +364,8 @@ def split_tasks(table: Table, config: Config) -> dict[str, list[Task]]:
         keys = {json.dumps(task.messages, default=str) for task in held_out}
         tasks = {"train": [task for place, task in train.rows.items() if key[place] not in keys],
                  "test": held_out}
-        if not tasks["train"]:
-            raise BadInput(f"environment rows: data {config.data}: no rows to train on: all are held out too")
-        train.counts = {"to train on": len(tasks["train"]),
-                        "that are held out too": len(train.rows) - len(tasks["train"])}
+        train.counts = {"to train on": len(tasks["train"])}
+        train.in_both = len(train.rows) - len(tasks["train"])
         table.parts["test"].counts = {"held out": len(held_out)}
         return tasks
     first = {}  # prompt -> the first row with it
@@ -376,6 +409,8 @@ class Rows(Env):
         self.blocking = config.check in ("math", "python")
         table = self._read(config)
         self.tasks = split_tasks(table, config)
+        if not self.tasks["train"]:
+            raise BadInput(f"environment rows: data {config.data}: no rows to train on, as all are held out")
         self.parts = [*table.parts.values()]
 
     @functools.cached_property

@@ -162,7 +162,7 @@ def test_rows_of_every_form_are_learned_or_dropped_as_they_should_be(tmp_path):
 
 
 BROKEN = {  # a file, its rows, what the message says behind its name
-    "rows.JSONL": (pairs(3), r": cannot be read .*expected a \.jsonl, \.json or \.parquet file"),
+    "rows.txt": (pairs(3), r": cannot be read .*expected a \.jsonl, \.json or \.parquet file"),
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "type.parquet": ([pair("a", 0.5)] * 4, ", row 1: .*0.5"),
     "half.parquet": (pairs(60), ": cannot be read .*footer"),

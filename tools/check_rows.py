@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     tasks = [(split, index) for split in env.splits for index in range(env.num_tasks(split))]
     count = min(args.rows, len(tasks))
-    for split, index in (tasks[k * len(tasks) // count] for k in range(count)):
+    for k in range(count):  # from the first to the last, which is held out
+        split, index = tasks[k * (len(tasks) - 1) // max(count - 1, 1)]
         print("\n" + "\n".join(show_row(env, split, index, tokenizer)))
     return 0 if fine else 1
 
