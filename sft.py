@@ -363,7 +363,7 @@ def encode_row(row, tokenizer, args, eos):
     tools = decoded(row.get("tools"))  # JSON schemas of functions
     if args.messages_key:
         return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos, tools)
-    prompt, response = row[args.prompt_key], row[args.response_key]
+    prompt, response = envs.parsed_prompt(row[args.prompt_key]), row[args.response_key]
     if isinstance(prompt, str):
         prompt = [dict(role="user", content=prompt)]
     if not prompt:

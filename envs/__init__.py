@@ -13,6 +13,7 @@ To add one: subclass `Env` in a file of its own and name it in `ENVS`, or pass `
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import codecs
 import concurrent.futures
@@ -479,6 +480,32 @@ def _with_keys_once(pairs: list[tuple]) -> dict:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"key {twice!r} stands twice in {dict(pairs[:names.index(twice) + 1])!r:.100}")
     return found
+
+
+def parsed(text: str):
+    """The value that a text holds as JSON, or as Python prints it. ValueError: none"""
+    try:
+        return from_json(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise ValueError(first_line(error)) from error
+
+
+def parsed_prompt(value):
+    """Messages, where a prompt is a text that holds them: as JSON, or as pandas writes lists into CSV files.
+    Else what is given. ValueError: it begins as messages do, but cannot be read"""
+    if not isinstance(value, str) or not _SEEMS_MESSAGES.match(value):
+        return value
+    try:
+        found = parsed(value)
+    except ValueError as error:
+        raise ValueError(f"expected a text, or messages as JSON ({error})") from error
+    return found if isinstance(found, list) else [found]
+
+
+_SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
 
 
 def check_utf8(start: bytes) -> None:

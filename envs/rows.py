@@ -14,7 +14,6 @@ the replies to a prompt together; each is logged by its name. docs/environments.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import dataclasses
 import datetime
@@ -159,44 +158,17 @@ def lookup(row: dict, name: str):
     return value
 
 
-def parsed_prompt(value, column: str):
-    """Messages, where a prompt is a text that holds them: as JSON, or as pandas writes lists into CSV files.
-    ValueError: it seems to, but cannot be read"""
-    if not isinstance(value, str) or not _SEEMS_MESSAGES.match(value):
-        return value
-    try:
-        found = parsed(value)
-    except ValueError as error:
-        raise ValueError(f"column {column}: expected a text, or messages as JSON ({first_line(error)}), got "
-                         f"{value!r:.80}") from error
-    return found if isinstance(found, list) else [found]
-
-
-def parsed(text: str):
-    """The value that a text holds as JSON, or as Python prints it. ValueError: none"""
-    try:
-        return envs.from_json(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        try:
-            return ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise ValueError(first_line(error)) from error
-
-
 def parsed_tests(value, column: str):
     """A list of tests, where a text holds one. ValueError: a text that is a value, and so tests nothing"""
     if not isinstance(value, str):
         return value
     try:
-        found = parsed(value)
+        found = envs.parsed(value)
     except ValueError:
         return value  # code
     if isinstance(found, list) and all(isinstance(test, str) for test in found):
         return found
     raise ValueError(f"column {column}: expected tests, or a list of them, got {value!r:.80}")
-
-
-_SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
 
 
 def messages_of(value, column: str) -> list[Message]:
@@ -334,7 +306,11 @@ class Table:
                 raise ValueError(f"no column {name}{hint(name, row)}; it has {', '.join(map(str, row))}")
             return value
 
-        prompt = parsed_prompt(column(config.prompt), config.prompt)
+        prompt = column(config.prompt)
+        try:
+            prompt = envs.parsed_prompt(prompt)
+        except ValueError as error:
+            raise ValueError(f"column {config.prompt}: {error}, got {prompt!r:.80}") from error
         messages = messages_of(prompt, config.prompt)
         data = {"text": isinstance(prompt, str), "row": row}
         if config.system:

@@ -316,7 +316,7 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
     (dict(answer="reward.truth"), "row 1: no column reward.truth"),
     (dict(data="no.jsonl"), r"data no.jsonl: cannot be read \(FileNotFoundError"),
     (dict(data="data.txt"),
-     r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv\)"),
+     r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv, "),
     (dict(rewards="my.py:f", weights="1,2"), "option weights: expected 1 numbers with commas"),
     (dict(rewards="my.py:f"), "option rewards my.py:f: expected path/to/file.py:name"),
     (dict(timeout="0"), "option timeout: expected more than 0"),
