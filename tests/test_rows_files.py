@@ -113,8 +113,8 @@ def test_missing_answers_leave_their_rows_out_and_are_counted_by_kind(tmp_path):
     (line,) = env.about.splitlines()
     assert "left out: 10 that cannot be used (row 21: column answer: expected a value, got none; " in line
     assert "; 6 like row 22: column answer: expected an answer, got nan; " in line and "\ud800" not in line
-    rows = [dict(row, answer=float("nan")) for row in sums(20)]
-    with pytest.raises(envs.BadInput, match=r"row 1: column answer: expected an answer, got nan .20 such"):
+    rows = sums(20) + [dict(row, answer=float("nan")) for row in sums(20)]
+    with pytest.raises(envs.BadInput, match=r"row 21: column answer: expected an answer, got nan .20 such"):
         make(write(tmp_path / "a.jsonl", rows), prompt="question", check="exact")
 
 

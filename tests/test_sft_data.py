@@ -109,6 +109,7 @@ GOOD = [  # a line of JSONL, the texts of its messages, its response
     (b'\xef\xbb\xbf {"prompt": "a", "response": "\xe2\x80\xa8 b", "more": [NaN, 1e999, 9999999999999999999]}',
      ["a"], "\u2028 b"),
     (pair([system("be brief"), user("hi")], "yo"), ["be brief", "hi"], "yo"),
+    (pair(json.dumps([system("be brief"), user("hi")]), "yo"), ["be brief", "hi"], "yo"),
     (pair([user(None), user(blocks("one", "two"))], blocks("four", "five")), ["", "one\ntwo"], "four\nfive"),
     (pair([user([])], "0"), [""], "0"),
 ]
