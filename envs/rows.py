@@ -142,16 +142,19 @@ def files_of_folder(name: str) -> dict[str, list[str]]:
 
 
 def lookup(row: dict, name: str):
-    """The value of a column; "a.b" is b of a struct, or of a text that holds one as JSON. None: not there."""
+    """The value of a column; "a.b" is b of a struct, or of a text that holds one as JSON. None: not there.
+
+    ValueError: a text that seems to hold one, but cannot be read
+    """
     if name in row:
         return row[name]
     value = row
     for key in name.split("."):
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = envs.from_json(value)
-            except (json.JSONDecodeError, RecursionError):
-                return None
+                value = envs.parsed(value)
+            except ValueError as error:
+                raise ValueError(f"column {name}: expected JSON, got {value!r:.80} ({error})") from error
         if not isinstance(value, dict):
             return None
         value = value.get(key)
@@ -276,7 +279,7 @@ class Table:
         known, before = set(), 0  # names of tasks; rows of the files before
         for file, rows in files:
             for number, row in rows:
-                place = f"row {number}" if len(files) == 1 else f"{Path(file).name}, row {number}"
+                place = f"row {number}" if len(files) == 1 else f"{os.path.relpath(file, name)}, row {number}"
                 try:
                     task = self.task(row, f"{split}-{before + number}")
                     if task.id in known:

@@ -155,13 +155,26 @@ def test_a_name_that_stands_twice_is_refused(tmp_path, name, save, message):
             list(envs.read_rows(str(tmp_path / name), "rows"))
 
 
+@pytest.mark.parametrize("struct, message", [
+    (json.dumps, None), (str, None), (lambda struct: f"{{'x': array({struct['x']})}}", "expected JSON, got "),
+    (lambda struct: json.dumps({"y": 1}), "expected a value, got none")])
+def test_a_column_within_a_text(tmp_path, struct, message):
+    text = struct({"x": ["a", 8.0]})
+    data = write(tmp_path / "a.csv", [dict(prompt=f"q{n}", answer=text) for n in range(3)])
+    if message is None:
+        assert answers_of(make(data, answer="answer.x", check="exact"))["q1"] == ["a", "8"]
+        return
+    with pytest.raises(envs.BadInput, match=f"row 1: column answer.x: {message}"):
+        make(data, answer="answer.x", check="exact")
+
+
 def test_a_key_that_stands_twice_in_a_columns_json_leaves_the_row_out(tmp_path):
     rows = [dict(prompt=f"q{n}", answer='{"x": "a"}') for n in range(5)]
     rows += [dict(prompt='[{"role": "user", "content": "a", "content": "b"}]', answer='{"x": "a"}'),
              dict(prompt="q", answer='{"x": "a", "x": "b"}')]
     env = make(write(tmp_path / "a.jsonl", rows), answer="answer.x", check="exact")
     assert "2 that cannot be used (row 6: column prompt: " in env.about
-    assert "row 7: key 'x' stands twice" in env.about
+    assert "row 7: column answer.x: expected JSON, got " in env.about
 
 
 MESSAGES = [dict(role="system", content="Be brief."), dict(role="user", content="It's \u00e9?\n")]
@@ -289,6 +302,11 @@ def test_a_folder_of_files_is_read_as_the_files_are(tmp_path, monkeypatch):
     train, test = env.about.splitlines()
     assert "folder: 4 to train on; left out: 1 that cannot be used (train-1.csv, row 3: column ans" in train
     assert "folder, split test: 1 held out" in test
+    for part in ("one", "two"):  # of two files of one name, no row takes the place of the other's
+        (folder / part).mkdir()
+        write(folder / part / "train.csv", [dict(prompt=f"{part} {n}", answer="1") for n in range(3)])
+    env = make(folder, check="exact")
+    assert len(answers_of(env)) == 11 and "(train-1.csv, row 3" in env.about and " all 10 gold" in env.about
     (folder / "train-1.csv").write_text("prompt,answer,answer\nq3,a,b\n")
     with pytest.raises(envs.BadInput, match=r"train-1.csv: cannot be read \(column answer stands twice"):
         make(folder, check="exact")
