@@ -1075,7 +1075,7 @@ def load_tokenizer(args):
         elif args.chat_template == "plain":
             tokenizer.chat_template = plain
         else:
-            tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+            tokenizer.chat_template = envs.read_text(args.chat_template)
         check_template(tokenizer, args.chat_template)
     return tokenizer
 

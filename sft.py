@@ -363,7 +363,7 @@ def encode_row(row, tokenizer, args, eos):
     tools = decoded(row.get("tools"))  # JSON schemas of functions
     if args.messages_key:
         return encode_conversation(to_messages(row[args.messages_key]), tokenizer, eos, tools)
-    prompt, response = row[args.prompt_key], row[args.response_key]
+    prompt, response = envs.parsed_prompt(row[args.prompt_key]), row[args.response_key]
     if isinstance(prompt, str):
         prompt = [dict(role="user", content=prompt)]
     if not prompt:
@@ -790,7 +790,7 @@ def make_tokenizer(args, env):
     with as_bad_input(f"--chat-template {args.chat_template}: expected model, plain, or a file with a Jinja "
                       "template"):
         if args.chat_template not in ("model", "plain"):
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = envs.read_text(args.chat_template)
         elif args.chat_template == "model" and tokenizer.chat_template:
             tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
         else:

@@ -13,7 +13,9 @@ To add one: subclass `Env` in a file of its own and name it in `ENVS`, or pass `
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import codecs
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -163,7 +165,7 @@ class Env:
     # Words of all prompts and solutions, for a tokenizer with a token per word, which sft.py makes where a
     # model is made too (None: one of bytes).
     vocabulary: list[str] | None = None
-    about = ""  # a line for the start of a run, such as how many rows were read
+    about = ""  # lines for the start of a run, such as how many rows were read
     identity = ""  # text of files that options name, such as a prompt; another text is another run
 
     def __init__(self, config):
@@ -428,9 +430,9 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
     """
     path, number = Path(name), 0
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             rows = _parquet_rows(path, columns, optional)
-        elif path.suffix in (".json", ".jsonl"):
+        elif path.suffix.lower() in (".json", ".jsonl"):
             rows = _json_rows(path)
         elif not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?", name) or path.is_file():
             raise ValueError("expected a .jsonl, .json or .parquet file, or a hub id, owner/name")
@@ -447,7 +449,7 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
             if not isinstance(row, bytes):
                 yield number, row
             elif not row.isspace():
-                yield number, json.loads(row)
+                yield number, from_json(row)
     except Exception as error:  # the readers raise what they like: connection, permission, format
         row = f" at row {number}" if number else ""
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -456,9 +458,68 @@ def read_rows(name: str, where: str, split: str = "train", columns: typing.Colle
 
 def _json_rows(path):
     with path.open("rb") as file:
-        start = file.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n") if path.suffix == ".json" else b""
+        start = file.read(2**16)
+        check_utf8(start)
         file.seek(0)
-        yield from json.load(file) if start.startswith(b"[") else file
+        first = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n")[0].rstrip()
+        is_json = path.suffix.lower() == ".json"
+        if is_json and first == b"{":
+            raise ValueError("expected a list of rows, or a row on each line, got an object of several lines")
+        yield from from_json(file.read()) if is_json and first.startswith(b"[") else file
+
+
+def from_json(text: str | bytes):
+    """json.loads; ValueError where an object has a key twice."""
+    return json.loads(text, object_pairs_hook=_with_keys_once)
+
+
+def _with_keys_once(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} stands twice in {dict(pairs[:names.index(twice) + 1])!r:.100}")
+    return found
+
+
+def parsed(text: str):
+    """The value that a text holds as JSON, or as Python prints it. ValueError: none"""
+    try:
+        return from_json(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise ValueError(first_line(error)) from error
+
+
+def parsed_prompt(value):
+    """Messages, where a prompt is a text that holds them: as JSON, or as pandas writes lists into CSV files.
+    Else what is given. ValueError: it begins as messages do, but cannot be read"""
+    if not isinstance(value, str) or not _SEEMS_MESSAGES.match(value):
+        return value
+    try:
+        found = parsed(value)
+    except ValueError as error:
+        raise ValueError(f"expected a text, or messages as JSON ({error})") from error
+    return found if isinstance(found, list) else [found]
+
+
+_SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
+
+
+def check_utf8(start: bytes) -> None:
+    """ValueError where a text file begins as one in another encoding does."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:4]:
+        raise ValueError("expected UTF-8, got UTF-16 or UTF-32")
+
+
+def read_text(path: str | Path, newline: str | None = None) -> str:
+    """A text file that a person made, without its byte order mark. ValueError: it is not UTF-8"""
+    with open(path, "rb") as file:
+        check_utf8(file.read(4))
+    with open(path, encoding="utf-8-sig", newline=newline) as file:
+        return file.read()
 
 
 def _parquet_rows(path, columns, optional):
@@ -469,24 +530,50 @@ def _parquet_rows(path, columns, optional):
     number, names = 0, file.schema_arrow.names
     if missing := set(columns).difference(names):
         raise ValueError(f"no column {', '.join(missing)}; it has {', '.join(names)}")
+    check_names_once([*file.schema_arrow])
     chosen = [*columns, *(name for name in optional if name in names)] if columns else None
     for table in file.iter_batches(batch_size=64, columns=chosen):
-        types = dict(zip(table.schema.names, table.schema.types, strict=True))
-        for row in table.to_pylist():
-            yield _without_nulls({name: from_arrow(value, types[name]) for name, value in row.items()})
+        yield from arrow_rows(table)
         number += table.num_rows
     if number != file.metadata.num_rows:  # a torn page header: its page was passed over
         raise OSError(f"it should have {file.metadata.num_rows} rows")
 
 
+def check_names_once(fields: list, within: str = "") -> None:
+    """ValueError where two columns, or two fields of a struct, have one name."""
+    names = [field.name for field in fields]
+    for field in fields:
+        if names.count(field.name) > 1:
+            raise ValueError(f"column {within}{field.name} stands twice")
+        parts = [field.type.field(number) for number in range(field.type.num_fields)]
+        check_names_once(parts, f"{within}{field.name}.")
+
+
+def arrow_rows(table) -> typing.Iterator[dict]:
+    """The rows of a table or batch of Arrow's."""
+    special = {field.name: field.type for field in table.schema if _SPECIAL.search(str(field.type))}
+    for row in table.to_pylist():
+        row |= {name: from_arrow(row[name], kind) for name, kind in special.items()}
+        yield _without_nulls(row)
+
+
+_SPECIAL = re.compile(r"arrow\.json|\b(half)?float\b")
+
+
 def from_arrow(value, kind):
-    """A value of an Arrow type as Python's: where types are mixed, datasets keeps each as JSON."""
-    if value is None or "arrow.json" not in str(kind):
+    """A value of an Arrow type as Python's. Where types are mixed, datasets keeps each as JSON; and 0.1 in 32
+    bits is 0.1, not 0.10000000149011612."""
+    name = str(kind)
+    if value is None or not _SPECIAL.search(name) or name.startswith("map"):
         return value
     if isinstance(value, dict):
         return {name: from_arrow(item, kind.field(name).type) for name, item in value.items()}
     if isinstance(value, list):
         return [from_arrow(item, kind.value_type) for item in value]
+    if name in ("float", "halffloat"):
+        import numpy as np
+
+        return float(str(np.float32(value) if name == "float" else np.float16(value)))
     return json.loads(value)
 
 

@@ -43,11 +43,14 @@ class Mixture(Env):
         self.pattern = [short for short, (_, weight) in weights.items() for _ in range(weight)]
         self.multi_turn = any(env.multi_turn for env in self.envs.values())
         self.blocking = any(env.blocking for env in self.envs.values())
-        self.about = "; ".join(env.about for env in self.envs.values() if env.about)
         self.identity = "".join(env.identity for env in self.envs.values())
         words = [env.vocabulary for env in self.envs.values()]
         # A token per word is for one tokenizer that knows all of them; else one for bytes.
         self.vocabulary = list(dict.fromkeys(word for part in words for word in part)) if all(words) else None
+
+    @property
+    def about(self) -> str:
+        return "\n".join(env.about for env in self.envs.values() if env.about)
 
     def num_tasks(self, split: str) -> int:
         """train: until each environment's tasks have come once, in whole patterns; test: all there are."""

@@ -15,31 +15,47 @@ the replies to a prompt together; each is logged by its name. docs/environments.
 from __future__ import annotations
 
 import asyncio
-import csv
 import dataclasses
+import datetime
+import decimal
+import functools
 import inspect
 import json
 import math
+import os
 import re
-import warnings
 import zlib
 from pathlib import Path
 from typing import Literal
 
 import envs
-from envs import BadInput, Env, Episode, Message, Step, Task, check_option, final_part, first_line, hint
-from envs.answers import CHECKS, Check, gold_of
+from envs import (
+    BadInput,
+    Env,
+    Episode,
+    Message,
+    Step,
+    Task,
+    census,
+    check_option,
+    csv_files,
+    final_part,
+    first_line,
+    hint,
+)
+from envs.answers import CHECKS, gold_of
 from envs.code import sandbox
 
-FILES = (".jsonl", ".json", ".parquet", ".csv")
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 TEST_SHARE = 10  # where no test rows are given, one prompt in so many is held out
+MOST_ZEROS = 20  # that a number is written with: 1e300 stays what it is
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     data: str = ""
-    """file (.jsonl, .json, .parquet, .csv), folder of such files, or hub id: the rows to train on"""
+    """file (.jsonl, .json, .parquet, .csv, .tsv), folder of such, or hub id: the rows to train on"""
     split: str = "train"
     """of a folder or hub id: the split to train on"""
     test: str = ""
@@ -69,88 +85,185 @@ class Config:
 # Reading rows
 
 
-def rows_of(name: str, split: str) -> tuple[dict[str, list], str]:
-    """Rows of a file, folder or hub id. -> {split: [(number, row)]}, the split to train on"""
+def rows_of(name: str, split: str) -> tuple[dict[str, list], str, str]:
+    """Rows of a file, folder or hub id.
+
+    -> {split: [(file, [(number, row)])]}, the split to train on, and a remark for the start of a run
+    """
     where = f"environment rows: data {name}"
     path = Path(name)
-    if path.suffix == ".csv":
-        return {split: _csv_rows(path, where)}, split
-    if path.suffix in FILES:
-        return {split: [*envs.read_rows(name, where)]}, split
+    if path.suffix.lower() in FILES and not path.is_dir():
+        rows, remark = rows_of_file(name, where)
+        return {split: [(name, rows)]}, split, remark
     import datasets  # slow to import
 
-    try:
+    remark = ""
+    with envs.as_bad_input(f"{where}: cannot be read"):  # the library raises what it likes
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             data = datasets.load_from_disk(name)
-        elif path.is_dir() or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?", name):
+        elif path.is_dir() and (files := files_of_folder(name)):
+            read = {part: [(file, *rows_of_file(file, f"environment rows: data {file}")) for file in some]
+                    for part, some in files.items()}
+            data = {part: [(file, rows) for file, rows, _ in some] for part, some in read.items()}
+            remark = next((said for some in read.values() for *_, said in some if said), "")
+        elif path.is_dir() or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?", name) and not path.is_file():
             repository, _, config = name.partition(":") if not path.is_dir() else (name, "", "")
             data = datasets.load_dataset(repository, config or None)
         else:
             raise ValueError(f"expected a file ({', '.join(FILES)}), a folder or a hub id, owner/name")
-    except Exception as error:  # the library raises what it likes
-        raise BadInput(f"{where}: cannot be read ({type(error).__name__}: {first_line(error)})") from error
-    if isinstance(data, datasets.Dataset):
-        data = {split: data}
-    if split not in data:
-        raise BadInput(f"{where}: no split {split!r}{hint(split, data)}; it has {', '.join(data)}")
-    found = {}
-    for part, rows in data.items():
-        found[part] = [*enumerate(({k: envs.without_nulls(v) for k, v in row.items()} for row in rows), 1)]
-    return found, split
+        if isinstance(data, datasets.Dataset):
+            data = {split: data}
+        if split not in data:
+            raise BadInput(f"{where}: no split {split!r}{hint(split, data)}; it has {', '.join(data)}")
+        for part, rows in data.items():
+            if isinstance(rows, datasets.Dataset):
+                tables = rows.with_format("arrow").iter(64)
+                rows = [row for table in tables for row in envs.arrow_rows(table)]
+                data[part] = [(name, [*enumerate(rows, 1)])]
+    return dict(data), split, remark
 
 
-def _csv_rows(path, where):
-    """All values are texts: "007" stays what it is."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [*enumerate(csv.DictReader(file, restkey="", strict=True), 1)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise BadInput(f"{where}: cannot be read ({type(error).__name__}: {first_line(error)})") from error
-    for number, row in rows:
-        if "" in row or None in row.values():
-            names = ", ".join(filter(None, row))
-            raise BadInput(f"{where}, row {number}: expected a value for each column of {names}")
-    return rows
+def rows_of_file(name: str, where: str) -> tuple[list, str]:
+    """-> [(number, row)], and a remark for the start of a run"""
+    if Path(name).suffix.lower() not in (".csv", ".tsv"):
+        return [*envs.read_rows(name, where)], ""
+    with envs.as_bad_input(f"{where}: cannot be read"):
+        return csv_files.read(name)
+
+
+def files_of_folder(name: str) -> dict[str, list[str]]:
+    """{split: its files}, where all are of a kind that is read here. `datasets` has rules for their names,
+    but would read "007" and "2020-01-31" as a number and a time."""
+    import datasets
+
+    files = datasets.load_dataset_builder(name).config.data_files or {}
+    known = all(Path(file).suffix.lower() in FILES for some in files.values() for file in some)
+    return {str(part): [*map(str, some)] for part, some in files.items()} if known else {}
 
 
 def lookup(row: dict, name: str):
-    """The value of a column; "a.b" is b of a struct, or of a text that holds one as JSON. None: not there."""
+    """The value of a column; "a.b" is b of a struct, or of a text that holds one as JSON. None: not there.
+
+    ValueError: a text that seems to hold one, but cannot be read
+    """
     if name in row:
         return row[name]
     value = row
     for key in name.split("."):
-        if isinstance(value, str) and value.startswith("{"):
+        if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value)
-            except ValueError:
-                return None
+                value = envs.parsed(value)
+            except ValueError as error:
+                raise ValueError(f"column {name}: expected JSON, got {value!r:.80} ({error})") from error
         if not isinstance(value, dict):
             return None
         value = value.get(key)
     return value
 
 
+def parsed_tests(value, column: str):
+    """A list of tests, where a text holds one. ValueError: a text that is a value, and so tests nothing"""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = envs.parsed(value)
+    except ValueError:
+        return value  # code
+    if isinstance(found, list) and all(isinstance(test, str) for test in found):
+        return found
+    raise ValueError(f"column {column}: expected tests, or a list of them, got {value!r:.80}")
+
+
 def messages_of(value, column: str) -> list[Message]:
     """A prompt as messages, of which the last is not the assistant's. ValueError: what is wrong with it"""
     if isinstance(value, str) and value.strip():
-        return [{"role": "user", "content": value}]
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise ValueError(f"column {column}: expected a text or messages, got {value!r:.80}")
     for message in value:
         fine = isinstance(message, dict) and message.get("role") in ROLES
         if not fine or not isinstance(message.get("content", ""), str):
             raise ValueError(f"column {column}: expected messages with role and content, got {message!r:.80}")
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"column {column}: half of a character ({error.reason})") from error
     if value[-1]["role"] == "assistant":
         raise ValueError(f"column {column}: its last message is the assistant's; expected a question")
     return value
 
 
-def answers_of(value, column: str) -> list:
-    """The right answers, one of which is to be met. ValueError: there is none"""
-    answers = value if isinstance(value, list) else [value]
-    if not answers or any(not isinstance(answer, (str, int, float)) or answer == "" for answer in answers):
+def answers_of(value, column: str) -> list[str]:
+    """The right answers as texts, one of which is to be met. ValueError: there is none"""
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy's
+    answers = []
+    for answer in value if isinstance(value, list) else [value]:
+        try:
+            text = answer_text(answer)
+            text.encode()  # its error is a ValueError, as where half of a character is in it
+        except ValueError as error:
+            raise ValueError(f"column {column}: {error}") from error
+        if text.strip():
+            answers.append(text)
+    if not answers:
         raise ValueError(f"column {column}: expected an answer, got {value!r:.80}")
     return answers
+
+
+def answer_text(value) -> str:
+    """An answer as a person writes it; "" where it is missing. ValueError: a kind that has no such form
+
+    A text stays as it is. true and false; numbers in decimals, without needless zeros or the noise of binary
+    ones: 8 for 8.0, 0.3 for 0.1 + 0.2, 0.00001 for 1e-05; days as 2020-01-31, times of a day as
+    2020-01-31 10:30:00. Missing are None, NaN and what pandas writes for them.
+    """
+    if hasattr(value, "item"):  # NumPy's, of which 32 bits of 0.1 are 0.1
+        value = float(str(value)) if value.dtype.kind == "f" else value.item()
+    if value is None or value != value or value in ("nan", "NaN", "NaT", "<NA>"):
+        return ""
+    if isinstance(value, bytes):
+        value = value.decode()  # its error is a ValueError
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float, decimal.Decimal)) and math.isfinite(value):
+        return number_text(value)
+    if isinstance(value, datetime.datetime):
+        is_day = value.time() == datetime.time() and value.tzinfo is None
+        return value.date().isoformat() if is_day else value.isoformat(" ")
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    raise ValueError(f"expected a text, a number, true, false or a date, got {value!r:.80} "
+                     f"({type(value).__name__})")
+
+
+def number_text(value: int | float | decimal.Decimal) -> str:
+    text = str(value).lower().replace("e+", "e")
+    if isinstance(value, float):
+        rounded = f"{value:.15g}"  # any decimal of 15 digits comes back as it was
+        if len(rounded) < len(text) - 4:  # 0.30000000000000004
+            text = rounded
+        elif abs(value) > 2**53 and float(rounded) != value:
+            raise ValueError(f"expected a number that is exact, got {value!r}, which floats round")
+    exact = decimal.Decimal(text)
+    if abs(exact.adjusted()) <= MOST_ZEROS:
+        text = f"{exact:f}"
+    if "." in text and "e" not in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+@dataclasses.dataclass
+class Part:
+    """What became of the rows of a file, or of a split of several."""
+
+    name: str  # in the first lines of a run
+    remark: str
+    rows: dict = dataclasses.field(default_factory=dict)  # "row 7" -> the Task
+    bad: list = dataclasses.field(default_factory=list)  # ("row 7", why it cannot be used)
+    counts: dict = dataclasses.field(default_factory=dict)  # "to train on", "held out": how many
+    in_both: int = 0  # that are held out, too, and so not trained on
 
 
 class Table:
@@ -158,26 +271,36 @@ class Table:
 
     def __init__(self, config: Config, checks: bool):
         self.config, self.checks = config, checks
-        self.rows = {}  # of each split: {name: Task}
-        self.bad = []  # one line for each row that cannot be used
+        self.parts = {}  # of each split
 
-    def add(self, split: str, file: str, rows) -> None:
-        tasks = self.rows.setdefault(split, {})
-        for number, row in rows:
-            try:
-                task = self.task(row, f"{split}-{number}")
-                if task.id in tasks:
-                    raise ValueError(f"column {self.config.id}: {task.id!r} a second time")
-                tasks[task.id] = task
-            except ValueError as error:
-                self.bad.append(f"{file}, row {number}: {error}")
+    def add(self, split: str, name: str, files: list, remark: str) -> None:
+        """BadInput where less than half of the rows can be used. files: [(file, [(number, row)])]"""
+        part = self.parts[split] = Part(name, remark)
+        known, before = set(), 0  # names of tasks; rows of the files before
+        for file, rows in files:
+            for number, row in rows:
+                place = f"row {number}" if len(files) == 1 else f"{os.path.relpath(file, name)}, row {number}"
+                try:
+                    task = self.task(row, f"{split}-{before + number}")
+                    if task.id in known:
+                        raise ValueError(f"column {self.config.id}: {task.id!r} a second time")
+                    known.add(task.id)
+                    part.rows[place] = task
+                except ValueError as error:
+                    part.bad.append((place, census.printable(str(error))))
+            before += rows[-1][0] if rows else 0
+        if part.bad and len(part.bad) >= len(part.rows):
+            place, reason = part.bad[0]
+            raise BadInput(f"environment rows: {name}, {place}: {reason} ({len(part.bad)} such rows)")
+        if not part.rows:
+            raise BadInput(f"environment rows: {name}: no rows")
 
     def settle(self) -> None:
         """What answers mean where only all rows together tell it."""
         if self.checks:
             try:
-                CHECKS[self.config.check].settle([task.data for tasks in self.rows.values()
-                                                  for task in tasks.values()])
+                CHECKS[self.config.check].settle([task.data for part in self.parts.values()
+                                                  for task in part.rows.values()])
             except ValueError as error:
                 raise BadInput(f"environment rows: data {self.config.data}: column {self.config.answer}: "
                                f"{error}") from error
@@ -190,17 +313,26 @@ class Table:
 
         def column(name):
             value = lookup(row, name)
+            if value is None and name.partition(".")[0] in row:
+                raise ValueError(f"column {name}: expected a value, got none")
             if value is None:
                 raise ValueError(f"no column {name}{hint(name, row)}; it has {', '.join(map(str, row))}")
             return value
 
-        messages = messages_of(column(config.prompt), config.prompt)
-        data = {"text": isinstance(column(config.prompt), str), "row": row,
-                "question": messages[-1].get("content", "")}
+        prompt = column(config.prompt)
+        try:
+            prompt = envs.parsed_prompt(prompt)
+        except ValueError as error:
+            raise ValueError(f"column {config.prompt}: {error}, got {prompt!r:.80}") from error
+        messages = messages_of(prompt, config.prompt)
+        data = {"text": isinstance(prompt, str), "row": row, "question": messages[-1].get("content", "")}
         if config.system:
             messages = [{"role": "system", "content": config.system}, *messages]
         if self.checks:
-            data["answers"] = answers_of(column(config.answer), config.answer)
+            answer = column(config.answer)
+            if config.check == "python":
+                answer = parsed_tests(answer, config.answer)
+            data["answers"] = answers_of(answer, config.answer)
             CHECKS[config.check].check_answers(data["answers"], row)
         if config.check == "python":
             data |= dict(entry_point=str(row.get("entry_point") or ""), timeout=config.timeout)
@@ -210,6 +342,33 @@ class Table:
         if config.source:
             source = re.sub(r"[^\w./-]", "_", str(column(config.source))) or "rows"
         return Task(name, source, messages, data)
+
+
+def split_tasks(table: Table, config: Config) -> dict[str, list[Task]]:
+    """{split: tasks}. Rows with one prompt are on the same side: what is held out is not trained on."""
+    train = table.parts["train"]
+    key = {place: json.dumps(task.messages, default=str) for place, task in train.rows.items()}
+    if "test" in table.parts:
+        held_out = [*table.parts["test"].rows.values()]
+        keys = {json.dumps(task.messages, default=str) for task in held_out}
+        tasks = {"train": [task for place, task in train.rows.items() if key[place] not in keys],
+                 "test": held_out}
+        train.counts = {"to train on": len(tasks["train"])}
+        train.in_both = len(train.rows) - len(tasks["train"])
+        table.parts["test"].counts = {"held out": len(held_out)}
+        return tasks
+    first = {}  # prompt -> the first row with it
+    for place, task in train.rows.items():
+        first.setdefault(key[place], task.id)
+    key_of = {name: prompt for prompt, name in first.items()}
+    side = envs.hold_out([*key_of], lambda name: zlib.crc32(key_of[name].encode()) % TEST_SHARE == 0,
+                         f"environment rows: {config.data}: row")
+    held_out = set(side["test"])
+    tasks = {part: [] for part in side}
+    for place, task in train.rows.items():
+        tasks["test" if first[key[place]] in held_out else "train"].append(task)
+    train.counts = {"to train on": len(tasks["train"]), "held out": len(tasks["test"])}
+    return tasks
 
 
 # The environment
@@ -222,8 +381,9 @@ class Rows(Env):
     scores_itself = False  # a kind of Env in which neither a check nor reward functions are needed
 
     def __init__(self, config: Config):
-        if config.system and Path(config.system).suffix and Path(config.system).is_file():
-            config = dataclasses.replace(config, system=Path(config.system).read_text(encoding="utf-8"))
+        if Path(config.system).suffix and os.path.isfile(config.system):  # a text may be too long for Path's
+            with envs.as_bad_input(f"environment rows: option system={config.system}: cannot be read"):
+                config = dataclasses.replace(config, system=envs.read_text(config.system))
         super().__init__(config)
         check_option("rows", config, config.data, "data", f"a file ({', '.join(FILES)}), folder or hub id")
         check_option("rows", config, config.check or config.rewards or self.scores_itself, "check",
@@ -236,50 +396,33 @@ class Rows(Env):
         if config.check == "python":
             sandbox.check()
         self.blocking = config.check in ("math", "python")
-        self.tasks = self._read(config)
+        table = self._read(config)
+        self.tasks = split_tasks(table, config)
+        if not self.tasks["train"]:
+            raise BadInput(f"environment rows: data {config.data}: no rows to train on, as all are held out")
+        self.parts = [*table.parts.values()]
 
-    def _read(self, config):
+    @functools.cached_property
+    def about(self) -> str:
+        """A line for each file: what is read, left out, and whether the check knows its own answers."""
+        return "\n".join(census.look(self, part)[0] for part in self.parts)
+
+    def _read(self, config) -> Table:
         table = Table(config, self.check is not None)
-        splits, split = rows_of(config.data, config.split)
-        table.add("train", config.data, splits[split])
+        splits, split, remark = rows_of(config.data, config.split)
+        table.add("train", config.data, splits[split], remark)
         if config.test and config.test not in splits:
-            if Path(config.test).suffix not in FILES:
+            if Path(config.test).suffix.lower() not in FILES:
                 known = ", ".join(part for part in splits if part != split) or "none besides"
                 raise BadInput(f"environment rows: option test: expected a file ({', '.join(FILES)}) or a "
                                f"split of {config.data} ({known}), got {config.test!r}")
-            table.add("test", config.test, rows_of(config.test, "test")[0]["test"])
+            found, _, remark = rows_of(config.test, "test")
+            table.add("test", config.test, found["test"], remark)
         elif config.test or "test" in splits and split != "test":
-            table.add("test", config.data, splits[config.test or "test"])
+            held_out = config.test or "test"
+            table.add("test", f"{config.data}, split {held_out}", splits[held_out], remark)
         table.settle()
-        train = table.rows["train"]
-        key = {name: json.dumps(task.messages, default=str) for name, task in train.items()}
-        if "test" in table.rows:
-            held_out = {json.dumps(task.messages, default=str) for task in table.rows["test"].values()}
-            tasks = {"train": [task for name, task in train.items() if key[name] not in held_out],
-                     "test": [*table.rows["test"].values()]}
-            in_both = len(train) - len(tasks["train"])
-        else:
-            # By the prompt, so that rows with the same one are on the same side.
-            first = {}  # prompt -> the first row with it
-            for name in train:
-                first.setdefault(key[name], name)
-            side = envs.hold_out([*first.values()],
-                                 lambda name: zlib.crc32(key[name].encode()) % TEST_SHARE == 0,
-                                 f"environment rows: {config.data}: row")
-            tasks = {part: [] for part in side}
-            held_out = set(side["test"])
-            for name, task in train.items():
-                tasks["test" if first[key[name]] in held_out else "train"].append(task)
-            in_both = 0
-        self.about = (f"rows: {len(tasks['train'])} to train on, {len(tasks['test'])} held out; left out: "
-                      f"{len(table.bad)} that cannot be used, {in_both} that are held out too")
-        if table.bad and not (tasks["train"] and 2 * len(table.bad) < len(splits[split])):
-            raise BadInput(f"environment rows: {table.bad[0]} ({len(table.bad)} such rows)")
-        if not tasks["train"]:
-            raise BadInput(f"environment rows: data {config.data}: no rows to train on")
-        for line in table.bad[:5]:
-            warnings.warn(f"environment rows: left out: {line}", stacklevel=2)
-        return tasks
+        return table
 
     def num_tasks(self, split: str) -> int:
         self.check_split(split)
@@ -291,7 +434,7 @@ class Rows(Env):
         return self.tasks[split][index]
 
     def start(self, task: Task, seed: int) -> Episode:
-        return Attempt(task, self.check, self.config)
+        return Attempt(self, task)
 
     def score_group(self, task: Task, conversations: list[list[Message]], steps: list[Step]) -> list[Step]:
         """The steps with the rewards of the functions, called once for all replies to a task."""
@@ -338,17 +481,24 @@ class Rows(Env):
             raise BadInput(f"{where}: expected {count} numbers, or None, got {rewards!r:.80}")
         return [None if reward is None else float(reward) for reward in rewards]
 
+    def judge(self, task: Task, reply: str) -> tuple[str | None, bool]:
+        """What is read out of a reply, and whether that is right."""
+        found = self.check.marked(final_part(reply), self.config.extract, task.data)
+        return found, found is not None and self.check.right(found, task.data)
+
+    def gold(self, task: Task) -> list[str]:
+        """The right answers in their plainest form: an option's letter, what follows ####."""
+        return [gold_of(answer) for answer in task.data["answers"]]
+
     def solution(self, task: Task) -> str | None:
         """The answer, marked as `extract` has it; None where that is no reply, as with tests."""
         if not self.check or self.config.check in ("regex", "python"):
             return None
         answer = task.data["answers"][0]
-        if self.config.check == "choice":
-            answer = self.check.letter(answer)
+        if self.config.extract == "auto" and "####" in answer:
+            return answer  # GSM8K's worked solution
         marks = {"boxed": "\\boxed{%s}", "answer_tag": "<answer>%s</answer>", "auto": "\\boxed{%s}"}
-        if self.config.extract == "auto" and "####" in str(answer):
-            return str(answer)  # GSM8K's worked solution
-        return marks.get(self.config.extract, "%s").replace("%s", gold_of(answer))
+        return marks.get(self.config.extract, "%s").replace("%s", self.gold(task)[0])
 
 
 async def awaited(value):
@@ -356,16 +506,14 @@ async def awaited(value):
 
 
 class Attempt(Episode):
-    def __init__(self, task: Task, check: Check | None, config: Config):
-        self.task, self.check, self.config = task, check, config
+    def __init__(self, env: Rows, task: Task):
+        self.env, self.task = env, task
 
     def step(self, reply: str) -> Step:
         info = {"correct": 0.0}
-        if self.check:
-            found = self.check.marked(final_part(reply), self.config.extract, self.task.data)
-            info["format"] = float(found is not None)
-            if found is not None:
-                info["correct"] = float(self.check.right(found, self.task.data))
+        if self.env.check:
+            found, right = self.env.judge(self.task, reply)
+            info |= {"correct": float(right), "format": float(found is not None)}
         return Step([], info["correct"], True, False, info)
 
 

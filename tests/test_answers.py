@@ -30,6 +30,10 @@ LONG = ["", " \n\t", "\x00\x1b[2J\ud800", "\\boxed{" * 3000, "<answer>" * 2500, 
         "a" * 40 + "b", "\\boxed{" + "-" * 50_000 + "}", "<<" * 20_000, "#### a " * 20_000]
 
 
+ADD = "def add(a, b):\n    return a + b"
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+
+
 def given(answer, row=None, question="") -> dict:
     """What a check is told of a row."""
     row = row or {}
@@ -248,11 +252,10 @@ def test_tests_that_would_judge_nothing_are_refused(tests, row, message):
 
 def test_the_code_that_is_judged():
     data = given("assert add(1, 2) == 3")
-    add = "def add(a, b):\n    return a + b"
-    for reply in (f"```python\n{add}\n```\n```python\nprint(add(1, 2))\n```", f"~~~\n{add}\n~~~\n~~~\n3\n~~~",
-                  f"````md\n{add}\n````", f"```\nadd = 1\n```\n```\n{add}\n```", add,
-                  f"[PYTHON]\n{add}\n[/PYTHON]", f"<answer>```\n{add}\n```</answer>"):
-        assert CHECKS["python"].marked(reply, "auto", data) == add, reply
+    for reply in (f"```python\n{ADD}\n```\n```python\nprint(add(1, 2))\n```", f"~~~\n{ADD}\n~~~\n~~~\n3\n~~~",
+                  f"````md\n{ADD}\n````", f"```\nadd = 1\n```\n```\n{ADD}\n```", ADD,
+                  f"[PYTHON]\n{ADD}\n[/PYTHON]", f"<answer>```\n{ADD}\n```</answer>"):
+        assert CHECKS["python"].marked(reply, "auto", data) == ADD, reply
     assert programs.code_of("", data) is None and programs.code_of("```\n\n```", data) is None
 
 
@@ -283,9 +286,8 @@ def test_verdicts_are_those_of_humaneval():
 @pytest.mark.slow
 def test_code_is_run_in_the_sandbox(judge):
     needs_sandbox()
-    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
-    assert judge("python", tests, "def add(a, b):\n    return a + b")
-    assert not judge("python", tests, "def add(a, b):\n    while True: pass", timeout=3)
+    assert judge("python", TESTS, ADD)
+    assert not judge("python", TESTS, "def add(a, b):\n    while True: pass", timeout=3)
 
 
 # Mathematics

@@ -61,7 +61,7 @@ def test_a_csv_keeps_texts_as_they_are(tmp_path):
     assert episode.step("007").reward == 1 and episode.step("7").reward == 0
     (tmp_path / "short.csv").write_text("prompt,answer\na,b\nc\n")
     with pytest.raises(envs.BadInput,
-                       match=r"short.csv, row 2: expected a value for each column of prompt, ans"):
+                       match=r"short.csv: cannot be read .row 2: expected a value for each column of prompt"):
         make(tmp_path / "short.csv", check="exact")
 
 
@@ -96,7 +96,8 @@ def test_no_held_out_question_is_trained_on(tmp_path):
     asked = {split: {env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))}
              for split in env.splits}
     assert not asked["train"] & asked["test"] and (len(asked["train"]), len(asked["test"])) == (15, 5)
-    assert "15 to train on, 5 held out" in env.about and "8 that are held out too" in env.about
+    assert "train.jsonl: 15 to train on; left out: 8 that are held out too;" in env.about
+    assert "test.csv: 5 held out;" in env.about
     # Without a test file, equal questions are on the same side.
     env = make(write(tmp_path / "twice.jsonl", sums(30) + sums(30)), prompt="question", check="number")
     asked = {split: [env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))]
@@ -233,7 +234,7 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
     (dict(answer="reward.truth"), "row 1: no column reward.truth"),
     (dict(data="no.jsonl"), r"data no.jsonl: cannot be read \(FileNotFoundError"),
     (dict(data="data.txt"),
-     r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv\)"),
+     r"data data.txt: cannot be read .*expected a file \(.jsonl, .json, .parquet, .csv, "),
     (dict(rewards="my.py:f", weights="1,2"), "option weights: expected 1 numbers with commas"),
     (dict(rewards="my.py:f"), "option rewards my.py:f: expected path/to/file.py:name"),
     (dict(timeout="0"), "option timeout: expected more than 0"),
@@ -252,14 +253,14 @@ def test_bad_rows_are_named_and_left_out(tmp_path):
            dict(question=[dict(role="robot", content="x")], answer="1"), dict(question="list", answer=[]),
            dict(question=[dict(role="user", content="x"), dict(role="assistant", content="y")], answer="1")]
     data = write(tmp_path / "train.jsonl", sums(20) + bad)
-    with pytest.warns(UserWarning, match="left out: .*row 21: no column answer; it has question"):
-        env = make(data, prompt="question", check="number")
-    assert "20 " not in env.about.split(" to train on")[0] and "9 that cannot be used" in env.about
+    env = make(data, prompt="question", check="number")
+    assert env.num_tasks("train") + env.num_tasks("test") == 20
+    assert "left out: 9 that cannot be used (row 21: no column answer; it has question; " in env.about
     with pytest.raises(envs.BadInput, match=r"row 3: no column answer; it has question \(9 such rows\)"):
         make(write(tmp_path / "most.jsonl", sums(2) + bad), prompt="question", check="number")
     twice = [dict(row, name=n % 30) for n, row in enumerate(sums(40))]
-    with pytest.warns(UserWarning, match="row 31: column name: '0' a second time"):
-        make(write(tmp_path / "twice.jsonl", twice), prompt="question", check="number", id="name")
+    env = make(write(tmp_path / "twice.jsonl", twice), prompt="question", check="number", id="name")
+    assert "10 that cannot be used (10 like row 31: column name: '0' a second time)" in env.about
 
 
 def test_a_row_of_its_own_kind_of_source(tmp_path):

@@ -581,7 +581,7 @@ def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path, 
 
 
 @pytest.mark.parametrize("script", (grpo_llm, sft))
-@pytest.mark.parametrize("template", ("model", "plain"))
+@pytest.mark.parametrize("template", ("model", "plain", "file"))
 def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(script, template, tmp_path):
     model, length = shutil.copytree(TINY, tmp_path / "model"), "steps" if script is sft else "iterations"
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -590,7 +590,11 @@ def test_of_several_templates_the_default_is_taken_and_plain_begins_with_bos(scr
     tokenizer.save_pretrained(model)
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tools.jinja").write_text("none")
-    folder = train(script, tmp_path / "run", model=str(model), chat_template=template, eval_every=0,
+    given = template
+    if template == "file":  # with a byte order mark, which is no text
+        given = str(tmp_path / "template.jinja")
+        Path(given).write_text("\ufeff" + tokenizer.get_chat_template())
+    folder = train(script, tmp_path / "run", model=str(model), chat_template=given, eval_every=0,
                    eval_tasks=1, **{length: 2})
     saved = AutoTokenizer.from_pretrained(folder / "checkpoints" / "step_000002")
     text = saved.apply_chat_template([dict(role="user", content="6 18")], tokenize=False)

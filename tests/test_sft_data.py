@@ -109,6 +109,7 @@ GOOD = [  # a line of JSONL, the texts of its messages, its response
     (b'\xef\xbb\xbf {"prompt": "a", "response": "\xe2\x80\xa8 b", "more": [NaN, 1e999, 9999999999999999999]}',
      ["a"], "\u2028 b"),
     (pair([system("be brief"), user("hi")], "yo"), ["be brief", "hi"], "yo"),
+    (pair(json.dumps([system("be brief"), user("hi")]), "yo"), ["be brief", "hi"], "yo"),
     (pair([user(None), user(blocks("one", "two"))], blocks("four", "five")), ["", "one\ntwo"], "four\nfive"),
     (pair([user([])], "0"), [""], "0"),
 ]
@@ -162,7 +163,7 @@ def test_rows_of_every_form_are_learned_or_dropped_as_they_should_be(tmp_path):
 
 
 BROKEN = {  # a file, its rows, what the message says behind its name
-    "rows.JSONL": (pairs(3), r": cannot be read .*expected a \.jsonl, \.json or \.parquet file"),
+    "rows.txt": (pairs(3), r": cannot be read .*expected a \.jsonl, \.json or \.parquet file"),
     "column.parquet": ([{"prompt": "a"}] * 4, ".*no column response; it has prompt"),
     "type.parquet": ([pair("a", 0.5)] * 4, ", row 1: .*0.5"),
     "half.parquet": (pairs(60), ": cannot be read .*footer"),

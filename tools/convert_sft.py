@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput, first_line, from_arrow, without_nulls
+from envs import BadInput, check_names_once, first_line, from_arrow, from_json, without_nulls
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -175,7 +175,7 @@ def held_out(groups: list[str], ratio: float, seed: int) -> set[str]:
 
 def parse(text: str | bytes, expected: str):
     try:
-        return json.loads(text)
+        return from_json(text)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{expected} ({first_line(error)})") from error
 
@@ -193,6 +193,7 @@ def jsonl_rows(path: Path) -> Iterator:
 def parquet_rows(path: Path) -> Iterator:
     with open(path, "rb") as handle:
         file = pq.ParquetFile(handle)
+        check_names_once([*file.schema_arrow])
         columns = [name for name in COLUMNS if name in file.schema_arrow.names]
         yield from arrow_rows(file.iter_batches(batch_size=16, columns=columns))
 

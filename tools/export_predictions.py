@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput, final_part
+from envs import BadInput, final_part, from_json
 from envs.code.swe import BadPatch, find_patch, parse_patch, write_patch
 from tools.command_line import Parser, at_least, one_line
 
@@ -69,7 +69,7 @@ def rows(path: Path, name: str) -> Iterator[tuple[str, object]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield f"{name}: line {number}", json.loads(line)
+                    yield f"{name}: line {number}", from_json(line)
                 except (ValueError, RecursionError) as error:
                     what = one_line(error)[:100]
                     raise BadInput(f"{name}: line {number}: expected JSON ({what})") from error

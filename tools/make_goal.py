@@ -135,7 +135,7 @@ def record(args: argparse.Namespace) -> dict:
     script = args.actions
     if args.actions_file:
         try:
-            script = args.actions_file.read_text(encoding="utf-8")
+            script = envs.read_text(args.actions_file)
         except (OSError, ValueError) as error:
             raise envs.BadInput(f"{args.actions_file}: cannot be read ({error})") from error
     if args.env_id not in RECORDERS:

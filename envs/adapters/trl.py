@@ -101,7 +101,7 @@ class Play(Episode):
         return {"role": "tool", "name": str(name), "content": content}
 
     def verdict(self, reply: str, truncated: bool) -> Step:
-        step = rows.Attempt(self.task, self.env.check, self.env.config).step(reply)
+        step = rows.Attempt(self.env, self.task).step(reply)
         info = step.info | {"failed_calls": self.failed}
         if self.env.has_reward:
             reward = awaited(self.made.get_reward())

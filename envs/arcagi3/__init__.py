@@ -35,7 +35,19 @@ from typing import Literal
 import numpy as np
 from dotenv import load_dotenv
 
-from envs import BadInput, Env, Episode, Message, Step, Task, check_option, final_part, hold_out, play
+from envs import (
+    BadInput,
+    Env,
+    Episode,
+    Message,
+    Step,
+    Task,
+    check_option,
+    final_part,
+    hold_out,
+    play,
+    read_text,
+)
 from envs.arcagi3 import games
 
 DEFAULT_ROOT = "https://three.arcprize.org"
@@ -977,7 +989,7 @@ def load_session(name: str) -> dict:
     if path is None:
         raise BadInput(f"{where}: no such file")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         try:
             session = json.loads(text)
         except ValueError:

@@ -45,8 +45,10 @@ from envs import (
     as_bad_input,
     final_part,
     first_line,
+    from_json,
     hold_out,
     read_rows,
+    read_text,
 )
 from envs.code import sandbox, trees
 from envs.code.executor import HttpExecutor
@@ -237,7 +239,7 @@ class Repl(Env):
             self.executor.check()
         if config.system:
             with as_bad_input(f"environment repl: option system={config.system}: expected a file of text"):
-                self.identity = Path(config.system).read_text(encoding="utf-8")
+                self.identity = read_text(config.system)
         if config.scenarios == "tiny" and not config.cache_dir:
             self._ids = None
             return
@@ -805,7 +807,7 @@ def load_rows(folder: Path, config: Config) -> dict[str, dict]:
         if added is not None and not index.exists():  # the rows say all, so what is cached will do
             known = {name: {} for name in added if (folder / name).is_dir()}
         else:
-            known = json.loads(index.read_text(encoding="utf-8"))
+            known = from_json(read_text(index))
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{index}: expected a JSON object of instance_id -> row "
                        f"({first_line(error)})") from error
@@ -883,7 +885,7 @@ def held_out_of(folder: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        source = path.read_text(encoding="utf-8")
+        source = read_text(path)
         names = test_names(source)
     except (OSError, ValueError, SyntaxError) as error:
         raise BadInput(f"{path}: expected a module of tests ({first_line(error)})") from error
