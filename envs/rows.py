@@ -298,12 +298,14 @@ class Table:
     def settle(self) -> None:
         """What answers mean where only all rows together tell it."""
         if self.checks:
+            data = [task.data for part in self.parts.values() for task in part.rows.values()]
             try:
-                CHECKS[self.config.check].settle([task.data for part in self.parts.values()
-                                                  for task in part.rows.values()])
+                remark = CHECKS[self.config.check].settle(data)
             except ValueError as error:
                 raise BadInput(f"environment rows: data {self.config.data}: column {self.config.answer}: "
                                f"{error}") from error
+            for part in self.parts.values():
+                part.remark = "; ".join(filter(None, [part.remark, remark]))
 
     def task(self, row, name: str) -> Task:
         """ValueError: why a row cannot be used."""

@@ -203,6 +203,9 @@ ARC = dict(choices=dict(text=["Rome", "Paris", "Bonn"], label=["1", "2", "3"]))
     ([("B", LETTERED, dict(options=[dict(label="A", text="Rome"), dict(key="B", text="Bonn")]))], "B", "A")])
 def test_an_option_is_known_by_its_label(rows, right, wrong):
     data = settled(rows)[0]
+    numbered = any(str(answer).isdigit() for answer, _, _ in rows)
+    assert bool(CHECKS["choice"].settle([given(answer, dict(row, question=question))
+                                         for answer, question, row in rows])) == numbered
     for label in right.split():
         for reply in (label, f"The answer is {label}.", f"\\boxed{{{label}}}", f"<answer>({label})</answer>"):
             assert verdict("choice", data, reply), reply

@@ -116,9 +116,10 @@ class Check:
     def check_answers(self, answers: list, row: dict) -> None:
         """ValueError where an answer cannot be compared with anything."""
 
-    def settle(self, rows: list[dict]) -> None:
+    def settle(self, rows: list[dict]) -> str:
         """Make the answers of all rows (their "answers") what replies are compared with, where only all rows
-        together tell what they mean. ValueError: they do not"""
+        together tell what they mean.  -> what a run says about that. ValueError: they do not tell it"""
+        return ""
 
     def marked(self, text: str, how: str, data: dict | None = None) -> str | None:
         """What in a reply is its answer; None: nothing is."""
@@ -176,7 +177,7 @@ class Choice(Check):
     def settle(self, rows):
         for row in rows:
             row["answers"] = [self.label(answer) for answer in row["answers"]]
-        choices.settle(rows)
+        return choices.settle(rows)
 
     def marked(self, text, how, data=None):
         found = extracted(text, how)

@@ -53,22 +53,27 @@ def is_option(found: str, letter: str, labels: list[str]) -> bool:
     return found == letter or 0 <= place < len(labels) and found == labels[place]
 
 
-def settle(rows: list[dict]) -> None:
-    """Make the answers of all rows of a file letters, and name the "labels" of options that are numbered.
+def settle(rows: list[dict]) -> str:
+    """Make the answers of all rows letters, and name the "labels" of options that are numbered.  -> how they
+    were read, where they are numbers
 
     An answer is a label of the row's options, in all rows; else a letter; else a number that counts from 0 or
     from 1. ValueError: which of these it is cannot be told
     """
+    remark = ""
     found = [row["answers"] for row in rows]
     options = [options_of(row) for row in rows]
     pairs = [*zip(found, options, strict=True)]
     are_numbers = {label.isdigit() for labels in found for label in labels}
     if all(set(labels) <= set(known) for labels, known in pairs):
         places = [[known.index(label) for label in labels] for labels, known in pairs]
+        if True in are_numbers:
+            remark = "answers that are numbers are labels of options"
     elif are_numbers == {False}:
         places = [[ord(label) - ord("A") for label in labels] for labels in found]
     elif are_numbers == {True}:
         first = counts_from(pairs)
+        remark = f"answers are numbers of options from {first}"
         places = [[int(label) - first for label in labels] for labels in found]
     else:
         raise ValueError("answers are letters in some rows and numbers in others; expected one kind, or each "
@@ -76,6 +81,7 @@ def settle(rows: list[dict]) -> None:
     for row, known, at in zip(rows, options, places, strict=True):
         row["answers"] = [chr(ord("A") + place) for place in at]
         row["labels"] = known if known and all(label.isdigit() for label in known) else []
+    return remark
 
 
 def counts_from(pairs: list[tuple[list[str], list[str]]]) -> int:
