@@ -19,7 +19,6 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 """
 
 import atexit
-import collections
 import contextlib
 import dataclasses
 import difflib
@@ -823,7 +822,8 @@ def add_lora(model, args, checkpoint=""):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
-        adapted = {id(layer.get_base_layer()) for layer in lora_layers(model)}
+        layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+        adapted = {id(layer.get_base_layer()) for layer in layers}
         if is_tied and adapted & {id(embedding), id(head)}:
             raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
@@ -852,32 +852,6 @@ def check_packing(model, args):
     change = (hidden[0] - hidden[1]).norm(dim=-1).max()
     if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
-
-
-def lora_layers(model):
-    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-
-
-def lora_share(model):
-    """A line: the share of the frozen weights that have an adapter, and where most of the others are."""
-    adapted = set()
-    for layer in lora_layers(model):
-        named = getattr(layer, "parameter_name", "weight")  # target_parameters: one parameter of a module
-        adapted.add(id(getattr(layer.get_base_layer(), named)))
-    sizes = collections.Counter()  # of the others, by the ends of their names
-    total = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            total += parameter.numel()
-            if id(parameter) not in adapted:
-                sizes[".".join(name.split(".")[-2:])] += parameter.numel()
-    line = f"LoRA adapts {1 - sizes.total() / total:.0%} of the weights"
-    if sizes:
-        name, size = sizes.most_common(1)[0]
-        line += f"; most of the others, {size / total:.0%}, are in {name}"
-    if sizes.total() > total / 2:
-        line += ": more names in --lora-target-modules, of modules or of parameters, would adapt more"
-    return line
 
 
 def precision(args, device):
@@ -1324,7 +1298,8 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if lora:
         model = add_lora(model, args, run.checkpoint)
-        print_rank_0(lora_share(model))
+        names = model.targeted_module_names + model.targeted_parameter_names
+        print_rank_0(f"LoRA adapts {', '.join(sorted({name.rpartition('.')[2] for name in names}))}")
     elif run.checkpoint:
         model = load_weights(run.checkpoint)
     model = distribute(model, device)

@@ -220,25 +220,15 @@ def lora(model, **flags):
     return grpo_llm.add_lora(model, grpo_llm.Args(lora_rank=2, **flags))
 
 
-def test_the_share_of_the_weights_that_lora_adapts_is_said(countdown_tiny):
-    model = lora(copy.deepcopy(countdown_tiny[0]))
-    sizes = {name: p.numel() for name, p in countdown_tiny[0].named_parameters()}
-    linear = sum(size for name, size in sizes.items() if "_proj" in name)
-    line = grpo_llm.lora_share(model)
-    assert line.startswith(f"LoRA adapts {linear / sum(sizes.values()):.0%} of the weights; most of the o")
-    assert "embed_tokens.weight" in line and "would adapt more" not in line
-
-
 def test_experts_that_are_parameters_can_be_named():
     from transformers import GptOssConfig, GptOssForCausalLM
     torch.manual_seed(0)
     model = GptOssForCausalLM(GptOssConfig(
         vocab_size=20, hidden_size=8, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=4, num_local_experts=4, num_experts_per_tok=2))
-    line = grpo_llm.lora_share(lora(copy.deepcopy(model)))
-    assert "experts.gate_up_proj: more names in --lora-target-modules" in line
-    named = lora(copy.deepcopy(model), lora_target_modules="q_proj,experts.gate_up_proj,experts.down_proj")
-    assert int(grpo_llm.lora_share(named).split()[2].strip("%")) > 80
+    named = lora(model, lora_target_modules="q_proj,experts.gate_up_proj,experts.down_proj")
+    trained = sum(p.requires_grad for p in named.parameters())
+    assert trained == 2 * 3  # A and B of each
     out = named(torch.arange(6)[None]).logits.sum()
     out.backward()
     assert all(p.grad is not None for p in named.parameters() if p.requires_grad)
