@@ -1756,8 +1756,6 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
-        self.log_hashed = 0
         for path in self.dir.glob("checkpoints/*step_*"):
             number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
             if number.isdecimal() and not path.is_dir():
@@ -1771,10 +1769,6 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        digest = self.hash_log(self.state["log_bytes"])
-        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
-            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
-                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -1907,14 +1901,6 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def hash_log(self, end):
-        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
-        with open(self.log.name, "rb") as file:
-            file.seek(self.log_hashed)
-            self.log_sha256.update(file.read(end - self.log_hashed))
-        self.log_hashed = end
-        return self.log_sha256.hexdigest()
-
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -1922,9 +1908,7 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        end = self.log.tell()
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
-                                      log_sha256=self.hash_log(end))
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
