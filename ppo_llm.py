@@ -1735,7 +1735,6 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
-        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -1870,12 +1869,6 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if values["system/gpu_memory"] and self.asks_gpu:
-            try:  # the driver is asked, and no kernel is waited for
-                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
-            except Exception as error:  # no pynvml, or a GPU that does not tell
-                self.asks_gpu = False
-                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")

@@ -134,8 +134,7 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     for name, (kind, _) in METRICS[algo].items():
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
-            assert found or key in ("data/truncated", "data/dropped", "data/bad",
-                                     "system/gpu_utilization"), f"{key} is never logged"
+            assert found or key in ("data/truncated", "data/dropped", "data/bad"), f"{key} is never logged"
     evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
@@ -411,27 +410,6 @@ def test_runs_that_give_the_same_have_one_hash_and_seeds_of_an_experiment_anothe
     assert one == same and one[0] != one[1]
     assert seed[0] != one[0] and seed[1] == one[1]
     assert other[0] != one[0] and other[1] != one[1]
-
-
-def test_gpu_utilization_is_logged_where_the_driver_tells_it_and_left_out_after_one_line(
-        tmp_path, monkeypatch, capsys):
-    flags = ONE["a2c_vecenv"] | dict(iterations=2)
-    assert not [r for r in records(train(a2c, tmp_path / "cpu", **flags)) if "system/gpu_utilization" in r]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
-    folder = train(a2c, tmp_path / "gpu", **flags)
-    assert [record["system/gpu_utilization"] for record in records(folder)] == [0.4, 0.4]
-    assert validate(folder)["ok"]
-
-    def utilization():
-        raise ModuleNotFoundError("nvidia-ml-py is not here")
-
-    monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    capsys.readouterr()
-    folder = train(a2c, tmp_path / "none", **flags)
-    assert not [r for r in records(folder) if "system/gpu_utilization" in r]
-    said = capsys.readouterr().out
-    assert said.count("without system/gpu_utilization: nvidia-ml-py is not here (pip install") == 1
 
 
 @pytest.mark.slow

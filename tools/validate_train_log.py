@@ -66,8 +66,6 @@ _SYSTEM = {
                             "[GiB]"),
     "system/cpu_utilization": ("amount?", "processor time over wall time since the record before [cores]"),
     "system/gpu_memory": ("amount?", "peak memory allocated on the GPU; 0 without one [GiB]"),
-    "system/gpu_utilization": ("rate?", "share of the last moment, up to a second, in which a kernel ran; "
-                               "with a GPU and pynvml (nvidia-ml-py)"),
 }
 _ACCURACY = {
     "val/<source>/pass@1": ("rate?", "held-out correctness at --eval-temperature, mean over tasks and "
