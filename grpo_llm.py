@@ -2255,8 +2255,6 @@ if __name__ == "__main__":
     # A reply may hold what the terminal's encoding has not; a file gets each line at once.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        if any(word.startswith(("--tis-cap", "--tis_cap")) for word in sys.argv):
-            raise BadInput("--tis-cap is --correction tis --correction-bounds 0 CAP, or --correction none")
         main(parse_flags())
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")
