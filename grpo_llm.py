@@ -1240,8 +1240,8 @@ def sample(logits, row, temperature, uniform_numbers):
 def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
     """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
 
-    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies,
-    tokens) is told of those that a step has finished.
+    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
+    told of those that a step has finished.
     Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
     since that copies the cache.
@@ -1278,7 +1278,7 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
         if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
             was_done, num_done = num_done, int(done.sum())
             if count:
-                count(num_done - was_done, ask_every * (len(done) - was_done))
+                count(num_done - was_done)
         if t + 1 == max_new_tokens or num_done == len(done):
             break
         if num_done > len(done) // 8:
@@ -1356,14 +1356,6 @@ class Engine:
         self.active = active
         self.requests = []
         self.changed = asyncio.Event()
-        self.began, self.num_tokens = time.perf_counter(), 0
-
-    def count(self, replies, tokens):
-        """Move the bar by finished replies; it shows the rate of tokens too."""
-        self.num_tokens += tokens
-        rate = self.num_tokens / (time.perf_counter() - self.began)
-        self.bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-        self.bar.update(replies)
 
     def sample(self, prompt_ids, sampling):
         """Await it.  -> response_ids, logprobs"""
@@ -1416,7 +1408,7 @@ class HfEngine(Engine):
         temperature = batch[0].sampling.temperature  # all replies of a rollout have the same
         with precision(self.args, self.model.device):
             replies = generate(self.model, prompts, self.args.max_response_tokens, temperature, self.eos,
-                               seeds, None if self.bar.disable else self.count)
+                               seeds, self.bar.update)
         for request, reply in zip(batch, replies, strict=True):
             if not request.future.done():  # cancelled by Ctrl-C
                 request.future.set_result(reply)
@@ -1474,7 +1466,7 @@ class VllmEngine(Engine):
                     for output in engine.step():
                         if output.finished and not (future := running.pop(output.request_id)).done():
                             reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
-                            self.count(1, len(reply.token_ids))
+                            self.bar.update()
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
         except Exception as error:
@@ -1548,7 +1540,7 @@ class VllmServers(Engine):
                 is_cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]
                 if is_cut or len(ids) != len(logprobs):
                     raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {choice['finish_reason']}")
-                self.count(1, len(ids))
+                self.bar.update()
                 if not request.future.done():
                     request.future.set_result((ids, logprobs))
         except (LookupError, TypeError, ValueError) as error:
