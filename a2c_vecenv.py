@@ -427,10 +427,6 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        for path in self.dir.glob("checkpoints/*step_*"):
-            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
-            if number.isdecimal() and not path.is_dir():
-                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
