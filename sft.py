@@ -20,8 +20,6 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 
 import atexit
 import contextlib
-import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -154,11 +152,6 @@ REAL_MODEL = dict(
     env_kwargs=(), batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
     checkpoint_every=50, max_response_tokens=512)
-# What other systems call some of the flags, in variables such as SFT_LR.
-OTHER_NAMES = dict(
-    lr="learning_rate", max_seq_length="max_length", max_seq_len="max_length", output_dir="run_dir",
-    data="train_files", data_path="train_files", train_data="train_files", save_steps="checkpoint_every",
-    save_total_limit="keep_checkpoints", micro_batch_size="microbatch_tokens", scheduler="schedule")
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
@@ -1402,16 +1395,8 @@ def read_flags():
         defaults["steps"] = 0
     for name in sorted(os.environ):
         if name.startswith("SFT_"):  # which set up other systems
-            print_rank_0(f"{name} is set, and not read: pass {flag_like(name)}")
+            print_rank_0(f"{name} is set, and not read: pass a flag (python sft.py --help)")
     return tyro.cli(Args, default=Args(**defaults))
-
-
-def flag_like(variable):
-    """SFT_LR -> --learning-rate; what the variable is called in other systems, or the nearest flag."""
-    name = variable.removeprefix("SFT_").lower()
-    known = [field.name for field in dataclasses.fields(Args)]
-    close = difflib.get_close_matches(OTHER_NAMES.get(name, name), known, n=1)
-    return f"--{close[0].replace('_', '-')}" if close else "a flag (python sft.py --help)"
 
 
 if __name__ == "__main__":
