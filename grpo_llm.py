@@ -1970,27 +1970,15 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
-def likely_cause(rollouts, args):
-    """Why these episodes teach nothing: a line, with the figure that says so."""
-    played = [r for r in rollouts if r.termination != "error"]
-    if not played:
-        return "the environment failed in every episode"
-    ends = collections.Counter(r.termination for r in played)
-    cut = (ends["length"] + ends["context"]) / len(played)
-    form = envs.means([r.info for r in played]).get("format", 1.0)
-    if cut > 0.5:
-        return (f"{cut:.0%} of the replies are cut off by --max-response-tokens "
-                f"{args.max_response_tokens} or --max-context-tokens {args.max_context_tokens}: raise it")
-    if rewards_differ(played):
-        return ("rewards differ between tasks, but not between replies to one: raise --temperature or "
-                "--group-size, or take tasks that are solved at times")
-    if all(r.correct for r in played):
-        return "every reply is right: the tasks are too easy"
-    if form < 0.5:
-        return (f"{form:.0%} of the replies have the form that the environment reads: an example "
-                "in the prompt, or sft.py before this, would teach it")
-    return (f"every reward is {played[0].reward:g} and no reply of {len(played)} is right: the tasks are too "
-            "hard for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
+def why_rewards_are_equal(rollouts):
+    """The figures of episodes that teach nothing which say why."""
+    ends = collections.Counter(r.termination for r in rollouts)
+    cut = (ends["length"] + ends["context"]) / len(rollouts)
+    right = sum(r.correct for r in rollouts) / len(rollouts)
+    form = envs.means([r.info for r in rollouts]).get("format", 1.0)
+    return (f"{right:.0%} of the replies are right, {cut:.0%} are cut off by --max-response-tokens or "
+            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in "
+            f"{ends['error'] / len(rollouts):.0%} of the episodes the environment failed (docs/symptoms.md)")
 
 
 def warn_if_nothing_differs(samples, args):
@@ -1999,7 +1987,7 @@ def warn_if_nothing_differs(samples, args):
     groups = [samples[start:start + args.eval_samples] for start in starts]
     if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
         print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
-                     f"nothing to learn from. Likely cause: {likely_cause(samples, args)}")
+                     f"nothing to learn from: {why_rewards_are_equal(samples)}")
 
 
 def spread(name, values):
@@ -2208,7 +2196,7 @@ def main(args):
             num_idle = 0 if num_trainable else num_idle + 1
             if num_idle == 5:
                 print_rank_0("warning: five iterations without an update, as no group has replies of "
-                             f"different reward. Likely cause: {likely_cause(rollouts, args)}")
+                             f"different reward: {why_rewards_are_equal(rollouts)}")
 
             # 5. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = after_update()
