@@ -24,6 +24,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import difflib
 import functools
 import gc
 import hashlib
@@ -1154,24 +1155,53 @@ def weights_sha256(model, adapter=""):
     return digest.hexdigest()
 
 
-def add_lora(model, args, checkpoint=""):
-    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder = checkpoint or args.lora_adapter_path
+# What the configuration of an adapter may set. All else, such as aLoRA's tokens or copies of layers, is not
+# computed here, or by vLLM, as it was in the adapter's training.
+LORA_OPTIONS = set(
+    "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config "
+    "exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform "
+    "loftq_config lora_alpha lora_bias lora_dropout lora_ga_config megatron_core modules_to_save peft_type "
+    "peft_version qalora_group_size r rank_pattern revision target_modules target_parameters task_type "
+    "trainable_token_indices use_dora use_rslora".split())
+
+
+def saved_adapter(folder):
+    """The configuration of an adapter. ValueError for one that would not be applied as it was trained."""
+    given = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
+    kind, start = given.get("peft_type"), given.get("init_lora_weights", True)
+    other = [name for name, value in given.items() if value and name not in LORA_OPTIONS]
+    if kind != "LORA" or other:
+        raise ValueError(f"expected LoRA, rsLoRA or DoRA, got {' with '.join([str(kind), *other])}")
+    if start not in (True, False, "gaussian", "eva", "orthogonal"):
+        raise ValueError(f"init_lora_weights {start} changes the base or freezes a part: expected an adapter "
+                         "that PEFT saved with path_initial_model_for_weight_conversion")
+    return peft.LoraConfig.from_pretrained(folder)
+
+
+def new_adapter(model, args):
+    """The configuration of a new adapter. ValueError for a name that the model lacks; PEFT skips it."""
     targets = args.lora_target_modules
-    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
     parameters = None
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
         # Experts are often parameters of a module that is no linear layer, and are named with it.
         parameters = [target for target in targets if "experts." in target] or None
+        names = [name for name, _ in model.named_modules() if name]
+        names += [name for name, _ in model.named_parameters() if "experts." in name]
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, 3, 0)
+                raise ValueError(f"it has no {target!r}; the nearest are {', '.join(near)}")
+    return peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
+                           target_parameters=parameters, task_type="CAUSAL_LM")
+
+
+def add_lora(model, args, checkpoint=""):
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    folder = checkpoint or args.lora_adapter_path
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {args.lora_target_modules}"
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
-        if folder:
-            config = peft.LoraConfig.from_pretrained(folder)
-        else:
-            config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     target_parameters=parameters, task_type="CAUSAL_LM")
-        if config.is_prompt_learning:
-            raise ValueError("it prepends vectors to a prompt, which this script does not")
+        config = saved_adapter(folder) if folder else new_adapter(model, args)
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -2044,6 +2074,10 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
+    size, last = len(model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
+    if last >= size:
+        raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
+                       " expected one for each token (resize_token_embeddings)")
     check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),

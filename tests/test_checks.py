@@ -3,13 +3,22 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import statistics
 import sys
 
+import peft
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import envs
 import grpo_llm
@@ -238,6 +247,98 @@ def test_experts_that_are_parameters_can_be_named():
 def test_an_adapter_of_a_tied_head_is_refused_before_training(countdown_tiny, targets):
     with pytest.raises(BadInput, match=f"--lora-target-modules {targets}: .*its head is its embedding"):
         lora(copy.deepcopy(countdown_tiny[0]), lora_target_modules=targets)
+
+
+@pytest.mark.parametrize("targets", [
+    "no", "q_proj,v_projj", "q_proj,v_proj.weight", "q_proj,", "Q_proj,v_proj", "all-linear,q_proj",
+    "q_proj,experts.gate_up_proj", "q_proj,norm"])
+def test_each_name_of_a_target_must_be_in_the_model(countdown_tiny, targets):
+    with pytest.raises(BadInput, match=f"--lora-target-modules {targets}: no adapter for"):
+        lora(copy.deepcopy(countdown_tiny[0]), lora_target_modules=targets)
+
+
+def saved_adapter(folder, **options):
+    """The base with an adapter of random weights, which is saved into the folder."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    options = dict(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") | options
+    model = peft.get_peft_model(base, peft.LoraConfig(**options)).eval()
+    move(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def move(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn_like(parameter)
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(torch.arange(3, 23).view(2, 10)).logits
+
+
+APPLIED = {
+    "layers": dict(layers_to_transform=[1]),
+    "excluded": dict(target_modules="all-linear", exclude_modules=["q_proj"]),
+    "ranks": dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, use_rslora=True),
+    "dora": dict(use_dora=True), "bias": dict(bias="all"), "lora_bias": dict(lora_bias=True),
+    "saved": dict(modules_to_save=["norm"]),
+    "tied": dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tokens": dict(trainable_token_indices=[3, 4]),
+    "parameters": dict(target_parameters=["mlp.down_proj.weight"]),
+    "pattern": dict(target_modules=r".*\.[01]\..*q_proj"), "gaussian": dict(init_lora_weights="gaussian"),
+    "orthogonal": dict(init_lora_weights="orthogonal"), "eva": dict(init_lora_weights="eva"),
+    "random": dict(init_lora_weights=False)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", APPLIED)
+def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path):
+    trained = saved_adapter(tmp_path / "adapter", **APPLIED[name])
+    base = logits_of(grpo_llm.load_weights(str(TINY)))
+    assert (logits_of(trained) - base).abs().max() > 0.1
+    model = grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), grpo_llm.Args(
+        lora_adapter_path=str(tmp_path / "adapter")))
+    torch.testing.assert_close(logits_of(model), logits_of(trained))
+    move(model)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(TINY)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "again").eval()
+    torch.testing.assert_close(logits_of(again), logits_of(model))
+    assert (logits_of(again) - logits_of(trained)).abs().max() > 0.1
+
+
+REFUSED = {
+    "alora_invocation_tokens": [5], "layer_replication": [[0, 2], [1, 3]], "use_qalora": True,
+    "kasa_config": {"beta": 1e-4}, "velora_config": {"scale": 1.0}, "monteclora_config": {"num_samples": 2},
+    "use_bdlora": {"match_strict": False}, "arrow_config": {"top_k": 3}, "of_a_later_peft": True,
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica", "later"],
+    "peft_type": ["LOHA", "IA3", "PROMPT_TUNING"]}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_adapter_that_would_not_be_applied_as_it_was_trained_is_refused_by_name(name, tmp_path):
+    saved_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    args = grpo_llm.Args(lora_adapter_path=str(tmp_path))
+    for value in REFUSED[name] if name in ("init_lora_weights", "peft_type") else [REFUSED[name]]:
+        path.write_text(json.dumps(config | {name: value}))
+        says = f"got {value}" if name == "peft_type" else name
+        with pytest.raises(BadInput, match=f"--lora-adapter-path {tmp_path}: no adapter for .*{says}"):
+            grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), args)
+
+
+def test_every_option_of_peft_is_applied_or_refused_knowingly():
+    """A new one of a later PEFT is refused until it is known what it does."""
+    of_peft = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    refused = {
+        "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
+        "monteclora_config", "runtime_config", "use_bdlora", "use_qalora", "velora_config"}
+    assert of_peft - refused == grpo_llm.LORA_OPTIONS
 
 
 # Cache and memory

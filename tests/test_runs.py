@@ -635,8 +635,11 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("torn", "mute", "endless", "odd", "short", "capped", "coded", "coded_tokens"):
+    for name in ("torn", "mute", "endless", "odd", "short", "capped", "coded", "coded_tokens", "longer"):
         shutil.copytree(TINY, folder / name)
+    longer = AutoTokenizer.from_pretrained(TINY)
+    longer.add_tokens(["<call>"])
+    longer.save_pretrained(folder / "longer")
     for name, file in (("coded", "config.json"), ("coded_tokens", "tokenizer_config.json")):
         (folder / name / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
         config = json.loads((folder / name / file).read_text())
@@ -657,7 +660,8 @@ def bad_folder(tmp_path_factory):
     (folder / "odd" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
     (folder / "adapter").mkdir()
     (folder / "meta" / "checkpoints").mkdir(parents=True)
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(dict(
+        peft_type="LORA", alora_invocation_tokens=[5])))
     config = folder / "endless" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
@@ -694,13 +698,17 @@ BAD = [
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
     ([grpo_llm], "--model {d}/mute", r"--model \S*mute --chat-template model: expected"),
     ([grpo_llm], "--model {d}/capped", r"--model \S*capped: it changes its logits after the head"),
+    (LLM, "--model {d}/longer", r"longer: its tokenizer has ids up to 112, its embedding 112 rows"),
     ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),
     ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
      r"does not know .*% of the prompts.*sft\.py --env logic"),
     ([grpo_llm], "--reward-fn builtins:len", r"built-in function len.*expected a function or class"),
     ([grpo_llm], "--reward-fn no.py", r"--reward-fn no\.py: expected path/to/file\.py:name"),
     ([grpo_llm], "--reward-fn {d}/exits.py:f", r"--reward-fn \S*exits\.py:f: expected .*SystemExit"),
-    (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
+    (LLM, "--model models/countdown-tiny --lora-rank 2 --lora-target-modules q_proj,v_projj",
+     r"--lora-target-modules q_proj,v_projj: .*it has no 'v_projj'; the nearest are v_proj, q_proj"),
+    (LLM, "--model models/countdown-tiny --lora-adapter-path {d}/adapter",
+     r"adapter: .*expected LoRA, rsLoRA or DoRA, got LORA with alora_invocation_tokens"),
     ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
     ([grpo_llm], "--engine vllm --vllm-url http://a:1 --vllm-kwargs a=1", r"--vllm-kwargs: for vLLM in"),
     ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),
