@@ -144,7 +144,7 @@ class Args:
     correction: Literal["tis", "icepop", "mis", "none"] = "tis"
     # lowest and highest weight; nothing: 0 2 of tis, 0.5 5 of icepop, 0 3 of mis
     correction_bounds: tuple[NonNegativeFloat, ...] = ()
-    mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
+    mask_truncated: bool = False  # leave responses cut by a length limit out of baseline and loss
 
     # Evaluation
     eval_every: NonNegativeInt = 50  # iterations between evaluations [iterations]; 0: only first and last
@@ -382,7 +382,8 @@ def rewards_differ(rollouts):
 def trainable_groups(rollouts, args):
     """The segments of each group, with advantages, without the groups whose rewards are all equal.
 
-    An episode whose environment failed counts neither in the baseline nor in the update.
+    An episode whose environment failed counts neither in the baseline nor in the update, and neither, with
+    --mask-truncated, does one that a length limit cut.
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
@@ -390,7 +391,7 @@ def trainable_groups(rollouts, args):
     left_out = ("error", "length", "context") if args.mask_truncated else ("error",)
     groups = []
     for start in range(0, len(rollouts), args.group_size):
-        played = [r for r in rollouts[start:start + args.group_size] if r.termination != "error"]
+        played = [r for r in rollouts[start:start + args.group_size] if r.termination not in left_out]
         if not rewards_differ(played):
             continue
         num_seats = 1 + max(member.task.seat for r in played for member in r.family)

@@ -100,9 +100,10 @@ MUTANTS = {
         "two runs in one folder": ("    if other:\n", "    if False:\n"),
         "a model's code is run": ("str(path), trust_remote_code=False", "str(path)"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
-        "failed ones are trained": (
-            'args.group_size] if r.termination != "error"]', 'args.group_size]]'),
-        "failed sub-agents are trained": ('else ("error",)', "else ()"),
+        "failed ones are trained": ('else ("error",)', "else ()"),
+        "cut ones vote": ("if r.termination not in left_out]", 'if r.termination != "error"]'),
+        "failed sub-agents are trained": (
+            "if member.termination not in left_out and any(", "if any("),
         "the environment's tokens are trained": (
             "segment.append(added, 0, [0.0]", "segment.append(added, 1, [0.0]"),
         "cut replies reach the environment": ("if not has_ended:", "if False:"),

@@ -185,14 +185,14 @@ def grpo_segments(played, flags):
     """The segments of each group that teaches, with their advantages, which the log must hold too."""
     groups = []
     for _, members in itertools.groupby(played, key=lambda episode: episode["task_id"]):
-        members = [episode for episode in members if episode["termination"] != "error"]
+        left_out = ("error", "length", "context") if flags.get("mask_truncated") else ("error",)
+        members = [episode for episode in members if episode["termination"] not in left_out]
         rewards = [episode["reward"] for episode in members]
         if len(set(rewards)) < 2:
             continue
         groups.append([])
         for episode, advantage in zip(members, group_advantages(rewards, flags), strict=True):
-            cut = flags.get("mask_truncated") and episode["termination"] in ("length", "context")
-            for s in () if cut else episode["segments"]:
+            for s in episode["segments"]:
                 assert s["advantages"] == pytest.approx([advantage] * len(s["response_ids"]), abs=1e-5)
                 groups[-1].append(s | dict(advantage=advantage))
     return groups
@@ -299,7 +299,8 @@ GRPO = {
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
                  prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
-    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", correction="none"),
+    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", correction="none",
+                    reward_fn=CHECKSUM),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
                 correction_bounds=(0.9995, 1.0005), max_grad_norm=0.01, temperature=1.5, group_size=16,
                 prompts_per_iteration=3,

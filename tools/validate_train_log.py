@@ -158,7 +158,7 @@ METRICS = {
     "grpo": _GRPO_AND_PPO | {name: (f"{kind.removesuffix('?')}?", f"{meaning} (if there was an update)")
                              for name, (kind, meaning) in _GRPO_AND_PPO.items() if name in _OF_UPDATE} | {
         "rollout/groups_submitted": ("count", "groups sampled"),
-        "rollout/groups_trainable": ("count", "groups whose rewards differ"),
+        "rollout/groups_trainable": ("count", "groups whose rewards differ, of episodes that count"),
         "rollout/groups_incomplete": ("amount?", "groups that lost a member to a failing environment"),
     },
     "ppo": _GRPO_AND_PPO | {
