@@ -1148,10 +1148,11 @@ LORA_OPTIONS = set(
 def saved_adapter(folder):
     """The configuration of an adapter. ValueError for one that would not be applied as it was trained."""
     given = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
-    kind, start = given.get("peft_type"), given.get("init_lora_weights", True)
+    kind = given.get("peft_type")
     other = [name for name, value in given.items() if value and name not in LORA_OPTIONS]
     if kind != "LORA" or other:
         raise ValueError(f"expected LoRA, rsLoRA or DoRA, got {' with '.join([str(kind), *other])}")
+    start = given.get("init_lora_weights", True)
     if start not in (True, False, "gaussian", "eva", "orthogonal"):
         raise ValueError(f"init_lora_weights {start} changes the base or freezes a part: expected an adapter "
                          "that PEFT saved with path_initial_model_for_weight_conversion")
@@ -1166,11 +1167,13 @@ def new_adapter(model, args):
         targets = targets.replace(" ", "").split(",")
         # Experts are often parameters of a module that is no linear layer, and are named with it.
         parameters = [target for target in targets if "experts." in target] or None
-        names = [name for name, _ in model.named_modules() if name]
-        names += [name for name, _ in model.named_parameters() if "experts." in name]
+        modules = [*dict(model.named_modules())][1:]  # the first one is the model
         for target in targets:
+            names = modules
+            if "experts." in target:
+                names = modules + [*dict(model.named_parameters())]
             if not any(f".{name}".endswith(f".{target}") for name in names):
-                near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, 3, 0)
+                near = difflib.get_close_matches(target, {*".".join(names).split(".")}, 3, 0)
                 raise ValueError(f"it has no {target!r}; the nearest are {', '.join(near)}")
     return peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
                            target_parameters=parameters, task_type="CAUSAL_LM")
@@ -1187,8 +1190,8 @@ def add_lora(model, args, checkpoint=""):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
-        layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-        adapted = {id(layer.get_base_layer()) for layer in layers}
+        adapted = {id(layer.get_base_layer()) for layer in model.modules()
+                   if isinstance(layer, peft.tuners.lora.LoraLayer)}
         if is_tied and adapted & {id(embedding), id(head)}:
             raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
@@ -1998,11 +2001,12 @@ def why_rewards_are_equal(rollouts):
     """The figures of episodes that teach nothing which say why."""
     ends = collections.Counter(r.termination for r in rollouts)
     cut = (ends["length"] + ends["context"]) / len(rollouts)
-    right = sum(r.correct for r in rollouts) / len(rollouts)
-    form = envs.means([r.info for r in rollouts]).get("format", 1.0)
-    return (f"{right:.0%} of the replies are right, {cut:.0%} are cut off by --max-response-tokens or "
-            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in "
-            f"{ends['error'] / len(rollouts):.0%} of the episodes the environment failed (docs/symptoms.md)")
+    means = envs.means([r.info | dict(correct=r.correct) for r in rollouts])
+    form = means.get("format", 1.0)
+    failed = ends["error"] / len(rollouts)
+    return (f"{means['correct']:.0%} of the replies are right, {cut:.0%} cut off by --max-response-tokens or "
+            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in {failed:.0%} "
+            "of the episodes it failed (docs/symptoms.md)")
 
 
 def warn_if_nothing_differs(samples, args):
@@ -2068,7 +2072,8 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
-    size, last = len(model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
+    size = len(model.get_input_embeddings().weight)
+    last = max(tokenizer.get_vocab().values())
     if last >= size:
         raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
                        " expected one for each token (resize_token_embeddings)")

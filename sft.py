@@ -806,10 +806,11 @@ LORA_OPTIONS = set(
 def saved_adapter(folder):
     """The configuration of an adapter. ValueError for one that would not be applied as it was trained."""
     given = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
-    kind, start = given.get("peft_type"), given.get("init_lora_weights", True)
+    kind = given.get("peft_type")
     other = [name for name, value in given.items() if value and name not in LORA_OPTIONS]
     if kind != "LORA" or other:
         raise ValueError(f"expected LoRA, rsLoRA or DoRA, got {' with '.join([str(kind), *other])}")
+    start = given.get("init_lora_weights", True)
     if start not in (True, False, "gaussian", "eva", "orthogonal"):
         raise ValueError(f"init_lora_weights {start} changes the base or freezes a part: expected an adapter "
                          "that PEFT saved with path_initial_model_for_weight_conversion")
@@ -824,11 +825,13 @@ def new_adapter(model, args):
         targets = targets.replace(" ", "").split(",")
         # Experts are often parameters of a module that is no linear layer, and are named with it.
         parameters = [target for target in targets if "experts." in target] or None
-        names = [name for name, _ in model.named_modules() if name]
-        names += [name for name, _ in model.named_parameters() if "experts." in name]
+        modules = [*dict(model.named_modules())][1:]  # the first one is the model
         for target in targets:
+            names = modules
+            if "experts." in target:
+                names = modules + [*dict(model.named_parameters())]
             if not any(f".{name}".endswith(f".{target}") for name in names):
-                near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, 3, 0)
+                near = difflib.get_close_matches(target, {*".".join(names).split(".")}, 3, 0)
                 raise ValueError(f"it has no {target!r}; the nearest are {', '.join(near)}")
     return peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
                            target_parameters=parameters, task_type="CAUSAL_LM")
@@ -845,8 +848,8 @@ def add_lora(model, args, checkpoint=""):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
-        layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-        adapted = {id(layer.get_base_layer()) for layer in layers}
+        adapted = {id(layer.get_base_layer()) for layer in model.modules()
+                   if isinstance(layer, peft.tuners.lora.LoraLayer)}
         if is_tied and adapted & {id(embedding), id(head)}:
             raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
@@ -1278,7 +1281,8 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
-    size, last = len(model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
+    size = len(model.get_input_embeddings().weight)
+    last = max(tokenizer.get_vocab().values())
     if last >= size:
         raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
                        " expected one for each token (resize_token_embeddings)")

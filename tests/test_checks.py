@@ -459,8 +459,8 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
 
 
 WARNINGS = {  # flags, what is said of the evaluation
-    "cut": (dict(max_response_tokens=3), "100% are cut off by --max-response-tokens"),
-    "hard": (dict(reward_fn=f"{__file__}:nothing"), "0% of the replies are right, 0% are cut"),
+    "cut": (dict(max_response_tokens=3), "100% cut off by --max-response-tokens"),
+    "hard": (dict(reward_fn=f"{__file__}:nothing"), "0% of the replies are right, 0% cut"),
     "form": (dict(reward_fn=f"{__file__}:nothing", env=f"{__file__}:Formless", env_kwargs=("test_tasks=32",)),
              " 0% have the form"),
 }
@@ -506,9 +506,9 @@ def test_the_figures_of_episodes_that_teach_nothing():
             found.append(r)
         return grpo_llm.why_rewards_are_equal(found)
 
-    assert "in 100% of the episodes the environment failed" in episodes((0.0, "error", 0.0))
+    assert "in 100% of the episodes it failed" in episodes((0.0, "error", 0.0))
     said = episodes((1.0, "done", 1.0), (1.0, "done", 1.0), (0.0, "length", 0.0), (0.0, "context", 0.0))
-    assert said.startswith("50% of the replies are right, 50% are cut off") and "in 0% of the" in said
+    assert said.startswith("50% of the replies are right, 50% cut off") and "in 0% of the" in said
 
 
 @pytest.mark.slow
