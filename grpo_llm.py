@@ -2122,15 +2122,11 @@ def main(args):
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
     num_trained = sum(parameter.numel() for parameter in parameters)
-    num_episodes = args.prompts_per_iteration * args.group_size
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} responses = {num_episodes} episodes; {num_steps} optimiser step(s) on "
-                 f"them in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
-                 f"trained weights on {device}")
-    print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
-                 f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
+                 f"{args.group_size} replies, in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
+                 f"weights are trained on {device}; evaluations, of which the first comes now, have "
+                 f"{min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
     num_prompts = args.iterations * args.prompts_per_iteration

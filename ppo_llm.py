@@ -2138,18 +2138,11 @@ def main(args):
             dcp.set_optimizer_state_dict(trained, optimizer, state.pop(name), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    num_episodes = args.prompts_per_iteration * args.group_size  # a minibatch has one or more
-    steps = args.epochs * min(args.minibatches, num_episodes)
-    critic_steps = 0
-    if args.critic == "own":
-        critic_steps = args.critic_epochs * min(args.critic_minibatches, num_episodes)
     num_trained = sum(parameter.numel() for parameter in policy_weights + critic_weights)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} response(s) = {num_episodes} episodes; {steps} optimiser step(s) of the "
-                 f"policy and {critic_steps} of the critic on them in passes of {args.microbatch_tokens} "
-                 f"tokens; {num_trained:,} trained weights on {device}")
-    print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
-                 f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
+                 f"{args.group_size} replies, in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
+                 f"weights are trained on {device}; evaluations, of which the first comes now, have "
+                 f"{min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
     num_prompts = args.iterations * args.prompts_per_iteration
