@@ -140,8 +140,9 @@ class Args:
     clip_high: NonNegativeFloat = 0.28  # the ratio is clipped at 1 + this
     kl_coef: NonNegativeFloat = 0.0  # weight of the k3 penalty to the starting model; 0 loads no reference
     entropy_coef: NonNegativeFloat = 0.02  # weight of the entropy bonus [1/nats]
-    # weight of trainer to sampler: clamped; 0 out of bounds; 0 where that of the whole sequence is; none
-    correction: Literal["tis", "icepop", "mis", "none"] = "tis"
+    # weight of trainer to sampler: clamped; 0 out of bounds; 0 where that of the whole sequence is; none;
+    # auto: tis, but none with dppo, whose ratio is to the sampler already
+    correction: Literal["auto", "tis", "icepop", "mis", "none"] = "auto"
     # lowest and highest weight; nothing: 0 2 of tis, 0.5 5 of icepop, 0 3 of mis
     correction_bounds: tuple[NonNegativeFloat, ...] = ()
     mask_truncated: bool = False  # leave responses cut by a length limit out of baseline and loss
@@ -163,9 +164,9 @@ class Args:
     def __post_init__(self):
         if self.baseline == "maxrl" and self.scale_rewards:
             raise BadInput("--baseline maxrl divides by the mean: expected no --scale-rewards")
-        if self.loss == "dppo" and self.correction != "none":  # or the sampler would count twice
-            raise BadInput("--loss dppo takes its ratio to the sampler: expected --correction none")
-        if self.correction_bounds and (self.correction == "none" or len(self.correction_bounds) != 2
+        if self.loss == "dppo" and self.weighting != "none":  # or the sampler would count twice
+            raise BadInput("--loss dppo takes its ratio to the sampler: expected no --correction")
+        if self.correction_bounds and (self.weighting == "none" or len(self.correction_bounds) != 2
                                        or self.correction_bounds[0] >= self.correction_bounds[1]):
             raise BadInput(f"--correction-bounds {self.correction_bounds}: expected the lowest and the "
                            "highest weight, and a --correction to use them")
@@ -184,6 +185,13 @@ class Args:
         if self.final_learning_rate == 1:  # else the learning rate depends on the number of iterations
             flags.add("iterations")
         return flags
+
+    @property
+    def weighting(self) -> str:
+        """The --correction that is meant."""
+        if self.correction != "auto":
+            return self.correction
+        return "none" if self.loss == "dppo" else "tis"
 
     @property
     def lora(self) -> bool:
@@ -236,7 +244,8 @@ def k3(log_ratio):
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
-DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's default, as is the next
+# As in prime-rl while DPPO was its default, 2026-04 to 2026-08; IPO, since then, masks moves of both signs.
+DPPO_LIMIT = 0.2  # how far a token's probability may move
 DPPO_KL_COEF = 1e-3
 
 
@@ -567,7 +576,7 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
                                      args.clip_high)
     # The sampler's numerics, or its weights, may differ.
     correction, corrected = correction_weights(old_logprobs - batch["rollout_logprobs"], mask,
-                                               args.correction, args.correction_bounds)
+                                               args.weighting, args.correction_bounds)
     per_token = per_token * correction
     kl = k3(ref_logprobs - logprobs)
     loss = ((per_token + args.kl_coef * kl - args.entropy_coef * entropy) * weight).sum()
