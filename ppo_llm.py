@@ -2145,11 +2145,6 @@ def main(args):
                  f"{min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
-    num_prompts = args.iterations * args.prompts_per_iteration
-    num_tasks = env.num_tasks("train") if num_prompts else math.inf
-    if num_tasks <= 100 * num_prompts:  # else there is hardly an end to them, as where tasks are generated
-        print_rank_0(f"{num_prompts:,} prompts are {num_prompts / max(num_tasks, 1):.3g} epochs of "
-                     f"{num_tasks:,} training tasks")
     rollouts = []
     num_idle = 0  # iterations whose episodes all had one reward, one after another
     stop = []  # not empty after SIGTERM

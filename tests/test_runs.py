@@ -412,15 +412,6 @@ def test_runs_that_give_the_same_have_one_hash_and_seeds_of_an_experiment_anothe
     assert other[0] != one[0] and other[1] != one[1]
 
 
-@pytest.mark.slow
-def test_a_run_says_how_many_epochs_it_makes_of_tasks_that_have_an_end(tmp_path, capsys):
-    for size, says in ((8, "16 prompts are 2 epochs of 8 training tasks"), (10**6, "")):
-        train(grpo_llm, tmp_path / str(size), iterations=4, eval_every=0,
-              env_kwargs=("test_tasks=8", f"train_tasks={size}"))
-        said = [line for line in capsys.readouterr().out.splitlines() if "epochs of" in line]
-        assert said == ([says] if says else [])
-
-
 SPY = """import os
 raise SystemExit("|".join(os.environ.get(name, "-") for name in ("HF_HOME", "WANDB_PROJECT", "ARC_API_KEY")))
 """
