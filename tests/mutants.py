@@ -107,6 +107,11 @@ MUTANTS = {
         "the environment's tokens are trained": (
             "segment.append(added, 0, [0.0]", "segment.append(added, 1, [0.0]"),
         "cut replies reach the environment": ("if not has_ended:", "if False:"),
+        "any adapter will do": ('if kind != "LORA" or other:', 'if kind != "LORA":'),
+        "PiSSA will do": ("if start not in (True,", "if not start and start not in (True,"),
+        "a target that is not there": ("if not any(f\".{name}\"", "if not names and any(f\".{name}\""),
+        "one token too many": ("if last >= size:", "if last > size:"),
+        "DPPO is corrected": ('return "none" if self.loss == "dppo" else "tis"', 'return "tis"'),
         "what was earned is lost": ("reward=earned + step.reward", "reward=step.reward"),
         "pass@n: all right": ("correct.max(1)", "correct.min(1)"),
         "the optimiser is not restored": ('if state["optimizer"]:', "if False:"),
