@@ -244,8 +244,7 @@ def k3(log_ratio):
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
-# As in prime-rl while DPPO was its default, 2026-04 to 2026-08; IPO, since then, masks moves of both signs.
-DPPO_LIMIT = 0.2  # how far a token's probability may move
+DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's, before IPO in 2026-08, as is the next
 DPPO_KL_COEF = 1e-3
 
 
