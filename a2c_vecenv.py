@@ -413,7 +413,6 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
-        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -428,12 +427,6 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
-        self.log_hashed = 0
-        for path in self.dir.glob("checkpoints/*step_*"):
-            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
-            if number.isdecimal() and not path.is_dir():
-                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
@@ -443,10 +436,6 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        digest = self.hash_log(self.state["log_bytes"])
-        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
-            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
-                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -554,12 +543,6 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if values["system/gpu_memory"] and self.asks_gpu:
-            try:  # the driver is asked, and no kernel is waited for
-                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
-            except Exception as error:  # no pynvml, or a GPU that does not tell
-                self.asks_gpu = False
-                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -579,14 +562,6 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def hash_log(self, end):
-        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
-        with open(self.log.name, "rb") as file:
-            file.seek(self.log_hashed)
-            self.log_sha256.update(file.read(end - self.log_hashed))
-        self.log_hashed = end
-        return self.log_sha256.hexdigest()
-
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -594,9 +569,7 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        end = self.log.tell()
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
-                                      log_sha256=self.hash_log(end))
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew

@@ -24,6 +24,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import difflib
 import functools
 import gc
 import hashlib
@@ -139,11 +140,12 @@ class Args:
     clip_high: NonNegativeFloat = 0.28  # the ratio is clipped at 1 + this
     kl_coef: NonNegativeFloat = 0.0  # weight of the k3 penalty to the starting model; 0 loads no reference
     entropy_coef: NonNegativeFloat = 0.02  # weight of the entropy bonus [1/nats]
-    # weight of trainer to sampler: clamped; 0 out of bounds; 0 where that of the whole sequence is; none
-    correction: Literal["tis", "icepop", "mis", "none"] = "tis"
+    # weight of trainer to sampler: clamped; 0 out of bounds; 0 where that of the whole sequence is; none;
+    # auto: tis, but none with dppo, whose ratio is to the sampler already
+    correction: Literal["auto", "tis", "icepop", "mis", "none"] = "auto"
     # lowest and highest weight; nothing: 0 2 of tis, 0.5 5 of icepop, 0 3 of mis
     correction_bounds: tuple[NonNegativeFloat, ...] = ()
-    mask_truncated: bool = False  # leave responses cut by a length limit out of the loss
+    mask_truncated: bool = False  # leave responses cut by a length limit out of baseline and loss
 
     # Evaluation
     eval_every: NonNegativeInt = 50  # iterations between evaluations [iterations]; 0: only first and last
@@ -162,9 +164,9 @@ class Args:
     def __post_init__(self):
         if self.baseline == "maxrl" and self.scale_rewards:
             raise BadInput("--baseline maxrl divides by the mean: expected no --scale-rewards")
-        if self.loss == "dppo" and self.correction != "none":  # or the sampler would count twice
-            raise BadInput("--loss dppo takes its ratio to the sampler: expected --correction none")
-        if self.correction_bounds and (self.correction == "none" or len(self.correction_bounds) != 2
+        if self.loss == "dppo" and self.weighting != "none":  # or the sampler would count twice
+            raise BadInput("--loss dppo takes its ratio to the sampler: expected no --correction")
+        if self.correction_bounds and (self.weighting == "none" or len(self.correction_bounds) != 2
                                        or self.correction_bounds[0] >= self.correction_bounds[1]):
             raise BadInput(f"--correction-bounds {self.correction_bounds}: expected the lowest and the "
                            "highest weight, and a --correction to use them")
@@ -183,6 +185,13 @@ class Args:
         if self.final_learning_rate == 1:  # else the learning rate depends on the number of iterations
             flags.add("iterations")
         return flags
+
+    @property
+    def weighting(self) -> str:
+        """The --correction that is meant."""
+        if self.correction != "auto":
+            return self.correction
+        return "none" if self.loss == "dppo" else "tis"
 
     @property
     def lora(self) -> bool:
@@ -235,7 +244,7 @@ def k3(log_ratio):
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
-DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's default, as is the next
+DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's, before IPO in 2026-08, as is the next
 DPPO_KL_COEF = 1e-3
 
 
@@ -381,7 +390,8 @@ def rewards_differ(rollouts):
 def trainable_groups(rollouts, args):
     """The segments of each group, with advantages, without the groups whose rewards are all equal.
 
-    An episode whose environment failed counts neither in the baseline nor in the update.
+    An episode whose environment failed counts neither in the baseline nor in the update, and neither, with
+    --mask-truncated, does one that a length limit cut.
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
@@ -389,7 +399,7 @@ def trainable_groups(rollouts, args):
     left_out = ("error", "length", "context") if args.mask_truncated else ("error",)
     groups = []
     for start in range(0, len(rollouts), args.group_size):
-        played = [r for r in rollouts[start:start + args.group_size] if r.termination != "error"]
+        played = [r for r in rollouts[start:start + args.group_size] if r.termination not in left_out]
         if not rewards_differ(played):
             continue
         num_seats = 1 + max(member.task.seat for r in played for member in r.family)
@@ -565,7 +575,7 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
                                      args.clip_high)
     # The sampler's numerics, or its weights, may differ.
     correction, corrected = correction_weights(old_logprobs - batch["rollout_logprobs"], mask,
-                                               args.correction, args.correction_bounds)
+                                               args.weighting, args.correction_bounds)
     per_token = per_token * correction
     kl = k3(ref_logprobs - logprobs)
     loss = ((per_token + args.kl_coef * kl - args.entropy_coef * entropy) * weight).sum()
@@ -1154,30 +1164,63 @@ def weights_sha256(model, adapter=""):
     return digest.hexdigest()
 
 
-def add_lora(model, args, checkpoint=""):
-    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder = checkpoint or args.lora_adapter_path
+# What the configuration of an adapter may set. All else, such as aLoRA's tokens or copies of layers, is not
+# computed here, or by vLLM, as it was in the adapter's training.
+LORA_OPTIONS = set(
+    "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config "
+    "exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform "
+    "loftq_config lora_alpha lora_bias lora_dropout lora_ga_config megatron_core modules_to_save peft_type "
+    "peft_version qalora_group_size r rank_pattern revision target_modules target_parameters task_type "
+    "trainable_token_indices use_dora use_rslora".split())
+
+
+def saved_adapter(folder):
+    """The configuration of an adapter. ValueError for one that would not be applied as it was trained."""
+    given = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
+    kind = given.get("peft_type")
+    other = [name for name, value in given.items() if value and name not in LORA_OPTIONS]
+    if kind != "LORA" or other:
+        raise ValueError(f"expected LoRA, rsLoRA or DoRA, got {' with '.join([str(kind), *other])}")
+    start = given.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian", "eva", "orthogonal"):
+        raise ValueError(f"init_lora_weights {start} changes the base or freezes a part: expected an adapter "
+                         "that PEFT saved with path_initial_model_for_weight_conversion")
+    return peft.LoraConfig.from_pretrained(folder)
+
+
+def new_adapter(model, args):
+    """The configuration of a new adapter. ValueError for a name that the model lacks; PEFT skips it."""
     targets = args.lora_target_modules
-    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
     parameters = None
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
         # Experts are often parameters of a module that is no linear layer, and are named with it.
         parameters = [target for target in targets if "experts." in target] or None
+        modules = [*dict(model.named_modules())][1:]  # the first one is the model
+        for target in targets:
+            names = modules
+            if "experts." in target:
+                names = modules + [*dict(model.named_parameters())]
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                near = difflib.get_close_matches(target, {*".".join(names).split(".")}, 3, 0)
+                raise ValueError(f"it has no {target!r}; the nearest are {', '.join(near)}")
+    return peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
+                           target_parameters=parameters, task_type="CAUSAL_LM")
+
+
+def add_lora(model, args, checkpoint=""):
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    folder = checkpoint or args.lora_adapter_path
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {args.lora_target_modules}"
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
-        if folder:
-            config = peft.LoraConfig.from_pretrained(folder)
-        else:
-            config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     target_parameters=parameters, task_type="CAUSAL_LM")
-        if config.is_prompt_learning:
-            raise ValueError("it prepends vectors to a prompt, which this script does not")
+        config = saved_adapter(folder) if folder else new_adapter(model, args)
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
-        adapted = {id(layer.get_base_layer()) for layer in lora_layers(model)}
+        adapted = {id(layer.get_base_layer()) for layer in model.modules()
+                   if isinstance(layer, peft.tuners.lora.LoraLayer)}
         if is_tied and adapted & {id(embedding), id(head)}:
             raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
@@ -1188,32 +1231,6 @@ def add_lora(model, args, checkpoint=""):
             if foreign:
                 raise ValueError(f"{len(foreign)} tensors are of another model, {min(foreign)} among them")
         return model
-
-
-def lora_layers(model):
-    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-
-
-def lora_share(model):
-    """A line: the share of the frozen weights that have an adapter, and where most of the others are."""
-    adapted = set()
-    for layer in lora_layers(model):
-        named = getattr(layer, "parameter_name", "weight")  # target_parameters: one parameter of a module
-        adapted.add(id(getattr(layer.get_base_layer(), named)))
-    sizes = collections.Counter()  # of the others, by the ends of their names
-    total = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            total += parameter.numel()
-            if id(parameter) not in adapted:
-                sizes[".".join(name.split(".")[-2:])] += parameter.numel()
-    line = f"LoRA adapts {1 - sizes.total() / total:.0%} of the weights"
-    if sizes:
-        name, size = sizes.most_common(1)[0]
-        line += f"; most of the others, {size / total:.0%}, are in {name}"
-    if sizes.total() > total / 2:
-        line += ": more names in --lora-target-modules, of modules or of parameters, would adapt more"
-    return line
 
 
 def precision(args, device):
@@ -1265,8 +1282,8 @@ def sample(logits, row, temperature, uniform_numbers):
 def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
     """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
 
-    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies,
-    tokens) is told of those that a step has finished.
+    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
+    told of those that a step has finished.
     Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
     once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
     since that copies the cache.
@@ -1303,7 +1320,7 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
         if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
             was_done, num_done = num_done, int(done.sum())
             if count:
-                count(num_done - was_done, ask_every * (len(done) - was_done))
+                count(num_done - was_done)
         if t + 1 == max_new_tokens or num_done == len(done):
             break
         if num_done > len(done) // 8:
@@ -1381,14 +1398,6 @@ class Engine:
         self.active = active
         self.requests = []
         self.changed = asyncio.Event()
-        self.began, self.num_tokens = time.perf_counter(), 0
-
-    def count(self, replies, tokens):
-        """Move the bar by finished replies; it shows the rate of tokens too."""
-        self.num_tokens += tokens
-        rate = self.num_tokens / (time.perf_counter() - self.began)
-        self.bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-        self.bar.update(replies)
 
     def sample(self, prompt_ids, sampling):
         """Await it.  -> response_ids, logprobs"""
@@ -1441,7 +1450,7 @@ class HfEngine(Engine):
         temperature = batch[0].sampling.temperature  # all replies of a rollout have the same
         with precision(self.args, self.model.device):
             replies = generate(self.model, prompts, self.args.max_response_tokens, temperature, self.eos,
-                               seeds, None if self.bar.disable else self.count)
+                               seeds, self.bar.update)
         for request, reply in zip(batch, replies, strict=True):
             if not request.future.done():  # cancelled by Ctrl-C
                 request.future.set_result(reply)
@@ -1499,7 +1508,7 @@ class VllmEngine(Engine):
                     for output in engine.step():
                         if output.finished and not (future := running.pop(output.request_id)).done():
                             reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
-                            self.count(1, len(reply.token_ids))
+                            self.bar.update()
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
         except Exception as error:
@@ -1573,7 +1582,7 @@ class VllmServers(Engine):
                 is_cut = ids[-1] not in self.eos and len(ids) < body["max_tokens"]
                 if is_cut or len(ids) != len(logprobs):
                     raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {choice['finish_reason']}")
-                self.count(1, len(ids))
+                self.bar.update()
                 if not request.future.done():
                     request.future.set_result((ids, logprobs))
         except (LookupError, TypeError, ValueError) as error:
@@ -1766,7 +1775,6 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
-        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -1781,12 +1789,6 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
-        self.log_hashed = 0
-        for path in self.dir.glob("checkpoints/*step_*"):
-            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
-            if number.isdecimal() and not path.is_dir():
-                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
@@ -1796,10 +1798,6 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        digest = self.hash_log(self.state["log_bytes"])
-        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
-            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
-                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -1907,12 +1905,6 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if values["system/gpu_memory"] and self.asks_gpu:
-            try:  # the driver is asked, and no kernel is waited for
-                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
-            except Exception as error:  # no pynvml, or a GPU that does not tell
-                self.asks_gpu = False
-                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -1932,14 +1924,6 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def hash_log(self, end):
-        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
-        with open(self.log.name, "rb") as file:
-            file.seek(self.log_hashed)
-            self.log_sha256.update(file.read(end - self.log_hashed))
-        self.log_hashed = end
-        return self.log_sha256.hexdigest()
-
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -1947,9 +1931,7 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        end = self.log.tell()
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
-                                      log_sha256=self.hash_log(end))
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
@@ -2030,27 +2012,16 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
-def likely_cause(rollouts, args):
-    """Why these episodes teach nothing: a line, with the figure that says so."""
-    played = [r for r in rollouts if r.termination != "error"]
-    if not played:
-        return "the environment failed in every episode"
-    ends = collections.Counter(r.termination for r in played)
-    cut = (ends["length"] + ends["context"]) / len(played)
-    form = envs.means([r.info for r in played]).get("format", 1.0)
-    if cut > 0.5:
-        return (f"{cut:.0%} of the replies are cut off by --max-response-tokens "
-                f"{args.max_response_tokens} or --max-context-tokens {args.max_context_tokens}: raise it")
-    if rewards_differ(played):
-        return ("rewards differ between tasks, but not between replies to one: raise --temperature or "
-                "--group-size, or take tasks that are solved at times")
-    if all(r.correct for r in played):
-        return "every reply is right: the tasks are too easy"
-    if form < 0.5:
-        return (f"{form:.0%} of the replies have the form that the environment reads: an example "
-                "in the prompt, or sft.py before this, would teach it")
-    return (f"every reward is {played[0].reward:g} and no reply of {len(played)} is right: the tasks are too "
-            "hard for this model, or its answers are not found in its replies (--print-samples 3 shows some)")
+def why_rewards_are_equal(rollouts):
+    """The figures of episodes that teach nothing which say why."""
+    ends = collections.Counter(r.termination for r in rollouts)
+    cut = (ends["length"] + ends["context"]) / len(rollouts)
+    means = envs.means([r.info | dict(correct=r.correct) for r in rollouts])
+    form = means.get("format", 1.0)
+    failed = ends["error"] / len(rollouts)
+    return (f"{means['correct']:.0%} of the replies are right, {cut:.0%} cut off by --max-response-tokens or "
+            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in {failed:.0%} "
+            "of the episodes it failed (docs/symptoms.md)")
 
 
 def warn_if_nothing_differs(samples, args):
@@ -2059,7 +2030,7 @@ def warn_if_nothing_differs(samples, args):
     groups = [samples[start:start + args.eval_samples] for start in starts]
     if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
         print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
-                     f"nothing to learn from. Likely cause: {likely_cause(samples, args)}")
+                     f"nothing to learn from: {why_rewards_are_equal(samples)}")
 
 
 def spread(name, values):
@@ -2116,6 +2087,11 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)
+    size = len(model.get_input_embeddings().weight)
+    last = max(tokenizer.get_vocab().values())
+    if last >= size:
+        raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
+                       " expected one for each token (resize_token_embeddings)")
     check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
@@ -2127,7 +2103,8 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if args.lora:
         model = add_lora(model, args, run.checkpoint)
-        print_rank_0(lora_share(model))
+        names = model.targeted_module_names + model.targeted_parameter_names
+        print_rank_0(f"LoRA adapts {', '.join(sorted({name.rpartition('.')[2] for name in names}))}")
     elif run.checkpoint:
         model = load_weights(run.checkpoint)
     model = distribute(model, device)
@@ -2153,22 +2130,13 @@ def main(args):
         dcp.set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FULL)
     run.open(args.iterations)
     iteration = saved = run.counters["iteration"]
-    num_steps = args.epochs * min(args.minibatches, args.prompts_per_iteration)
     num_trained = sum(parameter.numel() for parameter in parameters)
-    num_episodes = args.prompts_per_iteration * args.group_size
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} responses = {num_episodes} episodes; {num_steps} optimiser step(s) on "
-                 f"them in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
-                 f"trained weights on {device}")
-    print_rank_0(f"An evaluation, of which the first comes now, has {min(args.eval_tasks, held_out)} tasks x "
-                 f"({args.eval_samples} + 1) replies of up to {args.max_response_tokens} tokens")
+                 f"{args.group_size} replies, in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
+                 f"weights are trained on {device}; evaluations, of which the first comes now, have "
+                 f"{min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
-    num_prompts = args.iterations * args.prompts_per_iteration
-    num_tasks = env.num_tasks("train") if num_prompts else math.inf
-    if num_tasks <= 100 * num_prompts:  # else there is hardly an end to them, as where tasks are generated
-        print_rank_0(f"{num_prompts:,} prompts are {num_prompts / max(num_tasks, 1):.3g} epochs of "
-                     f"{num_tasks:,} training tasks")
     rollouts = []
     num_idle = 0  # iterations without an update, one after another
     stop = []  # not empty after SIGTERM
@@ -2267,7 +2235,7 @@ def main(args):
             num_idle = 0 if num_trainable else num_idle + 1
             if num_idle == 5:
                 print_rank_0("warning: five iterations without an update, as no group has replies of "
-                             f"different reward. Likely cause: {likely_cause(rollouts, args)}")
+                             f"different reward: {why_rewards_are_equal(rollouts)}")
 
             # 5. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = after_update()
@@ -2302,8 +2270,6 @@ if __name__ == "__main__":
     # A reply may hold what the terminal's encoding has not; a file gets each line at once.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        if any(word.startswith(("--tis-cap", "--tis_cap")) for word in sys.argv):
-            raise BadInput("--tis-cap is --correction tis --correction-bounds 0 CAP, or --correction none")
         main(parse_flags())
     except (BadInput, OSError) as problem:
         sys.exit(f"error: {problem}")

@@ -19,9 +19,7 @@ near 0.6; grpo_llm.py goes on from there. With --run-dir DIR the same command co
 """
 
 import atexit
-import collections
 import contextlib
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -155,11 +153,6 @@ REAL_MODEL = dict(
     env_kwargs=(), batch_size=32, microbatch_tokens=16384, steps=0,
     learning_rate=2e-6, beta2=0.98, weight_decay=0.05, eval_every=50, eval_tasks=128, eval_samples=4,
     checkpoint_every=50, max_response_tokens=512)
-# What other systems call some of the flags, in variables such as SFT_LR.
-OTHER_NAMES = dict(
-    lr="learning_rate", max_seq_length="max_length", max_seq_len="max_length", output_dir="run_dir",
-    data="train_files", data_path="train_files", train_data="train_files", save_steps="checkpoint_every",
-    save_total_limit="keep_checkpoints", micro_batch_size="microbatch_tokens", scheduler="schedule")
 MAX_GRAD_NORM = 1.0  # gradient clipping, by global norm
 WSD_DECAY = 0.1  # share of the steps in which the schedule wsd decays
 SKIPPING_KERNELS = ("flash_attention_2", "flex_attention")  # they skip what the block-diagonal mask hides
@@ -800,30 +793,63 @@ def make_tokenizer(args, env):
     return tokenizer
 
 
-def add_lora(model, args, checkpoint=""):
-    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
-    folder = checkpoint or args.lora_adapter_path
+# What the configuration of an adapter may set. All else, such as aLoRA's tokens or copies of layers, is not
+# computed here, or by vLLM, as it was in the adapter's training.
+LORA_OPTIONS = set(
+    "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config "
+    "exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform "
+    "loftq_config lora_alpha lora_bias lora_dropout lora_ga_config megatron_core modules_to_save peft_type "
+    "peft_version qalora_group_size r rank_pattern revision target_modules target_parameters task_type "
+    "trainable_token_indices use_dora use_rslora".split())
+
+
+def saved_adapter(folder):
+    """The configuration of an adapter. ValueError for one that would not be applied as it was trained."""
+    given = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
+    kind = given.get("peft_type")
+    other = [name for name, value in given.items() if value and name not in LORA_OPTIONS]
+    if kind != "LORA" or other:
+        raise ValueError(f"expected LoRA, rsLoRA or DoRA, got {' with '.join([str(kind), *other])}")
+    start = given.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian", "eva", "orthogonal"):
+        raise ValueError(f"init_lora_weights {start} changes the base or freezes a part: expected an adapter "
+                         "that PEFT saved with path_initial_model_for_weight_conversion")
+    return peft.LoraConfig.from_pretrained(folder)
+
+
+def new_adapter(model, args):
+    """The configuration of a new adapter. ValueError for a name that the model lacks; PEFT skips it."""
     targets = args.lora_target_modules
-    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {targets}"
     parameters = None
     if targets != "all-linear":
         targets = targets.replace(" ", "").split(",")
         # Experts are often parameters of a module that is no linear layer, and are named with it.
         parameters = [target for target in targets if "experts." in target] or None
+        modules = [*dict(model.named_modules())][1:]  # the first one is the model
+        for target in targets:
+            names = modules
+            if "experts." in target:
+                names = modules + [*dict(model.named_parameters())]
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                near = difflib.get_close_matches(target, {*".".join(names).split(".")}, 3, 0)
+                raise ValueError(f"it has no {target!r}; the nearest are {', '.join(near)}")
+    return peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
+                           target_parameters=parameters, task_type="CAUSAL_LM")
+
+
+def add_lora(model, args, checkpoint=""):
+    """Add a LoRA adapter to the frozen base: a checkpoint's, that of --lora-adapter-path, or a new one."""
+    folder = checkpoint or args.lora_adapter_path
+    flag = f"--lora-adapter-path {folder}" if folder else f"--lora-target-modules {args.lora_target_modules}"
     with as_bad_input(f"{flag}: no adapter for {args.model}"):
-        if folder:
-            config = peft.LoraConfig.from_pretrained(folder)
-        else:
-            config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets,
-                                     target_parameters=parameters, task_type="CAUSAL_LM")
-        if config.is_prompt_learning:
-            raise ValueError("it prepends vectors to a prompt, which this script does not")
+        config = saved_adapter(folder) if folder else new_adapter(model, args)
         config.lora_dropout = 0.0  # a ratio must compare two policies, not two dropout masks
         config.inference_mode = False
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = embedding.weight is head.weight
         model = peft.get_peft_model(model, config)
-        adapted = {id(layer.get_base_layer()) for layer in lora_layers(model)}
+        adapted = {id(layer.get_base_layer()) for layer in model.modules()
+                   if isinstance(layer, peft.tuners.lora.LoraLayer)}
         if is_tied and adapted & {id(embedding), id(head)}:
             raise ValueError("its head is its embedding: an adapter of one of them could not be merged")
         # By default PEFT asks the hub, at each save, whether the base has another vocabulary.
@@ -852,32 +878,6 @@ def check_packing(model, args):
     change = (hidden[0] - hidden[1]).norm(dim=-1).max()
     if change > 1e-2 * hidden[0].norm(dim=-1).max():  # more than rounding
         raise BadInput(f"--packing: rows of {args.model} change one another: this architecture cannot pack")
-
-
-def lora_layers(model):
-    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
-
-
-def lora_share(model):
-    """A line: the share of the frozen weights that have an adapter, and where most of the others are."""
-    adapted = set()
-    for layer in lora_layers(model):
-        named = getattr(layer, "parameter_name", "weight")  # target_parameters: one parameter of a module
-        adapted.add(id(getattr(layer.get_base_layer(), named)))
-    sizes = collections.Counter()  # of the others, by the ends of their names
-    total = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            total += parameter.numel()
-            if id(parameter) not in adapted:
-                sizes[".".join(name.split(".")[-2:])] += parameter.numel()
-    line = f"LoRA adapts {1 - sizes.total() / total:.0%} of the weights"
-    if sizes:
-        name, size = sizes.most_common(1)[0]
-        line += f"; most of the others, {size / total:.0%}, are in {name}"
-    if sizes.total() > total / 2:
-        line += ": more names in --lora-target-modules, of modules or of parameters, would adapt more"
-    return line
 
 
 def precision(args, device):
@@ -1052,7 +1052,6 @@ class Run:
     def __init__(self, args, algo, env, **identity):
         """identity: what a continued run must share beside its flags, such as a hash of the model."""
         self.args = args
-        self.asks_gpu = True  # how busy it is
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}__{algo}__{Path(env or 'rows').stem}__s{args.seed}"
         self.meta = dict(schema_version=1, run_id=gather([run_id])[0], algo=algo, env=env, seed=args.seed,
                          args=json.loads(json.dumps(vars(args))), **identity)
@@ -1067,12 +1066,6 @@ class Run:
             raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
         self.log.seek(0)
         first_line = self.log.readline()
-        self.log_sha256 = hashlib.sha256()  # of its first log_hashed bytes
-        self.log_hashed = 0
-        for path in self.dir.glob("checkpoints/*step_*"):
-            number = path.name.removeprefix(".").removeprefix("step_").removesuffix(".writing")
-            if number.isdecimal() and not path.is_dir():
-                raise BadInput(f"{path}: expected a folder, as a checkpoint is; got something else")
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
         self.checkpoints = sorted(numbered, key=lambda p: int(p.name[5:]))  # oldest first
         if self.checkpoints or first_line.endswith("\n"):  # else a kill or a full disk cut it short
@@ -1082,10 +1075,6 @@ class Run:
         seen = set(gather([self.checkpoint]))
         if len(seen) > 1:
             raise BadInput(f"--run-dir {self.dir}: expected one folder for all processes; they see {seen}")
-        digest = self.hash_log(self.state["log_bytes"])
-        if self.state.get("log_sha256", digest) != digest:  # earlier versions wrote none
-            raise BadInput(f"{self.log.name}: it was changed; expected what was written before "
-                           f"{self.checkpoint}. Without that folder the run goes on from the one before")
         self.counters = {name: self.state[name] for name in ("iteration", "env_steps", "opt_steps")}
         self.started = time.perf_counter() - self.state["elapsed"]
         self.begin_record(time.perf_counter())
@@ -1193,12 +1182,6 @@ class Run:
         values |= {"system/processes": WORLD_SIZE, "system/cpu_utilization": processor / seconds,
                    "system/memory_usage": psutil.Process().memory_info().rss / 2**30,
                    "system/gpu_memory": torch.cuda.max_memory_allocated() / 2**30}
-        if values["system/gpu_memory"] and self.asks_gpu:
-            try:  # the driver is asked, and no kernel is waited for
-                values["system/gpu_utilization"] = torch.cuda.utilization() / 100
-            except Exception as error:  # no pynvml, or a GPU that does not tell
-                self.asks_gpu = False
-                print_rank_0(f"without system/gpu_utilization: {error} (pip install nvidia-ml-py)")
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise FloatingPointError(f"{name} is {value}")
@@ -1218,14 +1201,6 @@ class Run:
     def write(self, line):
         self.log.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def hash_log(self, end):
-        """SHA-256 of the log's first `end` bytes, in hexadecimal; what was read before is not read again."""
-        with open(self.log.name, "rb") as file:
-            file.seek(self.log_hashed)
-            self.log_sha256.update(file.read(end - self.log_hashed))
-        self.log_hashed = end
-        return self.log_sha256.hexdigest()
-
     def save(self, state, *parts):
         """Write checkpoints/step_<iteration> atomically; each of parts(folder) writes its files."""
         if RANK:
@@ -1233,9 +1208,7 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
         named = folder.with_name(".state.json.writing")
-        end = self.log.tell()
-        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=end,
-                                      log_sha256=self.hash_log(end))
+        state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
             temporary.mkdir(exist_ok=True)  # what a kill left of it is written anew
@@ -1308,6 +1281,11 @@ def main(args):
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype) if args.model else new_model(args, tokenizer)
+    size = len(model.get_input_embeddings().weight)
+    last = max(tokenizer.get_vocab().values())
+    if last >= size:
+        raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
+                       " expected one for each token (resize_token_embeddings)")
     run = Run(args, "sft", env_name, model=args.model,
               model_sha256=weights_sha256(model, args.lora_adapter_path),
               files_and_template_sha256=hashlib.sha256(source.encode()).hexdigest())
@@ -1324,7 +1302,8 @@ def main(args):
     torch.manual_seed(args.seed)  # of a new adapter's weights
     if lora:
         model = add_lora(model, args, run.checkpoint)
-        print_rank_0(lora_share(model))
+        names = model.targeted_module_names + model.targeted_parameter_names
+        print_rank_0(f"LoRA adapts {', '.join(sorted({name.rpartition('.')[2] for name in names}))}")
     elif run.checkpoint:
         model = load_weights(run.checkpoint)
     model = distribute(model, device)
@@ -1454,16 +1433,8 @@ def read_flags():
         defaults["steps"] = 0
     for name in sorted(os.environ):
         if name.startswith("SFT_"):  # which set up other systems
-            print_rank_0(f"{name} is set, and not read: pass {flag_like(name)}")
+            print_rank_0(f"{name} is set, and not read: pass a flag (python sft.py --help)")
     return tyro.cli(Args, default=Args(**defaults))
-
-
-def flag_like(variable):
-    """SFT_LR -> --learning-rate; what the variable is called in other systems, or the nearest flag."""
-    name = variable.removeprefix("SFT_").lower()
-    known = [field.name for field in dataclasses.fields(Args)]
-    close = difflib.get_close_matches(OTHER_NAMES.get(name, name), known, n=1)
-    return f"--{close[0].replace('_', '-')}" if close else "a flag (python sft.py --help)"
 
 
 if __name__ == "__main__":

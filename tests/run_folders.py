@@ -270,7 +270,7 @@ def same_checkpoint(one, other, step=LAST):
 def state_of(checkpoint):
     """What the trainer keeps in it, the clock aside."""
     state = torch.load(checkpoint / "trainer_state.pt")
-    for name in ("elapsed", "log_bytes", "log_sha256"):
+    for name in ("elapsed", "log_bytes"):
         state.pop(name, None)
     return state
 

@@ -3,13 +3,23 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import statistics
 import sys
+import typing
 
+import peft
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import envs
 import grpo_llm
@@ -220,25 +230,15 @@ def lora(model, **flags):
     return grpo_llm.add_lora(model, grpo_llm.Args(lora_rank=2, **flags))
 
 
-def test_the_share_of_the_weights_that_lora_adapts_is_said(countdown_tiny):
-    model = lora(copy.deepcopy(countdown_tiny[0]))
-    sizes = {name: p.numel() for name, p in countdown_tiny[0].named_parameters()}
-    linear = sum(size for name, size in sizes.items() if "_proj" in name)
-    line = grpo_llm.lora_share(model)
-    assert line.startswith(f"LoRA adapts {linear / sum(sizes.values()):.0%} of the weights; most of the o")
-    assert "embed_tokens.weight" in line and "would adapt more" not in line
-
-
 def test_experts_that_are_parameters_can_be_named():
     from transformers import GptOssConfig, GptOssForCausalLM
     torch.manual_seed(0)
     model = GptOssForCausalLM(GptOssConfig(
         vocab_size=20, hidden_size=8, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=4, num_local_experts=4, num_experts_per_tok=2))
-    line = grpo_llm.lora_share(lora(copy.deepcopy(model)))
-    assert "experts.gate_up_proj: more names in --lora-target-modules" in line
-    named = lora(copy.deepcopy(model), lora_target_modules="q_proj,experts.gate_up_proj,experts.down_proj")
-    assert int(grpo_llm.lora_share(named).split()[2].strip("%")) > 80
+    named = lora(model, lora_target_modules="q_proj,experts.gate_up_proj,experts.down_proj")
+    trained = sum(p.requires_grad for p in named.parameters())
+    assert trained == 2 * 3  # A and B of each
     out = named(torch.arange(6)[None]).logits.sum()
     out.backward()
     assert all(p.grad is not None for p in named.parameters() if p.requires_grad)
@@ -248,6 +248,98 @@ def test_experts_that_are_parameters_can_be_named():
 def test_an_adapter_of_a_tied_head_is_refused_before_training(countdown_tiny, targets):
     with pytest.raises(BadInput, match=f"--lora-target-modules {targets}: .*its head is its embedding"):
         lora(copy.deepcopy(countdown_tiny[0]), lora_target_modules=targets)
+
+
+@pytest.mark.parametrize("targets", [
+    "no", "q_proj,v_projj", "q_proj,v_proj.weight", "q_proj,", "Q_proj,v_proj", "all-linear,q_proj",
+    "q_proj,experts.gate_up_proj", "q_proj,norm"])
+def test_each_name_of_a_target_must_be_in_the_model(countdown_tiny, targets):
+    with pytest.raises(BadInput, match=f"--lora-target-modules {targets}: no adapter for"):
+        lora(copy.deepcopy(countdown_tiny[0]), lora_target_modules=targets)
+
+
+def saved_adapter(folder, **options):
+    """The base with an adapter of random weights, which is saved into the folder."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    options = dict(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") | options
+    model = peft.get_peft_model(base, peft.LoraConfig(**options)).eval()
+    move(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def move(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn_like(parameter)
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(torch.arange(3, 23).view(2, 10)).logits
+
+
+APPLIED = {
+    "layers": dict(layers_to_transform=[1]),
+    "excluded": dict(target_modules="all-linear", exclude_modules=["q_proj"]),
+    "ranks": dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}, use_rslora=True),
+    "dora": dict(use_dora=True), "bias": dict(bias="all"), "lora_bias": dict(lora_bias=True),
+    "saved": dict(modules_to_save=["norm"]),
+    "tied": dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tokens": dict(trainable_token_indices=[3, 4]),
+    "parameters": dict(target_parameters=["mlp.down_proj.weight"]),
+    "pattern": dict(target_modules=r".*\.[01]\..*q_proj"), "gaussian": dict(init_lora_weights="gaussian"),
+    "orthogonal": dict(init_lora_weights="orthogonal"), "eva": dict(init_lora_weights="eva"),
+    "random": dict(init_lora_weights=False)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", APPLIED)
+def test_an_adapter_is_applied_as_it_was_trained_and_so_is_what_is_saved_of_it(name, tmp_path):
+    trained = saved_adapter(tmp_path / "adapter", **APPLIED[name])
+    base = logits_of(grpo_llm.load_weights(str(TINY)))
+    assert (logits_of(trained) - base).abs().max() > 0.1
+    model = grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), grpo_llm.Args(
+        lora_adapter_path=str(tmp_path / "adapter")))
+    torch.testing.assert_close(logits_of(model), logits_of(trained))
+    move(model)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(TINY)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "again").eval()
+    torch.testing.assert_close(logits_of(again), logits_of(model))
+    assert (logits_of(again) - logits_of(trained)).abs().max() > 0.1
+
+
+REFUSED = {
+    "alora_invocation_tokens": [5], "layer_replication": [[0, 2], [1, 3]], "use_qalora": True,
+    "kasa_config": {"beta": 1e-4}, "velora_config": {"scale": 1.0}, "monteclora_config": {"num_samples": 2},
+    "use_bdlora": {"match_strict": False}, "arrow_config": {"top_k": 3}, "of_a_later_peft": True,
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica", "later"],
+    "peft_type": ["LOHA", "IA3", "PROMPT_TUNING"]}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_adapter_that_would_not_be_applied_as_it_was_trained_is_refused_by_name(name, tmp_path):
+    saved_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    args = grpo_llm.Args(lora_adapter_path=str(tmp_path))
+    for value in REFUSED[name] if name in ("init_lora_weights", "peft_type") else [REFUSED[name]]:
+        path.write_text(json.dumps(config | {name: value}))
+        says = f"got {value}" if name == "peft_type" else name
+        with pytest.raises(BadInput, match=f"--lora-adapter-path {tmp_path}: no adapter for .*{says}"):
+            grpo_llm.add_lora(grpo_llm.load_weights(str(TINY)), args)
+
+
+def test_every_option_of_peft_is_applied_or_refused_knowingly():
+    """A new one of a later PEFT is refused until it is known what it does."""
+    of_peft = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    refused = {
+        "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
+        "monteclora_config", "runtime_config", "use_bdlora", "use_qalora", "velora_config"}
+    assert of_peft - refused == grpo_llm.LORA_OPTIONS
 
 
 # Cache and memory
@@ -368,10 +460,10 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
 
 
 WARNINGS = {  # flags, what is said of the evaluation
-    "cut": (dict(max_response_tokens=3), "100% of the replies are cut off by --max-response-tokens 3"),
-    "hard": (dict(reward_fn=f"{__file__}:nothing"), "every reward is 0 and no reply"),
+    "cut": (dict(max_response_tokens=3), "100% cut off by --max-response-tokens"),
+    "hard": (dict(reward_fn=f"{__file__}:nothing"), "0% of the replies are right, 0% cut"),
     "form": (dict(reward_fn=f"{__file__}:nothing", env=f"{__file__}:Formless", env_kwargs=("test_tasks=32",)),
-             "0% of the replies have the form"),
+             " 0% have the form"),
 }
 
 
@@ -401,11 +493,11 @@ def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
     flags, says = WARNINGS[name]
     train(script, tmp_path, iterations=6, eval_every=0, **flags)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(lines) == 2 and all(f"Likely cause: {says}" in line for line in lines)
+    assert len(lines) == 2 and all(says in line for line in lines)
     assert "evaluation" in lines[0] and "five iterations" in lines[1]
 
 
-def test_likely_causes_of_other_kinds():
+def test_the_figures_of_episodes_that_teach_nothing():
     def episodes(*given):
         found = []
         for reward, termination, correct in given:
@@ -413,11 +505,11 @@ def test_likely_causes_of_other_kinds():
                                  termination=termination)
             r.steps = [envs.Step([], reward, True, False, {"correct": correct})]
             found.append(r)
-        return grpo_llm.likely_cause(found, grpo_llm.Args())
+        return grpo_llm.why_rewards_are_equal(found)
 
-    assert "the environment failed" in episodes((0.0, "error", 0.0))
-    assert "too easy" in episodes((1.0, "done", 1.0), (1.0, "done", 1.0))
-    assert "between tasks" in episodes((1.0, "done", 1.0), (0.0, "done", 0.0))
+    assert "in 100% of the episodes it failed" in episodes((0.0, "error", 0.0))
+    said = episodes((1.0, "done", 1.0), (1.0, "done", 1.0), (0.0, "length", 0.0), (0.0, "context", 0.0))
+    assert said.startswith("50% of the replies are right, 50% cut off") and "in 0% of the" in said
 
 
 @pytest.mark.slow
@@ -430,23 +522,18 @@ def test_the_validator_warns_of_ten_iterations_without_an_update(tmp_path):
     assert not validate(tmp_path)["warnings"]
 
 
-def test_the_numbers_of_replies_and_tokens_reach_the_bar(countdown_tiny, monkeypatch):
+def test_the_number_of_replies_reaches_the_bar(countdown_tiny, monkeypatch):
     updates = []
 
     class Bar:
-        disable = False
-
         def __init__(self, *_, **options):
             self.options = options
 
-        def set_postfix_str(self, text, refresh):
-            updates.append(text)
-
         def update(self, number):
-            self.total = getattr(self, "total", 0) + number
+            updates.append(number)
 
         def close(self):
-            updates.append(self.total)
+            updates.append("closed")
 
     model = grpo_llm.distribute(copy.deepcopy(countdown_tiny[0]), torch.device("cpu"))
     args, env = grpo_llm.Args(), envs.make("countdown", test_tasks=8)
@@ -454,7 +541,43 @@ def test_the_numbers_of_replies_and_tokens_reach_the_bar(countdown_tiny, monkeyp
     monkeypatch.setattr(grpo_llm, "tqdm", Bar)
     grpo_llm.rollout(engine, countdown_tiny[1], env, [env.task("test", n) for n in range(8)], 4,
                      grpo_llm.Sampling(1.0, (1, "val")), args, grpo_llm.episode_reward)
-    assert updates[-1] == 32 and updates[0].endswith(" tokens/s") and len(updates) > 8
+    assert updates.pop() == "closed" and sum(updates) == 32 and len(updates) > 8
+
+
+def choices():
+    """(script, flag, value) of each flag with a choice, or that is switched on, vLLM aside."""
+    for script in (*RL, sft):
+        for name, kind in typing.get_type_hints(script.Args).items():
+            values = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+            for value in (True,) if kind is bool else values:
+                if value != getattr(script.Args, name) and value != "vllm":
+                    yield pytest.param(script, name, value, id=f"{script.__name__}-{name}-{value}")
+
+
+@pytest.mark.parametrize("script, name, value", choices())
+def test_each_choice_of_a_flag_runs_without_another(script, name, value, tmp_path):
+    flags = dict(steps=1, batch_size=2, eval_samples=1) if script is sft else dict(
+        iterations=1, prompts_per_iteration=2)
+    folder = train(script, tmp_path, eval_every=0, eval_tasks=1, **flags, **{name: value})
+    assert records(folder)[-1]["iteration"] == 1 and validate(folder)["ok"]
+
+
+@pytest.mark.parametrize("loss", typing.get_args(typing.get_type_hints(grpo_llm.Args)["loss"]))
+def test_the_correction_that_is_meant_depends_on_the_loss(loss):
+    assert grpo_llm.Args(loss=loss).weighting == ("none" if loss == "dppo" else "tis")
+    assert grpo_llm.Args(loss=loss, correction="none").weighting == "none"
+    for correction in ("tis", "icepop", "mis"):
+        if loss == "dppo":
+            with pytest.raises(ValueError, match="--loss dppo takes its ratio to the sampler: expected no"):
+                grpo_llm.Args(loss=loss, correction=correction)
+        else:
+            assert grpo_llm.Args(loss=loss, correction=correction).weighting == correction
+    bounds = dict(loss=loss, correction_bounds=(0.5, 2.0))
+    if loss == "dppo":
+        with pytest.raises(ValueError, match="--correction-bounds"):
+            grpo_llm.Args(**bounds)
+    else:
+        assert grpo_llm.Args(**bounds).weighting == "tis"
 
 
 def test_flags_of_the_defaults_exist():

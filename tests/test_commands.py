@@ -168,7 +168,6 @@ ELSEWHERE = {
 CANNOT = {
     "pip install -r requirements-vllm.txt": "gpu",
     "pip install flash-attn": "gpu",
-    "pip install nvidia-ml-py": "gpu",
     "vllm serve*": "gpu",
     "torchrun --nproc_per_node=8*": "gpu",
     "torchrun --nnodes=2 *": "gpu",

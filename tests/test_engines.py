@@ -39,6 +39,7 @@ from tests.run_folders import (
     torchrun_in_turn,
     train,
 )
+from tests.test_checks import APPLIED, saved_adapter
 from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
@@ -423,6 +424,20 @@ def largest_difference(model, played, temperature):
         mask = torch.tensor(s["response_mask"]) == 1
         found.append((own - torch.tensor(s["rollout_logprobs"]))[mask].abs().max())
     return float(max(found))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["ranks", "excluded", "dora", "bias", "saved", "tokens"])
+def test_vllm_applies_an_adapter_as_it_was_trained_or_refuses_it(vllm, name, tmp_path, capsys):
+    saved_adapter(tmp_path / "adapter", **APPLIED[name])
+    flags = VLLM | dict(lora_adapter_path=str(tmp_path / "adapter"), iterations=2)
+    if name not in ("ranks", "excluded"):
+        says = "^error: BadInput: --engine vllm: it refuses the adapter"
+        ends_with_one_line(capsys, says, grpo_llm, tmp_path / "run", **flags)
+        return
+    trained = [r for r in records(train(grpo_llm, tmp_path / "run", **flags)) if "mismatch/kl" in r]
+    assert trained and all(abs(record["mismatch/kl"]) < 1e-6 for record in trained)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import envs
 import grpo_llm
 import ppo_llm
 from envs import BadInput
@@ -33,6 +34,52 @@ def test_maxrl_is_for_rewards_of_0_or_more():
     assert grpo_llm.group_advantages([0.0, 0.0, 0.0], baseline="maxrl").tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(BadInput, match=r"^--baseline maxrl: a reward is -0.5; expected 0 or more$"):
         grpo_llm.group_advantages([1.0, -0.5, 0.0], baseline="maxrl")
+
+
+def group_of(*ends):
+    """Episodes of a group, of one token each.  ends: (reward, termination)"""
+    found = []
+    for number, (reward, termination) in enumerate(ends):
+        r = grpo_llm.Rollout(envs.Task("t", "s", [], {}), (0, number), "", [], reward=reward,
+                             termination=termination)
+        r.segments = [grpo_llm.Segment([1], [2], [1], [0.0])]
+        found.append(r)
+    return found
+
+
+def advantages_of(rollouts, **flags):
+    """Of each episode of each group that is trained: its number in the group, its advantage."""
+    args = grpo_llm.Args(group_size=4, **flags)
+    of_segments = {id(s): r.order[1] for r in rollouts for s in r.segments}
+    return [{of_segments[id(s)]: s.advantages[0] for s in group}
+            for group in grpo_llm.trainable_groups(rollouts, args)]
+
+
+@pytest.mark.parametrize("cut", ["length", "context"])
+@pytest.mark.parametrize(("flags", "winner", "loser"), [  # of rewards 3 and 1, by hand: their mean is 2
+    (dict(), 1.0, -1.0), (dict(scale_rewards=True), 1 / (1 + 1e-6), -1 / (1 + 1e-6)),
+    (dict(baseline="loo"), 2.0, -2.0), (dict(baseline="loo", scale_rewards=True), 2.0, -2.0),
+    (dict(baseline="maxrl"), 0.5, -0.5), (dict(advantage_balance=0.25), 1.0, -0.75)])
+def test_a_reply_that_is_masked_because_it_is_cut_votes_in_no_baseline(flags, winner, loser, cut):
+    group = [(3.0, "done"), (-7.0, cut), (1.0, "truncated"), (0.0, cut)]
+    (found,) = advantages_of(group_of(*group), mask_truncated=True, **flags)
+    assert found == {0: pytest.approx(winner, rel=2e-6), 2: pytest.approx(loser, rel=2e-6)}
+    # Without the flag it votes and is trained, and so is with it what another limit ended.
+    for is_masked, end in ((False, cut), (True, "timeout")):
+        group = [(3.0, "done"), (0.0, end), (1.0, "truncated"), (0.0, end)]
+        (found,) = advantages_of(group_of(*group), mask_truncated=is_masked, **flags)
+        assert len(found) == 4 and found[0] != pytest.approx(winner) and found[1] < 0
+
+
+@pytest.mark.parametrize("rewards_of_cut", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.5, 0.25)])
+def test_a_group_without_two_whole_replies_that_differ_is_not_trained(rewards_of_cut):
+    for num_cut in range(5):
+        for high, low in ((1.0, 1.0), (1.0, 0.0)):
+            rewards = [*rewards_of_cut[:num_cut], *([high] + [low] * 3)[:4 - num_cut]]
+            ends = ["length"] * num_cut + ["done"] * (4 - num_cut)
+            found = advantages_of(group_of(*zip(rewards, ends, strict=True)), mask_truncated=True)
+            assert len(found) == (high != low and num_cut <= 2), (num_cut, high, low)
+            assert all(min(group) == num_cut and len(group) == 4 - num_cut for group in found)
 
 
 LOSSES = ("clip", "cispo", "gspo", "dppo", "sapo", "pg")

@@ -126,7 +126,7 @@ def test_a_gpu_is_asked_at_every_eighth_token_and_replies_are_the_same(random_ll
         told = []
         with Waits() as waits:
             replies[device] = script.generate(model, prompts, 60, 3.0, [*range(20)], range(80),
-                                              lambda count, tokens, told=told: told.append(count))
+                                              lambda count, told=told: told.append(count))
         asked[device], finished[device] = waits.counts, sum(told)
         steps = max(len(ids) for ids, _ in replies[device])
         assert asked[device]["item"] == (steps if device == "cpu" else math.ceil(steps / 8))

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import functools
 import gc
-import hashlib
 import json
 import math
 import multiprocessing
@@ -111,7 +110,7 @@ def start_weights():
 
 
 # At most, for all that a script promises: its lines, and the characters of a line of code.
-BOUNDS = {grpo_llm: (2314, 59), ppo_llm: (2342, 59), sft: (1479, 59.5), a2c: (768, 61)}
+BOUNDS = {grpo_llm: (2280, 59), ppo_llm: (2298, 59), sft: (1450, 59.5), a2c: (768, 61)}
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -135,8 +134,7 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     for name, (kind, _) in METRICS[algo].items():
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
-            assert found or key in ("data/truncated", "data/dropped", "data/bad",
-                                     "system/gpu_utilization"), f"{key} is never logged"
+            assert found or key in ("data/truncated", "data/dropped", "data/bad"), f"{key} is never logged"
     evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
@@ -314,50 +312,6 @@ def test_where_nothing_can_be_locked_a_line_says_so(tmp_path, monkeypatch, capsy
     assert re.search(f"warning: {folder}/lock cannot be locked .*No locks available", capsys.readouterr().out)
 
 
-def other_number(text):
-    """A digit of the second record is another."""
-    lines = text.splitlines(keepends=True)
-    lines[2] = re.sub(rb'"sps": \d', lambda found: found[0][:-1] + b"%d" % (9 - int(found[0][-1:])), lines[2])
-    return b"".join(lines)
-
-
-@pytest.mark.parametrize(("script", "change"), [
-    (grpo_llm, lambda text: text.replace(b"\n", b"\r\n")), (sft, other_number), (a2c, other_number),
-    pytest.param(ppo_llm, other_number, marks=pytest.mark.slow)])
-def test_a_log_that_was_changed_before_the_checkpoint_is_refused_by_name(script, change, finished, tmp_path):
-    whole = finished(script)
-    folder = killed_after(whole, tmp_path / "run", 2)
-    log, as_it_was = folder / "train_log.jsonl", (folder / "train_log.jsonl").read_bytes()
-    changed = change(as_it_was)
-    assert changed != as_it_was
-    log.write_bytes(changed)
-    with pytest.raises(envs.BadInput, match=f"{log}: it was changed; expected .*step_000002"):
-        go_on(script, folder, whole)
-    assert log.read_bytes() == changed
-    log.write_bytes(as_it_was)
-    go_on(script, folder, whole)
-    for path in folder.glob("checkpoints/step_*/trainer_state.pt"):
-        state = torch.load(path)
-        start = log.read_bytes()[:state["log_bytes"]]
-        assert hashlib.sha256(start).hexdigest() == state["log_sha256"], path
-    same_end(whole, folder)
-
-
-def test_a_checkpoint_that_does_not_know_its_log_still_resumes(finished, tmp_path):
-    """As earlier versions wrote them."""
-    whole = finished(grpo_llm)
-    folder = killed_after(whole, tmp_path / "run", 2)
-    for checkpoint in folder.glob("checkpoints/step_*"):
-        state = torch.load(checkpoint / "trainer_state.pt")
-        del state["log_sha256"]
-        torch.save(state, checkpoint / "trainer_state.pt")
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["trainer_state.pt"] = hashlib.sha256(
-            (checkpoint / "trainer_state.pt").read_bytes()).hexdigest()
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    same_end(whole, go_on(grpo_llm, folder, whole))
-
-
 SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in ALL for name in ("SIGTERM", "SIGINT")
            if (script, name) != (a2c, "SIGINT")}  # which is in test_a2c_runs.py
 
@@ -456,36 +410,6 @@ def test_runs_that_give_the_same_have_one_hash_and_seeds_of_an_experiment_anothe
     assert one == same and one[0] != one[1]
     assert seed[0] != one[0] and seed[1] == one[1]
     assert other[0] != one[0] and other[1] != one[1]
-
-
-def test_gpu_utilization_is_logged_where_the_driver_tells_it_and_left_out_after_one_line(
-        tmp_path, monkeypatch, capsys):
-    flags = ONE["a2c_vecenv"] | dict(iterations=2)
-    assert not [r for r in records(train(a2c, tmp_path / "cpu", **flags)) if "system/gpu_utilization" in r]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
-    folder = train(a2c, tmp_path / "gpu", **flags)
-    assert [record["system/gpu_utilization"] for record in records(folder)] == [0.4, 0.4]
-    assert validate(folder)["ok"]
-
-    def utilization():
-        raise ModuleNotFoundError("nvidia-ml-py is not here")
-
-    monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    capsys.readouterr()
-    folder = train(a2c, tmp_path / "none", **flags)
-    assert not [r for r in records(folder) if "system/gpu_utilization" in r]
-    said = capsys.readouterr().out
-    assert said.count("without system/gpu_utilization: nvidia-ml-py is not here (pip install") == 1
-
-
-@pytest.mark.slow
-def test_a_run_says_how_many_epochs_it_makes_of_tasks_that_have_an_end(tmp_path, capsys):
-    for size, says in ((8, "16 prompts are 2 epochs of 8 training tasks"), (10**6, "")):
-        train(grpo_llm, tmp_path / str(size), iterations=4, eval_every=0,
-              env_kwargs=("test_tasks=8", f"train_tasks={size}"))
-        said = [line for line in capsys.readouterr().out.splitlines() if "epochs of" in line]
-        assert said == ([says] if says else [])
 
 
 SPY = """import os
@@ -706,8 +630,11 @@ def test_a_full_disk_is_one_clear_line_and_the_run_can_go_on(script, finished, t
 def bad_folder(tmp_path_factory):
     """Files to be named on command lines."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in ("torn", "mute", "endless", "odd", "short", "capped", "coded", "coded_tokens"):
+    for name in ("torn", "mute", "endless", "odd", "short", "capped", "coded", "coded_tokens", "longer"):
         shutil.copytree(TINY, folder / name)
+    longer = AutoTokenizer.from_pretrained(TINY)
+    longer.add_tokens(["<call>"])
+    longer.save_pretrained(folder / "longer")
     for name, file in (("coded", "config.json"), ("coded_tokens", "tokenizer_config.json")):
         (folder / name / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
         config = json.loads((folder / name / file).read_text())
@@ -717,9 +644,6 @@ def bad_folder(tmp_path_factory):
     (folder / "deaf.jinja").write_text("{% if add_generation_prompt %}Reply: {% else %}Reply: yes{% endif %}")
     start, end = "{% for i in range(100000) %}", "{% endfor %}"
     (folder / "loops.jinja").write_text(start + start + end + end + "{{ messages[0].content }}")
-    for name in ("run/checkpoints/step_000006", "torn_run/checkpoints/.step_000006.writing"):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text("")
     (folder / "dangling").symlink_to(folder / "nowhere")
     Gemma2ForCausalLM(Gemma2Config(
         vocab_size=112, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -731,7 +655,8 @@ def bad_folder(tmp_path_factory):
     (folder / "odd" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
     (folder / "adapter").mkdir()
     (folder / "meta" / "checkpoints").mkdir(parents=True)
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(dict(
+        peft_type="LORA", alora_invocation_tokens=[5])))
     config = folder / "endless" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token=None)))
     (folder / "file").write_text("")
@@ -763,20 +688,22 @@ BAD = [
     ([grpo_llm, sft], "--chat-template {d}/loops.jinja", r"loops\.jinja: it took more than 0\.2 s"),
     (LLM, "--model {d}/coded", r"--model \S*coded: it needs code of its own .*trust_remote_code=True"),
     ([grpo_llm, sft], "--model {d}/coded_tokens", r"--model \S*coded_tokens: it needs code of its own"),
-    ([grpo_llm], "--run-dir {d}/run", r"error: \S*run/checkpoints/step_000006: expected a folder"),
-    ([a2c], "--run-dir {d}/torn_run", r"error: \S*/\.step_000006\.writing: expected a folder"),
     ([sft], "--run-dir {d}/dangling", r"--run-dir \S*dangling: expected a folder to write into, or a new"),
     ([grpo_llm], "--env tests/two_turn.py:Chances", r"--env tests/two_turn\.py:Chances: .*derived from envs"),
     ([grpo_llm], "--max-context-tokens 9", r"--max-context-tokens 9: the shortest prompt has"),
     ([grpo_llm], "--model {d}/mute", r"--model \S*mute --chat-template model: expected"),
     ([grpo_llm], "--model {d}/capped", r"--model \S*capped: it changes its logits after the head"),
+    (LLM, "--model {d}/longer", r"longer: its tokenizer has ids up to 112, its embedding 112 rows"),
     ([grpo_llm], "--model {d}/endless", r"--model \S*endless.*no eos token"),
     ([grpo_llm], "--env logic --env-kwargs types=dyck_language",
      r"does not know .*% of the prompts.*sft\.py --env logic"),
     ([grpo_llm], "--reward-fn builtins:len", r"built-in function len.*expected a function or class"),
     ([grpo_llm], "--reward-fn no.py", r"--reward-fn no\.py: expected path/to/file\.py:name"),
     ([grpo_llm], "--reward-fn {d}/exits.py:f", r"--reward-fn \S*exits\.py:f: expected .*SystemExit"),
-    (RL, "--lora-rank 2 --lora-target-modules no", r"--lora-target-modules no"),
+    (LLM, "--model models/countdown-tiny --lora-rank 2 --lora-target-modules q_proj,v_projj",
+     r"--lora-target-modules q_proj,v_projj: .*it has no 'v_projj'; the nearest are v_proj, q_proj"),
+    (LLM, "--model models/countdown-tiny --lora-adapter-path {d}/adapter",
+     r"adapter: .*expected LoRA, rsLoRA or DoRA, got LORA with alora_invocation_tokens"),
     ([grpo_llm], "--vllm-url http://127.0.0.1:8000", r"--vllm-url.*need --engine vllm"),
     ([grpo_llm], "--engine vllm --vllm-url http://a:1 --vllm-kwargs a=1", r"--vllm-kwargs: for vLLM in"),
     ([grpo_llm], "--engine vllm --vllm-url ftp://a:1", r"vllm.url.*pattern"),
@@ -920,7 +847,7 @@ def test_fewer_episodes_than_minibatches_make_fewer_steps_and_equal_rewards_expl
                    epochs=1, critic_epochs=1, critic_warmup=1, iterations=2, eval_tasks=1, gae_lambda=1.0,
                    reward_fn=f"{path}:same")
     said, log = capsys.readouterr().out, records(folder)[1:]
-    assert "3 optimiser step(s) of the policy and 3 of the critic" in said and log[-1]["opt_steps"] == 9
+    assert log[-1]["opt_steps"] == 9  # three of the policy, twice three of the critic
     assert re.search(r"^1/\d+, \d+ s: (?!.*train/grad_norm).*critic/vf_loss \d", said, re.M)
     assert re.search(r"^2/\d+, \d+ s: (?=.*train/grad_norm [^,]*[1-9]).*critic/vf_loss \d", said, re.M)
     assert [record["critic/vf_explained_var"] for record in log] == [0, 0] and validate(folder)["ok"]

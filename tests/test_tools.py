@@ -126,7 +126,6 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     ("a2c", RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
     ("a2c", RECORD, {"dist_p10": 0.9}, "dist_p10"),
     ("a2c", RECORD, {"reward_p10": 0.3, "reward_p50": 0.2, "reward_p90": 0.3}, "reward_p10"),
-    ("a2c", RECORD, {"system/gpu_utilization": 40}, "system/gpu_utilization"),
     ("sft", 1, {"experiment_hash": 5}, "meta.experiment_hash"),
 
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in contract.COUNTERS),

@@ -115,7 +115,7 @@ def surrogate(kind, new, old, advantage, chosen, low, high):
 
 def corrections(log_mismatch, chosen, flags):
     """The weight of each token, one at a time, and whether it is not the ratio itself."""
-    kind = flags.get("correction", "tis")
+    kind = flags.get("correction", "none" if flags.get("loss") == "dppo" else "tis")
     usual = dict(tis=(0, 2), icepop=(0.5, 5), mis=(0, 3), none=(0, 1))
     low, high = flags.get("correction_bounds", usual[kind])
     found = []
@@ -185,14 +185,14 @@ def grpo_segments(played, flags):
     """The segments of each group that teaches, with their advantages, which the log must hold too."""
     groups = []
     for _, members in itertools.groupby(played, key=lambda episode: episode["task_id"]):
-        members = [episode for episode in members if episode["termination"] != "error"]
+        left_out = ("error", "length", "context") if flags.get("mask_truncated") else ("error",)
+        members = [episode for episode in members if episode["termination"] not in left_out]
         rewards = [episode["reward"] for episode in members]
         if len(set(rewards)) < 2:
             continue
         groups.append([])
         for episode, advantage in zip(members, group_advantages(rewards, flags), strict=True):
-            cut = flags.get("mask_truncated") and episode["termination"] in ("length", "context")
-            for s in () if cut else episode["segments"]:
+            for s in episode["segments"]:
                 assert s["advantages"] == pytest.approx([advantage] * len(s["response_ids"]), abs=1e-5)
                 groups[-1].append(s | dict(advantage=advantage))
     return groups
@@ -299,7 +299,7 @@ GRPO = {
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
                  prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
-    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", correction="none"),
+    "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", reward_fn=CHECKSUM),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
                 correction_bounds=(0.9995, 1.0005), max_grad_norm=0.01, temperature=1.5, group_size=16,
                 prompts_per_iteration=3,
@@ -309,7 +309,7 @@ GRPO = {
     "cut": dict(microbatch_tokens=20),
     "balance": dict(advantage_balance=-0.6, clip_low=0.01, clip_high=0.02, epochs=2),
     "cispo-sequence": dict(loss="cispo", aggregation="sequence", epochs=2),
-    "dppo": dict(loss="dppo", correction="none", epochs=3, learning_rate=8e-3, reward_fn=CHECKSUM),
+    "dppo": dict(loss="dppo", epochs=3, learning_rate=8e-3, reward_fn=CHECKSUM),
     "sapo-icepop": dict(loss="sapo", correction="icepop", correction_bounds=(0.99, 1.001), epochs=2),
     "pg-maxrl-mis": dict(TURNS, loss="pg", baseline="maxrl", correction="mis", reward_fn=CHECKSUM,
                          correction_bounds=(0.0, 1.0005), prompts_per_iteration=3),

@@ -66,8 +66,6 @@ _SYSTEM = {
                             "[GiB]"),
     "system/cpu_utilization": ("amount?", "processor time over wall time since the record before [cores]"),
     "system/gpu_memory": ("amount?", "peak memory allocated on the GPU; 0 without one [GiB]"),
-    "system/gpu_utilization": ("rate?", "share of the last moment, up to a second, in which a kernel ran; "
-                               "with a GPU and pynvml (nvidia-ml-py)"),
 }
 _ACCURACY = {
     "val/<source>/pass@1": ("rate?", "held-out correctness at --eval-temperature, mean over tasks and "
@@ -160,7 +158,7 @@ METRICS = {
     "grpo": _GRPO_AND_PPO | {name: (f"{kind.removesuffix('?')}?", f"{meaning} (if there was an update)")
                              for name, (kind, meaning) in _GRPO_AND_PPO.items() if name in _OF_UPDATE} | {
         "rollout/groups_submitted": ("count", "groups sampled"),
-        "rollout/groups_trainable": ("count", "groups whose rewards differ"),
+        "rollout/groups_trainable": ("count", "groups whose rewards differ, of episodes that count"),
         "rollout/groups_incomplete": ("amount?", "groups that lost a member to a failing environment"),
     },
     "ppo": _GRPO_AND_PPO | {
