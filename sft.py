@@ -250,8 +250,8 @@ def encode(parts, tokenizer):
 def text_and_turns(messages, tokenizer, tools=None, **options):
     """What the template writes, and [start, end) of the turns in it that it tags."""
     (text,), turns = render_jinja_template(
-        [for_template(messages)], tools=tools, chat_template=tokenizer.get_chat_template(), **options,
-        **tokenizer.special_tokens_map)
+        [for_template(messages, tokenizer)], tools=tools, chat_template=tokenizer.get_chat_template(),
+        **options, **tokenizer.special_tokens_map)
     return text, turns[0] if turns else []
 
 
