@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import warnings
 
@@ -19,6 +20,15 @@ from envs import MAX_REPLY, THOUGHTS, BadInput
 from envs.calls import COMMON, FORMS, MAX_CALLS, Form, call_of, read_calls
 
 TEMPLATE_SECONDS = 10.0  # of computing, that a chat template has for two short messages
+# How other trainers mark a message, and the value of one that is learned (None: it is not read here).
+MARKS = {
+    "weight": True,  # OpenAI, Together, Mistral
+    "train": True, "training": True, "train_on_turn": True,  # axolotl, as are the next two
+    "train_detail": None, "training_detail": None,
+    "loss": True, "loss_scale": True,  # ms-swift
+    "loss_mask": True, "step_loss_mask": True,  # verl, slime
+    "trainable": True,  # tinker-cookbook
+    "masked": False, "mask": None}  # torchtune, NeMo
 # The call that a template is asked to write.
 PROBE = {"type": "function", "function": {
     "name": "look_up", "description": "Look up a word.",
@@ -244,6 +254,71 @@ def check_template(tokenizer, name: str) -> None:
     if says == b"same":
         raise BadInput(f"--chat-template {name}: it writes the same for two different messages; expected "
                        "what the messages say")
+
+
+# What a row of data says
+
+
+def texts_in(value, where: str = ""):
+    """Yield (place, text) of each text in nested lists and objects, keys too; a place is a.b[0].c."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            place = f"{where}.{key}" if where else str(key)
+            yield place, str(key)
+            yield from texts_in(item, place)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from texts_in(item, f"{where}[{number}]")
+
+
+def is_wanted(message: dict) -> bool:
+    """Whether it is an assistant's, and not marked as one not to learn.
+
+    BadInput for marks that are not read, disagree, or ask for what is never learned.
+    """
+    marks = {}
+    for name, value in message.items():
+        if value is None or name not in MARKS:
+            continue
+        if MARKS[name] is None or value not in (0, 1):
+            expected = "none" if MARKS[name] is None else "0 or 1"
+            raise BadInput(f"the {name} of a message: expected {expected}, got {value!r:.80}")
+        marks[name] = bool(value) == MARKS[name]
+    if len({*marks.values()}) > 1:
+        raise BadInput(f"{' and '.join(marks)} of a message: expected that they agree")
+    if message["role"] != "assistant":
+        for name in marks.keys() - {"weight", "masked"}:  # which say of a message that it is like others
+            if marks[name]:
+                raise BadInput(f"the {name} of a message of role {message['role']!r:.80}: expected "
+                               f"{message[name]!r} of assistants alone, whose messages are learned")
+        return False
+    return all(marks.values())
+
+
+def is_learned(message: dict, eos: str) -> bool:
+    """Whether it is wanted and says something.
+
+    eos: a pattern of what ends a turn. BadInput for one in any field: it would teach to end in the middle.
+    """
+    if not is_wanted(message) or not says_something(message):
+        return False
+    (message,) = _prepared([message], Style())
+    for place, text in texts_in(message):
+        found = re.search(eos, text)
+        if found:
+            raise BadInput(f"a response holds {found[0]!r}, which ends a turn, in {place}; expected none, "
+                           "since the template writes it")
+    return True
+
+
+def says_something(reply: dict) -> bool:
+    """Whether it has a call, or more text than the marks of a thought."""
+    if decoded(reply.get("tool_calls")):
+        return True
+    texts = [reply.get(name) for name in ("content", "reasoning", *THOUGHT_FIELDS)]
+    return any(_without_marks(text) for text in texts if isinstance(text, str))
 
 
 # What a reply holds

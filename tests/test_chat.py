@@ -161,7 +161,7 @@ TURNS = {  # template, ids that end a reply, what is learned of the response "Fo
     "writes a thought": (CLOSED, ["<|im_end|>"], "<think>\n\n</think>\n\nFour.<|im_end|>"),
     "channels": (CHANNELS, ["<|return|>"], "<|channel|>final<|message|>Four.<|return|>"),
     "another mark": (GEMMA, ["<eos>", "<end_of_turn>"], "Four.<end_of_turn>"),
-    "two marks": (PHI, ["<|endoftext|>", "<|end|>"], "Four.<|end|>\n<|endoftext|>"),
+    "two marks": (PHI, ["<|endoftext|>", "<|end|>"], "Four.<|end|>"),
     "no mark": ("{% for m in messages %}{{ m.content }}{% endfor %}", ["<|im_end|>"], "Four.<|im_end|>"),
     "a mark that ends no reply": (TAGGED, ["<eos>"], "Four.<|im_end|><eos>"),
 }
