@@ -310,7 +310,7 @@ def encode_conversation(messages, tokenizer, eos, tools=None):
         if not after.startswith(before) or not text.startswith(after):
             raise BadInput(f"--chat-template: it renders message {number + 1} differently when others follow "
                            "or a reply begins; expected one that only appends, or {% generation %} tags")
-        turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
+        turns.append((len(before), len(after)))
     if len(turns) != len(wanted):  # a template may tag some turns, or parts of them
         if not all(wanted):
             raise BadInput(f"--chat-template: it tags {len(turns)} turns for {len(wanted)} assistant "

@@ -135,9 +135,9 @@ def read_python(form, text, match, tools):
     for statement in ast.parse(text[match.end():end].strip()).body:
         value = getattr(statement, "value", None)
         for node in value.elts if isinstance(value, ast.List) else [value]:
-            if not isinstance(node, ast.Call) or node.args:
+            if not isinstance(node, ast.Call) or node.args or None in [pair.arg for pair in node.keywords]:
                 raise ValueError("no call with keywords")
-            arguments = {keyword.arg: _literal(keyword.value) for keyword in node.keywords if keyword.arg}
+            arguments = {pair.arg: _literal(pair.value) for pair in node.keywords}
             calls.append({"name": ast.unparse(node.func), "arguments": arguments})
     if not calls:
         raise ValueError("no call")

@@ -159,6 +159,43 @@ def test_a_text_without_a_type_stays_a_text(schema):
     assert calls.typed("None", {"type": "string", "nullable": True}) is None
 
 
+ONE = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+ODD = [  # a form, a reply in it, how many calls it holds
+    ("tool_call", ONE.replace("}}", "}}}"), 0), ("tool_call", ONE.replace("}}", "}"), 0),
+    ("tool_call", ONE.replace("}}", "}} and"), 0), ("tool_call", ONE.replace('"', "'"), 0),
+    ("tool_call", ONE.replace("}}", "}}}") + ONE, 1), ("tool_call", f"First {ONE}, then {ONE}.", 2),
+    ("tool_call", ONE * 20, 16), ("tool_call", ONE.replace("{}", "[]"), 0),
+    ("tool_call", ONE.replace("weather", "<tool_call>"), 1),
+    ("tool_call", ONE.replace('"weather"', "null"), 0),
+    ("bare", '{"name": "weather", "parameters": {}}', 1),
+    ("bare", '{"name": "weather", "parameters": {}} .', 0),
+    ("bare", 'Call {"name": "weather", "parameters": {}}', 0), ("bare", '{"name": "Ulm", "at": {}}', 0),
+    ("list", "[TOOL_CALLS]weather", 0), ("args", '[TOOL_CALLS]weather[ARGS]{"town": "Ulm"', 0),
+    ("args", '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"town": "Ulm"}', 1),
+    ("args", "[TOOL_CALLS]weather{}", 1),
+    ("qwen3-coder", "<tool_call><function=weather></function></tool_call>", 1),
+    ("qwen3-coder", "<function=weather>\n<parameter=town>\nUlm\n</parameter>\n</function>", 1),
+    ("qwen3-coder", "<tool_call><function=weather><parameter=town>Ulm</function></tool_call>", 0),
+    ("qwen3-coder", "<tool_call><function=weather><parameter=town>Ulm</parameter>", 0),
+    ("glm", "<tool_call>weather</tool_call>", 1), ("glm", "<tool_call>weather: no</tool_call>", 0),
+    ("invoke/dsml", '<｜DSML｜invoke name="a"><｜DSML｜parameter name="b" string="false">x'
+                    "</｜DSML｜parameter></｜DSML｜invoke>", 0),
+    ("pythonic", '[weather("Ulm")]', 0), ("pythonic", "[weather(town=open('x'))]", 0),
+    ("pythonic", "[weather(town='Ulm'), 1]", 0), ("pythonic", "[weather(**{'a': 1})]", 0),
+    ("pythonic", "[weather(warm=true)]", 1), ("pythonic", "[weather()] it is", 0), ("pythonic", "[1, 2]", 0),
+    ("gemma4", "<|tool_call>call:weather{town:Ulm}<tool_call|>", 0),
+    ("harmony", "<|channel|>analysis<|message|>to=functions.weather?<|end|>", 0),
+    ("deepseek-v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```", 0)]
+
+
+@pytest.mark.parametrize(("form", "reply", "number"), ODD)
+def test_what_is_nearly_a_call_is_none(form, reply, number):
+    tokenizer = tokenizer_of(template_of(form))
+    assert len(read(reply, tokenizer)) == number
+    message, _ = chat.parse_reply(reply, "", tokenizer, [WEATHER])
+    assert number or message["content"] == reply
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_text_that_is_no_call_is_read_as_text_and_in_time_that_grows_with_its_length(form):
     tokenizer, rng = tokenizer_of(template_of(form)), random.Random(form)
