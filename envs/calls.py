@@ -153,8 +153,8 @@ def _literal(node):
 
 def read_gemma(form, text, match, tools):
     """{key:VALUE}: JSON, but that keys have no quotes and texts have marks of their own."""
-    end = text.find(form.closing, match.end())
-    end = len(text) if end < 0 else end
+    ended = re.compile(form.closing).search(text, match.end())
+    end = ended.start() if ended else len(text)
     quote = re.escape(form.quote)
     as_json = re.sub(rf"{quote}(?P<text>.*?){quote}|(?<![\w.-])(?P<key>[\w.-]++)(?=\s*+:)",
                      lambda found: json.dumps(found["key"] or found["text"]), text[match.end():end],
@@ -271,7 +271,7 @@ FORMS = (
     Form("pythonic", r"\A\s*(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_])", read_python,
          r"(?:<\|python_end\|>)?\Z", whole=True),  # Llama 3.2 and 4
     # Gemma's shorthand
-    Form("gemma4", rf"<\|tool_call>call:{NAME}(?=\{{)", read_gemma, "<tool_call|>", quote='<|"|>'),
+    Form("gemma4", rf"<\|tool_call>call:{NAME}(?=\{{)", read_gemma, r"<tool_call\|>", quote='<|"|>'),
     Form("functiongemma", rf"<start_function_call>call:{NAME}(?=\{{)", read_gemma, "<end_function_call>",
          quote="<escape>"),
 )

@@ -217,7 +217,8 @@ def in_parts(messages: list[dict], tokenizer, tools, of_calls_alone: bool = Fals
     """Messages in which replies have calls and thoughts in fields; with of_calls_alone, those with calls."""
     result = []
     for message in messages:
-        if message.get("role") == "assistant" and not message.get("tool_calls"):
+        is_text = isinstance(message.get("content"), str)
+        if message.get("role") == "assistant" and is_text and not message.get("tool_calls"):
             parts, calls = parse_reply(message["content"], "", tokenizer, tools)
             if calls or not of_calls_alone:
                 message = parts

@@ -4,6 +4,7 @@ Each template here writes calls as the models named do; vLLM's parser of that fo
 """
 
 import json
+import os
 import random
 import re
 import time
@@ -14,8 +15,8 @@ import pytest
 import grpo_llm
 from envs import BadInput, calls, chat
 from tests.run_folders import write_jsonl
-from tests.test_chat import MARKS, Weather
-from tests.test_rollout import byte_tokenizer
+from tests.test_chat import CALL, MARKS, Says, Weather
+from tests.test_rollout import AT_1, byte_tokenizer
 
 TYPES = {"town": "string", "days": "integer", "warm": "boolean", "wind": "number", "at": "array",
          "how": "object"}
@@ -131,12 +132,8 @@ def test_calls_come_back_from_the_form_that_a_template_writes(form):
         assert read(text, tokenizer) == [("weather", given) for given in arguments], text
         assert read("<think>\nhm " + text + "</think>\n\nno", tokenizer) == [] or form == "harmony"
         message, _ = chat.parse_reply("<think>\nhm\n</think>\n\n" + text, "", tokenizer, [WEATHER])
-        assert len(message["tool_calls"]) == len(arguments)
+        assert len(message["tool_calls"]) == len(arguments) and message["content"] == "", message
         assert message["reasoning_content"] == "hm" or form == "harmony"
-
-
-# Forms whose parser in vLLM 0.32 loses lists and objects among the arguments.
-VLLM_READS_FLAT = ("bar/functools", "gemma4", "functiongemma")
 
 
 TYPED = [  # a schema, a text, its value
@@ -280,18 +277,43 @@ def test_a_form_that_is_not_known_is_refused_where_there_are_functions_to_call(h
         grpo_llm.main(grpo_llm.Args(**flags))
 
 
+EOS = ("<|call|>", "<turn|>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|im_end|>", "<|user|>")
+
+
 @pytest.mark.slow
-def test_trls_templates_are_read_or_write_no_calls():
-    """Those of real models, which TRL has beside it; where TRL reads calls, so do we."""
+def test_an_episode_goes_on_in_each_template_of_trl_that_has_calls(random_llama):
+    """Those of real models: the tokens of a call, its text, the call, the answer in the next prompt."""
     trl = pytest.importorskip("trl.chat_template_utils")
-    folder = Path(trl.__file__).parent / "chat_templates"
-    for path in sorted(folder.glob("*.jinja")):
-        tokenizer = tokenizer_of(path.read_text())
+    number = 0
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        eos = next((mark for mark in EOS if mark in path.read_text()), "<|im_end|>")
+        tokenizer = byte_tokenizer(path.read_text(), eos)
         style = chat.style_of(tokenizer)
         assert style.forms, path
-        if trl.supports_tool_calling(tokenizer):
-            assert style.written and read(style.written, tokenizer, [chat.PROBE]) == [
-                ("look_up", chat.PROBE_CALL["arguments"])], path
+        if not (style.written and trl.supports_tool_calling(tokenizer)):
+            continue
+        env, number = Weather(), number + 1
+        task = env.task("train", 0)
+        prompt = chat.rendered(task.messages, tokenizer, task.tools)
+        said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+        text = tokenizer.apply_chat_template(chat.for_template([*task.messages, said], tokenizer),
+                                             tools=task.tools, tokenize=False)
+        call = text[len(os.path.commonprefix([prompt, text])):].rstrip().removesuffix(eos)
+        opening = "hm</think>" if "<think>" in chat.opened_thought(prompt) and "</think>" not in call else ""
+        args = grpo_llm.Args(max_response_tokens=400, max_context_tokens=15_000)
+        model = random_llama(vocab_size=len(tokenizer), max_position_embeddings=15_000)
+        engine = Says(model, tokenizer, args)
+        replies = [opening + call + eos] * 2 + [opening + "Yes." + eos]
+        engine.replies = iter([tokenizer(reply, add_special_tokens=False).input_ids for reply in replies])
+        (r,) = grpo_llm.rollout(engine, tokenizer, env, [task], 1, grpo_llm.Sampling(*AT_1), args,
+                                grpo_llm.episode_reward)
+        assert [calls for _, calls in env.got] == [[CALL], [CALL], []] and r.termination == "done", path
+        assert tokenizer.decode(r.segments[-1].ids).count("warm") > r.prompt_text.count("warm"), path
+    assert number > 20
+
+
+# Forms whose parser in vLLM 0.32 loses lists and objects among the arguments.
+VLLM_READS_FLAT = ("bar/functools", "gemma4", "functiongemma")
 
 
 @pytest.mark.slow
