@@ -162,19 +162,23 @@ def _prepared(messages: list[dict], style: Style) -> list[dict]:
     result = []
     waiting = []  # ids of calls that no message has answered
     number = 0  # of calls so far
+    renamed = {}  # ids: where they hold the name, others would hide it
     for message in messages:
         message = dict(message)
         if message.get("tool_calls"):
             calls = [_with_arguments(call, style) for call in decoded(message["tool_calls"])]
             for call in calls:
                 name = call.get("function", call).get("name")
-                call.setdefault("id", style.ids.format(name=name, number=number))
+                given = call.get("id")
+                if given is None or style.ids != IDS[0] and name not in given:
+                    call["id"] = renamed[given] = style.ids.format(name=name, number=number)
                 number += 1
             waiting = [call["id"] for call in calls]
             message["tool_calls"] = calls
             message["content"] = message.get("content") or style.blank
         if message.get("role") == "tool" and waiting:
-            message.setdefault("tool_call_id", waiting.pop(0))
+            given = message.setdefault("tool_call_id", waiting.pop(0))
+            message["tool_call_id"] = renamed.get(given, given)
         result.append(message)
     return result
 

@@ -232,6 +232,13 @@ def test_the_id_that_a_model_gives_its_call_is_that_of_the_answer():
                 {"role": "tool", "name": "weather", "content": "warm"}]
     text = chat.rendered(messages, tokenizer, [WEATHER])
     assert reply in text and "[functions.weather:5]" in text
+    # An id of OpenAI's kind would take the name's place.
+    call = {"id": "call_abc", "type": "function", "function": {"name": "weather", "arguments": PLAIN}}
+    messages = [messages[0], {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_abc", "content": "warm"}]
+    text = chat.rendered(messages, tokenizer, [WEATHER])
+    assert "<|tool_call_begin|>functions.weather:0<" in text and "[functions.weather:0]" in text
+    assert "call_abc" not in text and call["id"] == "call_abc"
 
 
 def test_a_template_that_leaves_calls_out_is_named_where_functions_are_called():
@@ -275,6 +282,21 @@ def test_a_form_that_is_not_known_is_refused_where_there_are_functions_to_call(h
     says = r"form that is not known, .*<do>" if has_tools else "--model .* cannot be loaded"
     with pytest.raises(BadInput, match=says):
         grpo_llm.main(grpo_llm.Args(**flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "model"), [
+    ("tool_call", "qwen3"), ("qwen3-coder", "qwen3_5"), ("gemma4", "gemma4")])
+def test_transformers_own_response_templates_read_the_same(form, model):
+    """Those that `transformers serve` takes for tokenizers that have none."""
+    utils = pytest.importorskip("transformers.cli.serving.utils")
+    (template,) = [one for models, one in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if model in models]
+    tokenizer = tokenizer_of(template_of(form))
+    for arguments in ([PLAIN], [PLAIN, {"town": "7"}]):
+        text = written(tokenizer, *arguments)
+        message = tokenizer.parse_response(text, template, prefix="", tools=[WEATHER])
+        found = [call["function"] for call in message["tool_calls"]]
+        assert read(text, tokenizer) == [(call["name"], call["arguments"]) for call in found]
 
 
 EOS = ("<|call|>", "<turn|>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|im_end|>", "<|user|>")
