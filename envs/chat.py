@@ -170,7 +170,7 @@ def _prepared(messages: list[dict], style: Style) -> list[dict]:
             for call in calls:
                 name = call.get("function", call).get("name")
                 given = call.get("id")
-                if given is None or style.ids != IDS[0] and name not in given:
+                if given is None or style.ids != IDS[0] and name not in str(given):
                     call["id"] = renamed[given] = style.ids.format(name=name, number=number)
                 number += 1
             waiting = [call["id"] for call in calls]
