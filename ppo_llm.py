@@ -75,7 +75,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
 from envs import BadInput, as_bad_input, first_line
-from envs.chat import check_template, encode_within, for_template, in_parts, opened_thought, parse_reply
+from envs.chat import check_calls, check_template, encode_within, opened_thought, parse_reply, rendered
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -747,17 +747,11 @@ def set_reward(r, rewards):
         r.segments[segment].rewards[end - 1] = float(reward)
 
 
-def render(messages, tokenizer, args, tools=None, in_parts=None):
-    """The text of the messages and of the start of a reply; empty where the template fails.
-
-    in_parts(): the same messages with calls and thoughts in fields of their own, which some templates want.
-    """
+def render(messages, tokenizer, args, tools=None):
+    """The text of the messages and of the start of a reply; empty where the template fails."""
     try:
-        text = tokenizer.apply_chat_template(for_template(messages), tools=tools, tokenize=False,
-                                             add_generation_prompt=True)
+        text = rendered(messages, tokenizer, tools)
     except Exception as error:  # a template is a program
-        if in_parts:
-            return render(in_parts(), tokenizer, args, tools)
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
@@ -808,13 +802,10 @@ def observe(r, tokenizer, args):
     """Extend the last segment by the environment's messages; or fork, that is, start a new segment, where the
     template has rewritten the history or its oldest turns must go.  -> whether another reply fits
     """
-    tools = r.task.tools
     for start in range(r.start, len(r.messages)):
         if r.messages[start]["role"] != "assistant":
             continue  # the kept part of the history starts with a reply
-        history = r.messages[start:]
-        text = render(r.task.messages + history, tokenizer, args, tools,
-                      lambda history=history: r.task.messages + in_parts(history, tokenizer, tools))
+        text = render(r.task.messages + r.messages[start:], tokenizer, args, r.task.tools)
         if not text:  # not an error: a retry would be a second chance
             return False
         segment = r.segments[-1]
@@ -2069,6 +2060,7 @@ def main(args):
     held_out = env.num_tasks("test")
     score = envs.load_object(args.reward_fn, "--reward-fn") if args.reward_fn else episode_reward
     tokenizer = load_tokenizer(args)
+    check_calls(env, tokenizer, args.chat_template)
     # Of the frozen base, which halves its memory; the adapter is float32.
     dtype = torch.bfloat16 if args.lora and args.dtype == "bfloat16" else torch.float32
     model = load_weights(args.model, dtype)

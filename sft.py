@@ -68,7 +68,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import envs
 from envs import BadInput, as_bad_input
-from envs.chat import check_template, decoded, encode_within, for_template, opened_thought
+from envs.chat import check_template, decoded, encode_within, for_template, is_learned, opened_thought
+from envs.splits import fingerprints, hold_out, is_repeated
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -243,8 +244,9 @@ def encode(parts, tokenizer):
 def text_and_turns(messages, tokenizer, tools=None, **options):
     """What the template writes, and [start, end) of the turns in it that it tags."""
     (text,), turns = render_jinja_template(
-        [for_template(messages)], tools=tools, chat_template=tokenizer.get_chat_template(), **options,
-        **tokenizer.special_tokens_map)
+        [for_template(messages, tokenizer)], tools=tools, chat_template=tokenizer.get_chat_template(),
+        **options, **tokenizer.special_tokens_map)
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # JSON can hold them unpaired; tokenizers refuse them
     return text, turns[0] if turns else []
 
 
@@ -252,25 +254,14 @@ def eos_pattern(tokenizer, eos):
     return "|".join(re.escape(text) for text in tokenizer.convert_ids_to_tokens(eos) if text)
 
 
-def check_no_eos(message, tokenizer, eos):
-    """The text of an eos within a reply would teach to end in the middle."""
-    found = re.search(eos_pattern(tokenizer, eos), message["content"])
-    if found:
-        raise BadInput(f"a response holds {found[0]!r}, which ends a turn; expected none, since the template "
-                       "writes it")
-
-
-def is_wanted(message):
-    """Whether an assistant's turn shall be learned: not with OpenAI's weight 0, nor with train false."""
-    weight = message.get("weight", message.get("train", 1))
-    if weight not in (0, 1):
-        raise BadInput(f"the weight of a message: expected 0 or 1, got {weight!r}")
-    return bool(weight)
-
-
-def says_something(turn, tokenizer, eos):
-    """Whether there is more than an eos and an empty thought, which a template may write."""
-    return bool(re.sub(f"</?think>|{eos_pattern(tokenizer, eos)}", "", turn).strip())
+def end_of_turn(turn, tokenizer, eos):
+    """The end of the first eos, where sampling stops; 0 where there is none. Others may follow at once."""
+    ends = [match.end() for match in re.finditer(eos_pattern(tokenizer, eos), turn)] or [0]
+    between = re.sub(eos_pattern(tokenizer, eos), "", turn[ends[0]:ends[-1]])
+    if between.strip():
+        raise BadInput(f"--chat-template: it writes {between!r:.80} between two eos of a turn; expected none "
+                       "before the end")
+    return ends[0]
 
 
 def encode_response(messages, response, tokenizer, eos, tools=None):
@@ -279,17 +270,16 @@ def encode_response(messages, response, tokenizer, eos, tools=None):
     What is learned is what the template writes behind the generation prompt, up to its eos; where it writes
     none, the tokenizer's is added.
     """
-    check_no_eos(response, tokenizer, eos)
+    learned = is_learned(response, eos_pattern(tokenizer, eos))
     prompt, _ = text_and_turns(messages, tokenizer, tools, add_generation_prompt=True)
     text, _ = text_and_turns([*messages, response], tokenizer, tools)
     if not text.startswith(prompt):
         raise BadInput("--chat-template: it writes a reply that does not begin with the generation prompt; "
                        "expected one that does, or whole conversations with --messages-key")
     turn = text[len(prompt):]
-    ends = [match.end() for match in re.finditer(eos_pattern(tokenizer, eos), turn)]
-    turn = turn[:ends[-1]] if ends else turn + tokenizer.eos_token
-    learned = 1 if says_something(turn, tokenizer, eos) else 0
-    return encode([(prompt, 0), (turn, learned)], tokenizer)
+    end = end_of_turn(turn, tokenizer, eos)
+    turn = turn[:end] if end else turn + tokenizer.eos_token
+    return encode([(prompt, 0), (turn, int(learned))], tokenizer)
 
 
 def encode_conversation(messages, tokenizer, eos, tools=None):
@@ -302,10 +292,10 @@ def encode_conversation(messages, tokenizer, eos, tools=None):
     text, turns = text_and_turns(messages, tokenizer, tools, return_assistant_tokens_mask=tagged)
     wanted = []  # of each turn
     for number, message in enumerate(messages):
+        learned = is_learned(message, eos_pattern(tokenizer, eos))
         if message["role"] != "assistant":
             continue
-        check_no_eos(message, tokenizer, eos)
-        wanted.append(is_wanted(message))
+        wanted.append(learned)
         if tagged:
             continue
         before, _ = text_and_turns(messages[:number], tokenizer, tools, add_generation_prompt=True)
@@ -313,32 +303,33 @@ def encode_conversation(messages, tokenizer, eos, tools=None):
         if not after.startswith(before) or not text.startswith(after):
             raise BadInput(f"--chat-template: it renders message {number + 1} differently when others follow "
                            "or a reply begins; expected one that only appends, or {% generation %} tags")
-        turns.append((len(before), len(after.rstrip())))  # without a line break behind the eos
+        turns.append((len(before), len(after)))
     if len(turns) != len(wanted):  # a template may tag some turns, or parts of them
         if not all(wanted):
             raise BadInput(f"--chat-template: it tags {len(turns)} turns for {len(wanted)} assistant "
-                           "messages, so that weight and train of one cannot be kept")
+                           "messages, of which one is blank or not to be learned; expected one turn for each")
         wanted = [True] * len(turns)
 
     parts, done = [], 0  # done: characters of the text that are in parts
-    for (start, end), is_learned in zip(turns, wanted, strict=True):
-        if not re.search(eos_pattern(tokenizer, eos), text[start:end]):
+    for (start, end), learned in zip(turns, wanted, strict=True):
+        if not learned:
+            continue
+        length = end_of_turn(text[start:end], tokenizer, eos)
+        if not length:
             raise BadInput("--chat-template (plain, where the model has none): it ends an assistant turn "
                            "without an eos token")
-        if is_learned and says_something(text[start:end], tokenizer, eos):
-            parts += [(text[done:start], 0), (text[start:end], 1)]
-            done = end
+        parts += [(text[done:start], 0), (text[start:start + length], 1)]
+        done = start + length
     return encode([*parts, (text[done:], 0)], tokenizer)
 
 
 def text_of(content):
     """The text of a message's content: a string, null, or a list of text blocks."""
-    if content is None:
-        return ""
     if isinstance(content, list):
-        content = "\n".join(block["text"] for block in content)
-    # JSON can hold unpaired UTF-16 surrogates, which tokenizers refuse.
-    return re.sub("[\ud800-\udfff]", "\ufffd", content)
+        return "\n".join(block["text"] for block in content)
+    if not isinstance(content, str | None):
+        raise TypeError("a content that is no text")
+    return content or ""
 
 
 def to_messages(value):
@@ -425,7 +416,8 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     features = datasets.Features(ids=[datasets.Value("int32")], mask=[datasets.Value("bool")],
-                                 file=datasets.Value("int32"))
+                                 file=datasets.Value("int32"), prompt=datasets.Value("int64"),
+                                 row=datasets.Value("int64"))
     with ArrowWriter(path=str(temporary), features=features, writer_batch_size=64) as writer:
         for file, name in enumerate(names):
             where = f"--dataset {name}, split {split}" if args.dataset else f"--{side}-files {name}"
@@ -443,7 +435,8 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
                 if len(ids) < len(all_ids):
                     counts["data/truncated"] += 1
                 if any(mask):
-                    writer.write(dict(ids=ids, mask=mask, file=file))
+                    prints = fingerprints(all_ids, all_mask.index(1), row[keys[0]])
+                    writer.write(dict(ids=ids, mask=mask, file=file) | prints)
                 else:
                     counts["data/dropped"] += 1
         writer.finalize()
@@ -453,7 +446,7 @@ def encode_rows(args, side, path, tokenizer, eos, counts):
 
 def examples_of_rows(args, tokenizer, eos, run):
     """Rows of data.  -> (function: index -> [(ids, mask)], number of rows, held-out rows, counts)"""
-    counts = {"data/truncated": 0, "data/dropped": 0}
+    counts = {"data/truncated": 0, "data/dropped": 0, "data/repeated": 0}
 
     def load(side):
         path = run.dir / "data" / f"{side}.arrow"
@@ -468,12 +461,18 @@ def examples_of_rows(args, tokenizer, eos, run):
     has_val = args.val_files or len(args.splits) == 2
     if has_val:
         val = load("val")
+        repeated = is_repeated(train, val)
+        val = val.select(np.flatnonzero(~repeated))
+        counts["data/repeated"] = int(repeated.sum())
     else:
         num_val = max(1, round(args.val_ratio * len(train))) if args.val_ratio else 0
         num_val = min(num_val, args.eval_tasks, len(train) - 1)
-        order = np.random.default_rng(args.seed).permutation(len(train))
-        val = train.select(order[:num_val])
-        train = train.select(order[num_val:])
+        learned, others, counts["data/repeated"] = hold_out(train, num_val, args.seed)
+        val = train.select(others)
+        train = train.select(learned)
+    if counts["data/repeated"]:
+        print_rank_0(f"{counts['data/repeated']:,} rows have the prompt of another one: "
+                     + ("they are not held out" if has_val else "all of one prompt are learned, or held out"))
     if not len(train) or not len(val) and (has_val or args.val_ratio):
         where = args.dataset or " ".join(args.train_files + args.val_files)
         raise BadInput(f"{where}: expected rows to learn from and rows to hold out (--val-ratio 0: none), "
@@ -482,9 +481,9 @@ def examples_of_rows(args, tokenizer, eos, run):
     weights = weights_of_files(args.train_files).values()
     if any(weight != 1 for weight in weights):
         train = train.select(mixed(train, weights, args.seed))
-    held_out = [(row["ids"], row["mask"]) for row in val.select(range(min(args.eval_tasks, len(val))))]
+    val = [(row["ids"], row["mask"]) for row in val.select(range(min(args.eval_tasks, len(val))))]
     train = train.select_columns(["ids", "mask"])
-    return lambda index: [tuple(train[index].values())], len(train), held_out, counts
+    return lambda index: [tuple(train[index].values())], len(train), val, counts
 
 
 def encode_demonstration(messages, num_prompt, tokenizer, args, eos, tools=None):

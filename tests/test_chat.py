@@ -4,7 +4,6 @@ The templates are small texts with the features of the vendors' own, the tokeniz
 """
 
 import json
-import time
 import types
 
 import pytest
@@ -43,12 +42,13 @@ OPENS = """
     {%- endif -%}
     {{- said -}}
     {%- for call in m.tool_calls or [] -%}
-        {{- '\n<tool_call>\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson)
+        {{- '\n<tool_call>\n'
+            + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson)
             + '\n</tool_call>' -}}
     {%- endfor -%}
     {{- '<|im_end|>\n' -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"""  # Qwen 3.5
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"""  # Qwen 3, thinking
 CLOSED = OPENS.replace("assistant\n<think>\n' -}}", "assistant\n' -}}")  # Qwen 3
 CHANNELS = (  # gpt-oss: its template refuses a content that holds a channel
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -66,7 +66,7 @@ MISMATCH = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}<eos>{% endfor
             "{% if add_generation_prompt %}[bot] {% endif %}")
 MARKS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>",
          "<start_of_turn>", "<end_of_turn>", "<|endoftext|>", "<eos>",
-         "<tool_call>", "</tool_call>", "<|eot_id|>", "[TOOL_CALLS]"]
+         "<tool_call>", "</tool_call>", "<|eot_id|>", "[TOOL_CALLS]", "<|call|>"]
 
 
 def tokenizer_of(template, eos="<|im_end|>"):
@@ -161,7 +161,7 @@ TURNS = {  # template, ids that end a reply, what is learned of the response "Fo
     "writes a thought": (CLOSED, ["<|im_end|>"], "<think>\n\n</think>\n\nFour.<|im_end|>"),
     "channels": (CHANNELS, ["<|return|>"], "<|channel|>final<|message|>Four.<|return|>"),
     "another mark": (GEMMA, ["<eos>", "<end_of_turn>"], "Four.<end_of_turn>"),
-    "two marks": (PHI, ["<|endoftext|>", "<|end|>"], "Four.<|end|>\n<|endoftext|>"),
+    "two marks": (PHI, ["<|endoftext|>", "<|end|>"], "Four.<|end|>"),
     "no mark": ("{% for m in messages %}{{ m.content }}{% endfor %}", ["<|im_end|>"], "Four.<|im_end|>"),
     "a mark that ends no reply": (TAGGED, ["<eos>"], "Four.<|im_end|><eos>"),
 }
@@ -323,16 +323,44 @@ LLAMA31 = (
 # As Mistral's: calls and answers in fields, with ids, and no call in a text.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.tool_call_id }}: {{ m.content }}]"
-    "{% elif '<tool_call>' in m.content %}{{ raise_exception('a call in the content') }}"
-    "{% elif m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{{ c.id }} {{ c.function | tojson }}"
-    "{% endfor %}<|im_end|>{% else %}{{ m.role }}: {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% elif '[TOOL_CALLS]' in m.content %}{{ raise_exception('a call in the content') }}"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}"
+    "{% endfor %}]<|im_end|>{% else %}{{ m.role }}: {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}")
+TAGS = OPENS.replace("""{{- '\n<tool_call>\n'
+            + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson)
+            + '\n</tool_call>' -}}""", """
+        {{- '<tool_call>\n<function=' + call.function.name + '>\n' -}}
+        {%- for key, value in call.function.arguments.items() -%}
+            {{- '<parameter=' + key + '>\n' + (value | string) + '\n</parameter>\n' -}}
+        {%- endfor -%}{{- '</function>\n</tool_call>' -}}""")  # Qwen 3.5
+HARMONY = (  # gpt-oss: thoughts and calls in fields
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('a channel in the content') }}{% endif %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}"
+    "<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
 TEXTS = {"common": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
-         "bare": json.dumps({"name": CALL["name"], "parameters": CALL["arguments"]})}
+         "bare": json.dumps({"name": CALL["name"], "parameters": CALL["arguments"]}),
+         "list": "[TOOL_CALLS]" + json.dumps([CALL]),
+         "harmony": "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+                    + json.dumps(CALL["arguments"]),
+         "tags": "<tool_call>\n<function=weather>\n<parameter=town>\nUlm\n</parameter>\n</function>\n"
+                 "</tool_call>"}
 WITH_TOOLS = {  # template, eos, form of a call, number of segments
-    "qwen3": (CLOSED, "<|im_end|>", "common", 1), "qwen3.5": (OPENS, "<|im_end|>", "common", 1),
+    "qwen3": (CLOSED, "<|im_end|>", "common", 1), "qwen3.5": (TAGS, "<|im_end|>", "tags", 1),
     "llama3.1": (LLAMA31, "<|eot_id|>", "bare", 1), "plain": (None, "<|im_end|>", "common", 1),
-    "in fields": (STRICT, "<|im_end|>", "common", 3)}
+    "in fields": (STRICT, "<|im_end|>", "list", 3),
+    "gpt-oss": (HARMONY, "<|call|>", "harmony", 1)}
+
+
+THOUGHT = {"qwen3.5": "hm\n</think>\n\n", "gpt-oss": "<|channel|>analysis<|message|>hm<|end|>",
+           "qwen3": "<think>\nhm\n</think>\n\n"}  # which its template writes in front of each turn
 
 
 class Weather(envs.Env):
@@ -345,6 +373,9 @@ class Weather(envs.Env):
 
     def task(self, split, index):
         return envs.Task("t0", "weather", [user("Is it warm in Ulm?")], {}, [WEATHER])
+
+    def num_tasks(self, split):
+        return 1
 
     def start(self, task, seed):
         return WeatherEpisode(self)
@@ -382,10 +413,8 @@ def test_an_episode_with_tools_is_trained_on_what_was_seen(random_llama, name, s
     model = random_llama(vocab_size=len(tokenizer))
     args = script.Args(max_response_tokens=200, chat_template="model" if template else "plain")
     engine = Says(model, tokenizer, args)
-    opening = "hm\n</think>\n\n" if name == "qwen3.5" else ""
+    opening = THOUGHT.get(name, "")
     said_texts = [opening + TEXTS[form], opening + TEXTS[form], opening + "Yes."]
-    if name == "qwen3":  # the template writes a thought in front of each turn since the question
-        said_texts = ["<think>\nhm\n</think>\n\n" + text for text in said_texts]
     engine.replies = iter([tokenizer(text + eos, add_special_tokens=False).input_ids for text in said_texts])
     env = Weather()
     with torch.no_grad():
@@ -394,7 +423,7 @@ def test_an_episode_with_tools_is_trained_on_what_was_seen(random_llama, name, s
 
     assert [calls for _, calls in env.got] == [[CALL], [CALL], []]
     assert (r.termination, r.correct, len(r.segments)) == ("done", 1.0, num_segments)
-    if template and name != "in fields":
+    if template and name not in ("in fields", "gpt-oss"):
         assert '"weather"' in r.prompt_text  # the tools reach the prompt
     seen = "".join(tokenizer.decode(segment.ids) for segment in r.segments)
     assert seen.count("warm") == (3 if num_segments > 1 else 2) + r.prompt_text.count("warm") * num_segments
@@ -413,8 +442,11 @@ PARSED = {  # a reply, its calls, its text
     "bare with a tag": ("<|python_tag|>" + TEXTS["bare"], [CALL], ""),
     "cut off": ("<tool_call>" + json.dumps(CALL)[:-3], [], "<tool_call>" + json.dumps(CALL)[:-3]),
     "without its end": ("<tool_call>" + json.dumps(CALL), [CALL], ""),
-    "in a thought": (f"<think>{TEXTS['common']}</think>no", [], f"<think>{TEXTS['common']}</think>no"),
-    "thought first": (f"<think>a</think>{TEXTS['common']}", [CALL], "<think>a</think>"),
+    "in a thought": (f"<think>{TEXTS['common']}</think>no", [], "no"),
+    "thought first": (f"<think>a</think>{TEXTS['common']}", [CALL], ""),
+    "arguments as text": (TEXTS["common"].replace('{"town": "Ulm"}', r'"{\"town\": \"Ulm\"}"'), [CALL], ""),
+    "one of two": (TEXTS["common"] + "<tool_call>{</tool_call>", [CALL], "<tool_call>{</tool_call>"),
+    "an answer that is JSON": ('{"town": {"name": "Ulm"}}', [], '{"town": {"name": "Ulm"}}'),
     "no object": ("<tool_call>[1]</tool_call>", [], "<tool_call>[1]</tool_call>"),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', [], '<tool_call>{"arguments": {}}</tool_call>'),
     "arguments of text": ('<tool_call>{"name": "a", "arguments": "b"}</tool_call>', [],
@@ -431,34 +463,25 @@ def test_calls_are_found_in_the_common_form(name):
     assert [call["function"] for call in message.get("tool_calls", [])] == calls
 
 
-def test_calls_are_read_by_the_tokenizers_own_template_where_it_has_one():
-    """Transformers' parse_response, with the form of Qwen 3.5; the prompt opens the thought."""
-    tokenizer = tokenizer_of(OPENS)
+def test_a_form_that_is_not_known_is_read_by_the_tokenizers_response_template():
+    """Transformers' parse_response; the prompt opens the thought."""
+    tokenizer = tokenizer_of(OPENS.replace("<tool_call>", "<<").replace("</tool_call>", ">>"))
+    with pytest.raises(BadInput, match=r"--chat-template mine: .* a form that is not known, '.*<<"):
+        chat.check_calls(Weather(), tokenizer, "mine")
     tokenizer.response_template = {
         "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
             "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                "close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}},
+            "tool_calls": {"open_pattern": r"\s*<<", "close": ">>", "repeats": True, "content": "json",
+                           "transform": {"type": "function", "function": "{content}"}},
             "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"}}}
+    chat.check_calls(Weather(), tokenizer, "mine")
     prompt = grpo_llm.render([user("hi")], tokenizer, grpo_llm.Args(), [WEATHER])
-    call = "<tool_call>\n<function=weather>\n<parameter=town>\nUlm\n</parameter>\n</function>\n</tool_call>"
+    call = f"<<{json.dumps(CALL)}>>"
     message, calls = chat.parse_reply("hm\n</think>\n\nOne moment." + call, prompt, tokenizer, [WEATHER])
     assert calls == [CALL] and message["content"].strip() == "One moment." and "hm" in message["thinking"]
-    for broken in (call[:30], "<tool_call>" * 50, "\0", "hm"):
+    for broken in (call[:30], "<<" * 50, "\0", "hm"):
         message, calls = chat.parse_reply(broken, prompt, tokenizer, [WEATHER])
         assert calls == [] and message["content"].endswith(broken)
-
-
-@pytest.mark.slow
-def test_the_time_to_read_a_reply_grows_with_its_length_alone():
-    for piece in ("<tool_call>", "<tool_call>{", "</tool_call>", "<think>", "{", "</think>"):
-        began = time.process_time()
-        chat.parse_reply(piece * 20_000, "", tokenizer_of(CLOSED), [WEATHER])
-        assert time.process_time() - began < 5
 
 
 # Rewards

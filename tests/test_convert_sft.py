@@ -84,6 +84,8 @@ SHAPES = {  # the row, its prompt, its response
     "patch": (chat(say("system", "Be brief."), USER, say("assistant", [SHELL]), say("tool", "a.py"), ANSWER,
                    patch="diff --git a b"), "[system]\nBe brief.\n\n[user]\n Fix it.\n", "diff --git a b"),
     "no-answer": (chat(USER, say("assistant", None), patch=" \n"), " Fix it.\n", ""),
+    "not-to-learn": (chat(USER, ANSWER, say("user", "Sure?"), say("assistant", "No!", train=False)),
+                     " Fix it.\n", "Done."),
     "unicode": (chat(say("user", "naïve \U0001f600 \ud800\0"), say("assistant", "\udfff é")),
                 "naïve \U0001f600 \ufffd\0", "\ufffd é"),
 }
@@ -120,6 +122,7 @@ BAD = {  # the row, what is said of it
     "deep-json": (chat() | {"messages": "[" * 100_000}, "column messages: expected a list"),
     "message": (chat(USER, "Hello"), "message 2: expected a role and a content, got 'Hello'"),
     "role": (chat(say(3, "x")), "message 1: expected a text as role, got 3"),
+    "mark": (chat(say("assistant", "x", weight=2)), "message 1: the weight of a message: expected 0 or 1"),
     "block-text": (chat(say("user", [{"type": "text", "text": 3}])), "expected a block with a type"),
     "long": (chat() | {"messages": {"x": "y" * 10**6}}, "expected a list of messages, got {'x': 'yyy"),
 }

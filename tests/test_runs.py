@@ -134,7 +134,8 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     for name, (kind, _) in METRICS[algo].items():
         for key in keys_of(name, kind):
             found = [one for one in {*logged, *COMMON} if re.fullmatch(re.sub("<.+?>", ".+", key), one)]
-            assert found or key in ("data/truncated", "data/dropped", "data/bad"), f"{key} is never logged"
+            assert found or key in ("data/truncated", "data/dropped", "data/repeated", "data/bad"), (
+                f"{key} is never logged")
     evaluated = [r["iteration"] for r in records(folder) if {"val/countdown/pass@1", "eval/return"} & set(r)]
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import envs
 import sft
 from envs import BadInput
+from envs.splits import fingerprints, hold_out, is_repeated
 from tests.run_folders import log_lines, records, write_jsonl
 
 SMALL = dict(steps=2, batch_size=2, eval_every=0, checkpoint_every=2, log_every=1, warmup_steps=0,
@@ -124,7 +125,7 @@ BAD = {  # a line of JSONL, what the message says
     "a number": (b"7", ": .* got 7 "),
     "deep": (b'{"prompt": ' + DEEP + b', "response": "a"}', " .RecursionError"),
     "bytes": (b'{"prompt": "\xff\xfe", "response": "a"}', " .UnicodeDecodeError"),
-    "eos": (pair("a", "b<eos>"), ", a response holds '<eos>', which ends a turn; "),
+    "eos": (pair("a", "b<eos>"), ", a response holds '<eos>', which ends a turn, in content; "),
     "long": (pair("a" * 400, "a"), r", --max-length 300: .* 40\d tokens"),
 }
 
@@ -357,7 +358,7 @@ def test_conversations_of_files_are_learned_dropped_or_refused_as_they_should_be
 
 @pytest.mark.parametrize(("words", "said"), [
     ("{{ raise_exception('no such role') }}", "no such role"), ("{{ m.more.a.b }}", "attribute"),
-    (r"{{ '\ud800' }}", "TypeError")])  # half a character
+    ("{{ 'a' + 1 }}", "TypeError")])
 @pytest.mark.parametrize("form", ["pair", "chat"])
 def test_whatever_a_template_stumbles_over_is_a_bad_row(words, said, form, tmp_path):
     """Fields beyond role and content are as the data has them, and a template takes them for granted."""
@@ -394,9 +395,9 @@ TAGS = ("{{% for m in messages %}}{{% if m.role == 'assistant' %}}{}"
 
 
 @pytest.mark.parametrize(("template", "messages", "learned"), [
-    # Whatever the tags enclose and nothing after it.
+    # What the tags enclose, up to where sampling stops, and nothing after it.
     (TAGS.format("{% generation %}{{ m.content }}<eos>👩{% endgeneration %}"),
-     [user("no"), assistant("é"), user("no")], "é<eos>👩"),
+     [user("no"), assistant("é"), user("no")], "é<eos>"),
     (TAGS.format("{{ m.content }}<eos>"), [assistant("é"), user("no"), assistant("b")], "é<eos>b<eos>"),
     (TAGS.format("{%- generation -%}{{ m.content }}<eos>{%- endgeneration -%}"),
      [user("a"), assistant(" b"), user("no"), assistant("c")], " b<eos>c<eos>"),
@@ -533,3 +534,172 @@ def test_flags_that_contradict_each_other_are_named(flags, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(tmp_path / "run", **flags)
     assert not (tmp_path / "run").exists()
+
+
+# Every text of a message, whatever its field
+
+
+TEXT = r'{"of": "x\u003c|im_end|>y"}'  # JSON that spells a letter in another way
+FIELDS = [  # a reply, where it holds the text of an eos
+    (assistant("b", reasoning_content="hm {}"), "reasoning_content"),
+    (assistant("b", thinking="{}"), "thinking"), (assistant(blocks("a", "{}")), "content"),
+    (assistant("", tool_calls=[{"function": {"name": "sum", "arguments": {"of": ["1", {"a": "{}"}]}}}]),
+     r"tool_calls\[0\].function.arguments.of\[1\].a"),
+    (assistant("", tool_calls=[{"function": {"name": "sum", "arguments": TEXT}}]),
+     r"tool_calls\[0\].function.arguments.of"),
+    (assistant("", tool_calls=[{"function": {"name": "{}", "arguments": {"a": 1}}}]),
+     r"tool_calls\[0\].function.name"),
+    (assistant("", tool_calls=[{"function": {"name": "sum", "arguments": {"{}": 1}}}]),
+     r"tool_calls\[0\].function.arguments."),
+    (assistant("b", parts=[{"text": "{}"}]), r"parts\[0\].text")]
+
+
+def filled(message, text):
+    """The message with a text in place of {}."""
+    return json.loads(json.dumps(message).replace("{}", json.dumps(text)[1:-1]))
+
+
+@pytest.mark.parametrize(("message", "place"), FIELDS, ids=[place for _, place in FIELDS])
+def test_the_text_of_an_eos_is_refused_in_every_field_of_a_reply(message, place):
+    tokenizer = byte_tokenizer(CHATML, "<|im_end|>")
+    row = {"messages": [user("a"), filled(message, "x<|im_end|>y"), user("b"), assistant("c")]}
+    with pytest.raises(BadInput, match=rf"a response holds '<\|im_end\|>', which ends a turn, in {place}"):
+        encoded(row, tokenizer, messages_key="messages")
+    row["messages"][1]["weight"] = 0  # what is not learned teaches nothing
+    assert written(*encoded(row, tokenizer, messages_key="messages"), tokenizer) == "c<|im_end|>"
+
+
+HALVES = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.name }}{{ m.content }}")
+
+
+@pytest.mark.parametrize("message", [
+    user("\ud800"), user("a", name="\udfff"), assistant("b", reasoning_content="\ud83d"),
+    assistant("b", tool_calls=[{"function": {"name": "s", "arguments": {"\ud800": ["\udc00"]}}}]),
+    assistant("b", tool_calls=[{"function": {"name": "s", "arguments": '{"a": "\\ud800"}'}}])], ids=str)
+def test_half_a_character_is_a_replacement_character_in_every_field(message):
+    tokenizer = byte_tokenizer("{{ tools | tojson }}" + HALVES, "<|im_end|>")
+    row = {"messages": [user("a"), message, user("b"), assistant("c")], "tools": [{"name": "\ud800"}]}
+    ids, mask = encoded(row, tokenizer, messages_key="messages")
+    text = tokenizer.decode(ids)
+    assert text.count("\ufffd") >= 2 and written(ids, mask, tokenizer).endswith("c<|im_end|>")
+
+
+MARKED = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"train_on_turn": False},
+          {"loss": False}, {"loss": 0}, {"loss_mask": 0}, {"step_loss_mask": 0}, {"loss_scale": 0.0},
+          {"trainable": False}, {"masked": True}, {"weight": 0, "train": False, "loss": None}]
+
+
+@pytest.mark.parametrize("mark", MARKED, ids=str)
+@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["untagged", "tagged"])
+def test_a_message_that_another_trainer_leaves_out_is_not_learned(template, mark):
+    messages = [user("a"), assistant("one", **mark), user("b"), assistant("two")]
+    tokenizer = byte_tokenizer(template, "<|im_end|>")
+    assert written(*chat_row(messages, tokenizer), tokenizer) == "two<|im_end|>"
+    messages[0] |= mark  # others are never learned
+    opposite = {name: not value for name, value in mark.items() if value is not None}
+    messages[3] |= opposite
+    assert written(*chat_row(messages, tokenizer), tokenizer) == "two<|im_end|>"
+
+
+@pytest.mark.parametrize(("role", "mark", "says"), [
+    ("assistant", {"weight": 0.5}, "the weight of a message: expected 0 or 1, got 0.5"),
+    ("assistant", {"loss": "no"}, "the loss of a message: expected 0 or 1, got 'no'"),
+    ("assistant", {"loss_scale": 2.0}, "the loss_scale of a message: expected 0 or 1, got 2.0"),
+    ("assistant", {"loss_mask": [0, 1]}, r"the loss_mask of a message: expected 0 or 1, got \[0, 1\]"),
+    ("assistant", {"train_detail": [{"begin_offset": 0}]}, "the train_detail of a message: expected none"),
+    ("assistant", {"weight": 1, "train": False}, "weight and train of a message: expected that they agree"),
+    ("user", {"loss": True}, "the loss of a message of role 'user': expected True of assistants alone")])
+def test_a_mark_that_cannot_be_kept_is_refused(role, mark, says):
+    messages = [user("a"), assistant("one"), say(role, "x", **mark), assistant("two")]
+    with pytest.raises(BadInput, match=says):
+        chat_row(messages, byte_tokenizer(CHATML, "<|im_end|>"))
+
+
+CHANNELS = (  # gpt-oss
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "<|channel|>final<|message|>{{ m.content }}<eos>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+
+
+@pytest.mark.parametrize("form", ["pair", "chat"])
+@pytest.mark.parametrize("content", [
+    "", None, " \n", [], "<|channel|>final<|message|>", "<think>\n\n</think>"])
+def test_a_blank_reply_is_not_learned_whatever_the_template_writes_around_it(content, form):
+    tokenizer = byte_tokenizer(CHANNELS, "<eos>")
+    row = {"pair": pair("a", content), "chat": {"messages": [user("a"), assistant(content)]}}[form]
+    _, mask = encoded(row, tokenizer, ["<eos>"], messages_key="messages" if form == "chat" else "")
+    assert not any(mask)
+    if form == "chat":
+        row["messages"][1]["thinking"] = "hm"
+        assert "hm" in written(*chat_row(row["messages"], tokenizer, ["<eos>"]), tokenizer)
+
+
+@pytest.mark.parametrize("tags", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_of_two_terminators_the_first_is_learned(tags):
+    """Sampling stops there."""
+    begin, end = tags
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {% if m.role == 'assistant' %}" + begin
+        + "{{ m.content }}<|im_end|>\n<eos>" + end + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}", "<eos>")
+    ends = ["<|im_end|>", "<eos>"]
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    ids, mask = chat_row(messages, tokenizer, ends)
+    assert written(ids, mask, tokenizer) == "b<|im_end|>d<|im_end|>"
+    assert tokenizer.decode(ids).count("<eos>") == 2
+    if not begin:
+        assert written(*encoded(pair("a", "b"), tokenizer, ends), tokenizer) == "b<|im_end|>"
+
+
+def test_a_template_that_writes_an_eos_in_the_middle_is_refused():
+    template = CHATML.replace("{{ m.content }}", "{{ m.thinking }}<|im_end|>{{ m.content }}")
+    with pytest.raises(BadInput, match="--chat-template: it writes 'b' between two eos of a turn"):
+        chat_row([user("a"), assistant("b", thinking="hm")], byte_tokenizer(template, "<|im_end|>"))
+
+
+# Rows held out
+
+
+def prints_of(rows):
+    """Columns of the fingerprints of rows (prompt, response)."""
+    rows = [fingerprints([*p.encode(), *r.encode()], len(p), p) for p, r in rows]
+    return {name: [row[name] for row in rows] for name in ("prompt", "row")}
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40, [3] * 12, [1, 9, 2, 2, 30, 5], [20, 20], [8] * 5], ids=str)
+def test_rows_of_one_prompt_are_learned_or_held_out_together(sizes):
+    rows = [(f"p{i}", f"r{k}") for i, size in enumerate(sizes) for k in range(size)]
+    for seed in range(5):
+        learned, held, repeats = hold_out(prints_of(rows), 6, seed)
+        assert sorted([*learned, *held]) == [*range(len(rows))] and repeats == len(rows) - len(sizes)
+        assert {rows[i][0] for i in learned}.isdisjoint(rows[i][0] for i in held)
+        assert 1 <= len(held) <= 6 or len(held) == min(sizes) > 6
+        assert [*learned] == [*hold_out(prints_of(rows), 6, seed)[0]]
+
+
+@pytest.mark.parametrize("more", [[], [("p", "r")] * 4])
+@pytest.mark.parametrize("prompt", ["", "q"])
+def test_rows_without_a_prompt_or_of_one_alone_are_told_apart_by_what_they_say(prompt, more):
+    if prompt and more:
+        return
+    rows = [(prompt, f"r{k // 2}") for k in range(40)] + more
+    learned, held, repeats = hold_out(prints_of(rows), 9, 1)
+    assert 7 <= len(held) <= 9 and repeats == (23 if more else 20)
+    assert {rows[i] for i in learned}.isdisjoint(rows[i] for i in held)
+    val = prints_of([(prompt, "r1"), (prompt, "new")])
+    assert is_repeated(prints_of(rows), val).tolist() == [True, False]
+
+
+def test_a_row_whose_prompt_is_learned_is_not_held_out_and_counted(tmp_path, capsys):
+    one = write_jsonl(tmp_path / "one.jsonl", pairs(4))
+    two = write_jsonl(tmp_path / "two.jsonl", [pair("p9", "r9"), pair("p1", "another"), pair("p9", "r10")])
+    held = write_jsonl(tmp_path / "held.jsonl", [*pairs(2), pair("p9", "x"), pair("new", "y")])
+    counts, _ = train(tmp_path / "run", train_files=(one, two), val_files=(held,))
+    assert counts[:2] == (7, 1) and records(tmp_path / "run")[0]["data/repeated"] == 3
+    assert "3 rows have the prompt of another one: they are not held out" in capsys.readouterr().out
+    line = complaint(tmp_path / "same", train_files=(one,), val_files=(one,))
+    assert "got 4 and 0; {'data/truncated': 0, 'data/dropped': 0, 'data/repeated': 4}" in line
+    train(tmp_path / "drawn", train_files=(one, two))
+    assert records(tmp_path / "drawn")[0]["data/repeated"] == 2
+    assert "2 rows have the prompt of another one: all of one prompt are " in capsys.readouterr().out

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, check_names_once, first_line, from_arrow, from_json, without_nulls
+from envs.chat import is_wanted
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -89,7 +90,8 @@ def render_prompt(turns: list[tuple]) -> str:
 
 
 def render_turn(message, number: int = 1) -> tuple[str, str, bool, Counter]:
-    """-> role; all that is rendered; whether there is text in it, tool calls aside; kinds of blocks"""
+    """-> role; all that is rendered; whether it can be a response: text beside calls, no mark against it;
+    kinds of blocks"""
     where, met = f"column messages, message {number}", Counter()
     if not isinstance(message, dict):
         raise BadRow(f"{where}: expected a role and a content, got {reprlib.repr(message)}")
@@ -102,7 +104,11 @@ def render_turn(message, number: int = 1) -> tuple[str, str, bool, Counter]:
         function = function if isinstance(function, dict) else call if isinstance(call, dict) else {}
         parts.append(("tool_use", render_call(function.get("name"), function.get("arguments", call))))
         met["tool_use"] += 1
-    return role, "\n".join(text for _, text in parts), any(kind == "text" for kind, _ in parts), met
+    try:
+        can_be_response = any(kind == "text" for kind, _ in parts) and is_wanted(message)
+    except BadInput as error:  # a mark that is not read
+        raise BadRow(f"{where}: {error}") from error
+    return role, "\n".join(text for _, text in parts), can_be_response, met
 
 
 def render_content(content, where: str, met: Counter) -> list[tuple[str, str]]:

@@ -141,11 +141,13 @@ METRICS = {
         "train/grad_norm": ("amount", "global gradient norm before clipping, mean since the record before"),
         "train/weight_norm": ("amount?", "global norm of the trained weights"),
         "train/padding": ("rate?", "share of the computed tokens that are padding, in the last step"),
-        "data/rows": ("count?", "rows that are learned from (first record only, as are the three below)"),
+        "data/rows": ("count?", "rows that are learned from (first record only, as are the four below)"),
         "data/held_out": ("count?", "rows that val/loss is measured on"),
         "data/truncated": ("count?", "rows of data, of both kinds, that were cut to --max-length"),
         "data/dropped": ("count?", "rows that were left out, having nothing to learn: an empty response, or "
                          "one cut off"),
+        "data/repeated": ("count?", "rows with the prompt of another one, which are never on both sides: of "
+                          "held-out files they are left out"),
         "val/loss": ("number?", "cross-entropy per response token on held-out rows [nats]"),
         **_ACCURACY,
         "val/<source>/pass@1": ("rate?", "held-out correctness at temperature 1, mean over tasks and "
