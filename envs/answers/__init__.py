@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
 
-from envs.answers import choices, numbers, programs
+from envs.answers import choices, final_number, numbers, programs
+from envs.answers.cues import CUE
+from envs.answers.plain_text import CHINESE, KOREAN, composed, plain, without_markdown
 from envs.workers import shared_pool
 
 MATH_SECONDS = 2.0  # that sympy may take for a reply [s]
@@ -25,12 +26,10 @@ REGEX_SECONDS = 0.08  # that a search may take [s]
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\])?|bbox(?:\[[^\]\n]{0,40}\])?|"
                   r"f?colorbox(?:\{[^{}\n]{0,20}\}){1,2})\s{0,3}(\{|[A-Za-z0-9](?![A-Za-z0-9.,]))")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _HEADING = re.compile(r"\W*(?:steps?|parts?|final|answer|solution|result|conclusion|explanation|summary|"
                       r"check|calculation|verification|notes?|approach|analysis|cases?|examples?)\b",
                       re.IGNORECASE)
-_SWITCH = re.compile(r"\\(?:displaystyle|left|right|bf|rm|it|large|Large)(?![A-Za-z])\s?")
-_WRAPPED = re.compile(r"(\*{1,3}|_{1,3}|`+|\${1,2}|\\\(|\\\[|\{)\s*([^\s](?:.*[^\s])?)\s*(?:\1|\\\)|\\\]|\})",
-                      re.DOTALL)
 
 
 def tagged(text: str) -> str | None:
@@ -47,12 +46,23 @@ def boxed(text: str) -> str | None:
     boxes = [*_BOX.finditer(text)]
     if not boxes or boxes[-1][1] != "{":
         return boxes[-1][1] if boxes else None
-    depth, begin = 0, boxes[-1].end() - 1
-    for place in range(begin, len(text)):
-        if text[place] in "{}" and text[place - 1] != "\\":
-            depth += 1 if text[place] == "{" else -1
-            if not depth:
-                return text[begin + 1:place]
+    begin = boxes[-1].end()
+    inside = _balanced(text, begin)
+    if inside is not None and len(boxes) > 1:  # two boxes with "or", "and" or a comma between: both
+        first = _balanced(text, boxes[-2].end())
+        between = "" if first is None else text[boxes[-2].end() + len(first) + 1:boxes[-1].start()]
+        if match := re.fullmatch(r"(?:\\text|[\s{}$])*(or|and|,|&)[\s{}$]*", between[:30]):
+            return f"{first} or {inside}" if match[1] == "or" else f"{first}, {inside}"
+    return inside
+
+
+def _balanced(text: str, begin: int) -> str | None:
+    """What stands before the brace that closes the one before `begin`."""
+    depth = 1
+    for match in _BRACE.finditer(text, begin):
+        depth += 1 if match[0] == "{" else -1
+        if not depth:
+            return text[begin:match.start()]
     return None
 
 
@@ -73,7 +83,7 @@ def extracted(text: str, how: str) -> str | None:
     if how == "whole":
         return text.strip()
     if how == "last_number":
-        return numbers.number_in(text, cues=False)
+        return final_number.number_in(text, last=True)
     found = None
     if how in ("auto", "answer_tag"):
         found = tagged(text)
@@ -86,20 +96,6 @@ def extracted(text: str, how: str) -> str | None:
         if (inner := boxed(found)) is not None:
             found = inner
     return None if found is None else found.strip()
-
-
-def plain(text: str) -> str:
-    r"""A text without what sets it: **Paris**, $Paris$ and \text{Paris} are Paris. Composed (NFC)."""
-    text = unicodedata.normalize("NFC", text).strip()
-    is_latex = "\\" in text
-    for _ in range(4):
-        before = text
-        text = _SWITCH.sub("", numbers.SETTING.sub(r"\1", text)).strip()
-        if len(text) < 1000 and (match := _WRAPPED.fullmatch(text)) and match[1] not in match[2]:
-            text = match[2]
-        if text == before:
-            break
-    return re.sub(r"\\(?=[%$#&_ ])", "", text.replace("~", " ")) if is_latex else text
 
 
 def gold_of(answer) -> str:
@@ -145,21 +141,24 @@ class Exact(Check):
 
 
 class Number(Check):
-    """Equal as numbers (numbers.py): 1,234 is 1234, $5 is 5, 3/4 is 0.75, 10^3 is 1000."""
+    """Equal as numbers: 1,234 is 1234, $5 is 5, 3/4 is 0.75, 10^3 is 1000 (final_number.py, numbers.py)."""
 
     def check_answers(self, answers, row):
         for answer in answers:
-            if numbers.number_of(gold_of(answer)) is None:
+            if final_number.number_of(gold_of(answer)) is None:
                 raise ValueError(f"answer {answer!r:.80}: expected a number")
 
     def marked(self, text, how, data=None):
         found = extracted(text, how)
         if found is None and how != "auto":
             return None
-        return numbers.number_in(text if found is None else found)
+        if found is None:
+            return final_number.number_in(text)
+        return final_number.number_in(found, marked=True)
 
     def equal(self, found, answer, data):
-        return numbers.equal(found, gold_of(answer), data.get("question", ""))
+        one, gold = final_number.number_of(found), final_number.number_of(gold_of(answer))
+        return bool(one and gold) and numbers.equal(one, gold, data.get("question", ""))
 
 
 class Choice(Check):
@@ -215,11 +214,18 @@ def math_equal(reply: str, golds: list[str]) -> bool:
     """Whether a reply is equal to an answer; called in a process of its own, since sympy may not end."""
     from math_verify import parse, verify
 
-    # A bare (1,2] is no formula to it: what follows "the answer is", or all without words.
-    cues = [*numbers.CUE.finditer(reply)]
+    if is_denied(reply, golds):
+        return False
+    # A bare (1,2] is no formula to it: what follows "the answer is", or all without words, is made one.
+    reply = without_markdown(reply)
+    cues = [*CUE.finditer(reply)]
     bare = re.sub(r"^(?:\s|:|is\b|=)+|[\s.]+$", "", reply[cues[-1].end():] if cues else reply)
-    is_formula = not re.search(r"(?<!\\)\b[A-Za-z]{3}|\$|\\(?:boxed|\(|\[)", bare)
-    found = is_formula and parse(f"${bare}$", parsing_timeout=None) or parse(reply, parsing_timeout=None)
+    forms = [reply]
+    if not re.search(r"(?<!\\)\b[A-Za-z]{2}|\$|\\(?:boxed|\(|\[)", bare):
+        forms.insert(0, f"${bare}$")
+    if pair := _PAIR.search(bare):  # The point is (1, 2).
+        forms.insert(0, f"${pair[0]}$")
+    found = next(filter(None, (parse(form, parsing_timeout=None) for form in forms)), [])
     for gold in golds:
         if "\\boxed" not in gold:
             gold = f"${gold.replace(chr(92) + '$', '').replace('$', '')}$"
@@ -228,30 +234,45 @@ def math_equal(reply: str, golds: list[str]) -> bool:
     return False
 
 
+_PAIR = re.compile(r"[(\[][^()\[\]\n$]{1,50},[^()\[\]\n$]{1,50}[)\]](?=[\s.]*$)")
+_DENIED = re.compile(r"(?:\b(?:not|neither|nor)|n't(?: (?:think|be|believe) (?:it is|it's|the answer is))?)"
+                     r"\s\$?[-\d]\S*[\s.]*$", re.IGNORECASE)
+_OFFERED = re.compile(r"\bbetween \S{1,30} and \S{1,30}[\s.]*$|"
+                      r"\d\S{0,20} (?:or|to|oder) \$?-?\d\S{0,20}[\s.]*$", re.IGNORECASE)
+
+
+def is_denied(reply: str, golds: list[str]) -> bool:
+    """Whether a reply says what the answer is not, or ends in one of two numbers where no answer is two."""
+    is_two = any(re.search(r"\b(?:or|to)\b", gold) for gold in golds)
+    is_unequal = re.search(r"\\neq?\b|≠", reply) and not any("ne" in gold for gold in golds)
+    return bool(_DENIED.search(reply) or is_unequal or not is_two and _OFFERED.search(reply))
+
+
 class Contains(Check):
     """The answer occurs in the reply as a word, words or a whole number, in upper or lower case."""
 
     def equal(self, found, answer, data):
         reply, wanted = words_of(found), words_of(gold_of(answer))
+        if re.fullmatch(r"[-+\u2212]?[\d.,]*\d", wanted) and (number := final_number.number_of(wanted)):
+            return any(other.whole and other.amount == number.amount for other in numbers.all_of(reply))
         before, behind = r"(?<!\w)", r"(?!\w)"
-        if re.match(r"[-+$€£¥]?\.?\d", wanted):  # 4 is not in 14, 3.4, -4, 1/4 or 2^4
+        if re.match(r"[-+$€£¥]?\.?\d", wanted):  # 4 apples are not in 14, 3.4, -4, 1/4 or 2^4 apples
             before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"
-        elif re.match(NO_SPACES, wanted):
+        elif re.match(f"[{UNSPACED}]", wanted):
             before = ""
-        if wanted[-1:].isdigit():  # nor in 45, 4.5, 4%, 4/5 or 4^2
+        if wanted[-1:].isdigit():  # nor $4 in $45, $4.5, $4/5
             behind = r"(?!\w)(?![.,]\d)(?!\s?[%^/])"
-        elif re.match(NO_SPACES, wanted[-1:]):
+        elif re.match(f"[{UNSPACED}{KOREAN}]", wanted[-1:]):  # Korean has particles behind a word
             behind = ""
         return re.search(before + re.escape(wanted) + behind, reply) is not None
 
 
-# Letters of scripts that write no spaces between words.
-NO_SPACES = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+UNSPACED = CHINESE + "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese and Khmer too
 
 
 def words_of(text: str) -> str:
-    """In one case, composed, with single spaces."""
-    return unicodedata.normalize("NFC", " ".join(unicodedata.normalize("NFC", text).casefold().split()))
+    """In one case, composed, with single spaces, without what sets words (**bold**)."""
+    return composed(" ".join(without_markdown(composed(text)).casefold().split()))
 
 
 class Regex(Check):
@@ -269,8 +290,9 @@ class Regex(Check):
     def equal(self, found, answer, data):
         import regex
 
-        try:
-            return regex.search(str(answer), found, timeout=REGEX_SECONDS) is not None
+        try:  # as it stands, and without what sets it
+            return any(regex.search(composed(str(answer)), text, timeout=REGEX_SECONDS / 2)
+                       for text in dict.fromkeys((composed(found), plain(found))))
         except TimeoutError:
             return False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import re
 import sys
@@ -19,14 +20,18 @@ from envs.code import testing
 
 SET_UP = ("test_setup_code", "test_setup", "test_imports", "setup_code", "setup", "imports")
 PROMPTS = ("prompt", "code_prompt", "starter_code")  # columns that may hold the function's head
-MOST_CODE = 200_000  # characters of a reply's program
+MOST_CODE = 20_000  # characters of a reply's program
+MOST_BLOCKS = 50
 _FENCES = (
-    re.compile(r"^[ \t>]*(?P<mark>`{3,}|~{3,})[^\n`]*\n(?P<code>.*?)(?:(?P=mark)[`~]*[ \t]*$|\Z)",
-               re.DOTALL | re.M),
-    re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*(?P<code>[^\n`]+)```"),
+    re.compile(r"^(?P<indent>[ \t>]{0,40})(?P<mark>`{3,9}|~{3,9})(?![`~])"
+               r"(?!\w{0,9}[ \t]+(?:def|class|import|from)\b)[^\n`]{0,80}\n(?P<code>.*?)"
+               r"(?:^(?P=indent)(?P=mark)(?=[^\w\n]|$)|(?<=\S)(?P=mark)[ \t]{0,40}$|\Z)", re.DOTALL | re.M),
+    re.compile(r"```(?:[Pp]ython3?|py)?[ \t]{0,40}(?P<code>(?:def|class|import|from|\w{1,40}\s?=)"
+               r"\s?[^`]{1,20000})```"),
     re.compile(r"\[(?:PYTHON|BEGIN|CODE)\](?P<code>.*?)(?:\[/?(?:PYTHON|DONE|END|CODE)\]|\Z)", re.DOTALL),
-    re.compile(r"<(?:code|python)[^>\n]{0,50}>(?P<code>.*?)(?:</(?:code|python)>|\Z)", re.DOTALL))
-_DEFINES = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]{1,80})?=(?!=)", re.M)
+    re.compile(r"<(?:code|python)[^>\n]{0,50}>(?P<code>.*?)(?:</(?:code|python)>|\Z)", re.DOTALL),
+    re.compile(r"\A(?P<code>.*\n)[ \t]{0,40}(?:```|~~~)\s*\Z", re.DOTALL))  # a fence that only closes
+_DEFINES = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)|^(\w+)\s{0,40}(?::[^=\n]{1,80})?=(?!=)", re.M)
 _IMPORTS = re.compile(r"^(?:from\s+[\w.]+\s+)?import\s+(.+)$", re.M)
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.M)
 
@@ -36,50 +41,56 @@ _FUTURE = re.compile(r"^from __future__ import .*\n?", re.M)
 
 def blocks_of(text: str) -> list[str]:
     """The code blocks of a text, in whatever marks; without any, all of it."""
+    text = text.lstrip("\ufeff")
     for fence in _FENCES:
         if found := [textwrap.dedent(match["code"]) for match in fence.finditer(text)]:
-            return found
+            return found[-MOST_BLOCKS:]
     return [text]
 
 
 def defined(code: str, imports: bool = False) -> set[str]:
     names = {match[1] or match[2] for match in _DEFINES.finditer(code)}
     for match in _IMPORTS.finditer(code) if imports else ():
-        names |= {re.split(r"\s+as\s+", name)[-1].strip(" ()") for name in match[1].split(",")}
+        names |= {(name.split() or [""])[-1].strip("()") for name in match[1].split(",")}  # a as b
     return names
 
 
 def code_of(text: str, data: dict) -> str | None:
-    """The block of a reply that defines what is tested, after those that define what it uses; where none
-    does, the last one, which may be the body of a function."""
-    wanted = tested_names(tuple(map(str, data.get("answers", ()))), data.get("entry_point", ""))
+    """The block of a reply that defines what is tested, with those that define what it uses before it; where
+    none does, the last one, which may be the body of a function."""
+    entry = data.get("entry_point", "")
+    wanted = tested_names(() if entry else tuple(map(str, data.get("answers", ()))), entry)
     blocks = blocks_of(text[-MOST_CODE:])
     defining = [k for k, block in enumerate(blocks) if wanted & defined(block)]
     last = defining[-1] if defining else len(blocks) - 1
-    code = blocks[last]
-    for earlier in blocks[:last][::-1]:
-        used = (set(re.findall(r"\w+", code)) | wanted) - defined(code, imports=True)
-        if used & defined(earlier, imports=True):
-            code = f"{earlier}\n\n{code}"
+    code, length = blocks[last], 0
+    for other in [*blocks[:last][::-1], *blocks[last + 1:]]:
+        length += len(code)
+        if length > 10 * MOST_CODE:
+            break
+        missing = (set(re.findall(r"\w+", code)) | wanted) - defined(code, imports=True)
+        if missing & defined(other, imports=True):
+            code = f"{other}\n\n{code}"
     return code.strip("\n") if code.strip() else None
 
 
 @functools.lru_cache(1024)
 def tested_names(tests: tuple[str, ...], entry_point: str) -> set[str]:
     """What tests expect a solution to define."""
-    if entry_point:
-        return {re.split(r"\W", entry_point)[0]}
+    entry = {re.split(r"\W", entry_point)[0]} - {""}
     try:
         nodes = [*ast.walk(ast.parse("\n".join(tests)))]
     except (SyntaxError, ValueError):
-        return set()
+        return entry
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.name for node in nodes if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar))}
     own |= {(name.asname or name.name).partition(".")[0] for node in nodes
             if isinstance(node, ast.Import) or isinstance(node, ast.ImportFrom) and node.module != "solution"
             for name in node.names}
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    return {node.id for node in nodes if isinstance(node, ast.Name)} - own - {*dir(builtins)}
+    own |= {*dir(builtins), "__name__"}
+    return entry | {node.id for node in nodes if isinstance(node, ast.Name)} - own
 
 
 # What it runs after
@@ -96,12 +107,18 @@ def head_of(data: dict) -> str:
     """The code of a row's prompt: imports, helpers, the head of the function that is asked for. "": none"""
     texts = [data.get("row", {}).get(name) for name in PROMPTS] + [data.get("question", "")]
     for text in texts:
-        for code in [text, *blocks_of(text)] if isinstance(text, str) else ():
+        for code in heads_of(text) if isinstance(text, str) else ():
             tree = parsed(code) or parsed(f"{code.rstrip()}\n    pass")
             if tree and any(isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))
                             for node in tree.body):
                 return code.rstrip()
     return ""
+
+
+def heads_of(text: str) -> list[str]:
+    """What in a prompt may be code: all of it, a block, or what begins with the first line of code."""
+    start = re.search(r"^(?:import|from|def|class|@)\s?\w", text, re.M)
+    return [text, *blocks_of(text), *([text[start.start():]] if start else [])]
 
 
 def program(code: str, data: dict) -> str:
@@ -110,6 +127,9 @@ def program(code: str, data: dict) -> str:
     setup = []
     for column in SET_UP:
         value = row.get(column) or ""
+        if isinstance(value, str) and value.strip().startswith("["):  # a list as text
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value.strip())
         lines = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
         setup.append(without_words(parsed(lines)))
     head = head_of(data)
@@ -118,16 +138,17 @@ def program(code: str, data: dict) -> str:
     else:
         setup += [without_words(parsed(head) or parsed(f"{head}\n    pass"), name), code]
     text = "\n".join(setup)
-    # All names reach the tests, whatever the reply's __all__ says.
-    names = '\n\n__all__ = [name for name in globals() if name[:2] != "__"]\n'
-    return "".join(_FUTURE.findall(text)) + _FUTURE.sub("", text) + names
+    return "".join(_FUTURE.findall(text)) + _FUTURE.sub("", text)
 
 
 def without_words(tree: ast.Module | None, name: str = "") -> str:
     """What a module defines and calls, but for the function of a name; what is no code is left out."""
-    kept = [node for node in tree.body if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
-            ] if tree else []
-    return ast.unparse(ast.Module([node for node in kept if getattr(node, "name", "") != name], []))
+    kept = []
+    for node in tree.body if tree else ():
+        is_word = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)
+        if not is_word and (not name or getattr(node, "name", "") != name):
+            kept.append(node)
+    return ast.unparse(ast.Module(kept, []))
 
 
 def completed(head: str, body: str) -> str:
@@ -174,7 +195,11 @@ def test_module(tests: list, row: dict) -> str:
     stars = [node for node in body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
     function = ast.parse("def test_row(): pass").body[0]
     function.body = [node for node in body if node not in stars] or function.body
-    module = ast.Module([*ast.parse("from solution import *").body, *stars, function], [])
+    # By name: a solution that defines `all` or `round` has them for itself.
+    names = sorted(tested_names(tuple(map(str, tests)), str(row.get("entry_point") or "")))
+    needed = [f"try:\n    from solution import {name}\nexcept ImportError:\n    pass\n" for name in names]
+    stars = [node for node in stars if node.module != "solution"]
+    module = ast.Module([*ast.parse("import solution\n" + "".join(needed)).body, *stars, function], [])
     return ast.unparse(ast.fix_missing_locations(module))
 
 
@@ -208,7 +233,8 @@ def class_calls(node: ast.ClassDef) -> list[str]:
     if any(ast.unparse(base).endswith("TestCase") for base in node.bases):
         return ["import unittest", f"_tests = unittest.defaultTestLoader.loadTestsFromTestCase({node.name})",
                 "_result = unittest.TestResult()", "_tests.run(_result)",
-                "assert _result.testsRun and _result.wasSuccessful(), _result.failures + _result.errors"]
+                "assert _result.testsRun and not _result.skipped and not _result.expectedFailures",
+                "assert _result.wasSuccessful(), _result.failures + _result.errors"]
     if not node.name.startswith("Test"):
         return []
     names = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
