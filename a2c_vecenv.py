@@ -262,8 +262,8 @@ def rollout(agent, env, obs, args):
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
     """Play eval_episodes episodes, equally many in each environment: the first to end are the short ones."""
-    torch.manual_seed(args.seed)  # every evaluation draws the same noise
-    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    torch.manual_seed(pixels.derive_seed(args.seed, "eval actions"))  # of every evaluation the same
+    obs = env.reset(args.seed, "eval")
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
     of_mine = -(-args.eval_episodes * env.num_envs // args.eval_envs)
@@ -647,7 +647,7 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
     env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(pixels.derive_seed(args.seed, "weights"))
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
@@ -657,7 +657,7 @@ def main(args):
     if run.state.get("env"):
         obs = env.load_state_dict(run.state["env"])
     else:  # new episodes, in a resumed run too if its environment cannot be saved
-        obs = env.reset(args.seed + run.counters["env_steps"])
+        obs = env.reset(args.seed, "train", run.counters["env_steps"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
@@ -702,7 +702,7 @@ def main(args):
     try:
         for iteration in range(start, args.iterations + 1):
             # No two iterations or runs share a seed, and a resume needs no generator state.
-            torch.manual_seed(args.seed * 1_000_003 + iteration)
+            torch.manual_seed(pixels.derive_seed(args.seed, "actions", iteration))
             frac = 1 - (iteration - 1) / args.iterations if args.anneal else 1.0
 
             for _ in range(args.update_every):

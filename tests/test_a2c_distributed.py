@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import a2c_vecenv as a2c
-from envs.pixels import join_states, make_vec, state_of_rows
+from envs.pixels import join_states, make_vec, row_seeds, state_of_rows
 from envs.pixels.game_boy import Config, goal_meta, record_frames
 from envs.pixels.goals import save_goal
 from tests.run_folders import (
@@ -62,7 +62,7 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
         ends = [sum(sizes[:part + 1]) for part in range(len(sizes))]
         parts = [(range(end - size, end), make_vec(env_id, size, **options))
                  for size, end in zip(sizes, ends, strict=True)]
-        seen = [[env.reset(11 + rows.start).clone() if state is None
+        seen = [[env.reset(row_seeds(11, rows)).clone() if state is None
                  else env.load_state_dict(state_of_rows(state, rows)).clone() for rows, env in parts]]
         for step in range(first, last):
             results = [env.step(actions[step, rows.start:rows.stop] % env.num_actions) for rows, env in parts]

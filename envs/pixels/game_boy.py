@@ -111,7 +111,7 @@ class GameBoy(VecEnv):
         self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=torch.uint8)
         self._start_workers(dataclasses.asdict(config) | {"rom": rom, "state": start})
 
-    def reset(self, seed: int) -> torch.Tensor:
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
         self._resets[:] = 1  # the workers load the state when they next step
         self._obs.copy_(self._first.expand_as(self._obs))
         self._previous_dist = self._first_dist.repeat(self.num_envs)

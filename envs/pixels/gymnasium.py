@@ -80,15 +80,16 @@ class GymnasiumVec(VecEnv):
         self._array = self._obs.numpy()  # the same memory
         self._none_ended = torch.zeros(0, *self.obs_shape, dtype=self.obs_dtype, device=self.device)
 
-    def reset(self, seed: int) -> torch.Tensor:
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        seeds = self.row_seeds(seed)
         if self._cartpole is not None:
-            self._vector.reset(seed=seed)
-            self._rngs = [gymnasium.utils.seeding.np_random(seed + row)[0] for row in range(self.num_envs)]
+            self._vector.reset(seed=0)
+            self._rngs = [gymnasium.utils.seeding.np_random(seed)[0] for seed in seeds]
             self._restart_cartpole(range(self.num_envs))
         else:
             for row, env in enumerate(self._rows):
                 try:
-                    obs = env.reset(seed=seed + row)[0]
+                    obs = _reset(env, seeds[row])
                     self._check_observation(np.asarray(obs))
                     self._array[row] = self._convert(obs)
                 except Exception as error:  # may raise anything, such as that a render_mode lacks pygame
@@ -225,6 +226,14 @@ class GymnasiumVec(VecEnv):
 
     def close(self) -> None:
         self._finalizer()
+
+
+def _reset(env, seed: int):
+    """-> the first observation. Gymnasium's generators take any seed, np.random.seed one of 32 bits."""
+    try:
+        return env.reset(seed=seed)[0]
+    except (TypeError, ValueError, OverflowError):
+        return env.reset(seed=seed % 2**31)[0]
 
 
 def _literal(value):

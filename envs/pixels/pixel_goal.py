@@ -122,8 +122,8 @@ class PixelGoal(VecEnv):
 
     # The protocol
 
-    def reset(self, seed: int) -> torch.Tensor:
-        self._seed[:] = torch.arange(seed, seed + self.num_envs)
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        self._seed[:] = torch.tensor(self.row_seeds(seed))
         self._episode.zero_()
         self._begin(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         return self._render(self._codes, self._canvas)
@@ -187,7 +187,7 @@ class PixelGoal(VecEnv):
 
     def _begin(self, mask):
         """New episodes where mask is set. Which ones follows from (seed, episode), whatever other rows do."""
-        draw = hash32(hash32(self._seed) + self._episode)
+        draw = hash32(hash32(self._seed + self._episode) ^ (self._seed >> 32))
         slot = draw % len(self._start_codes)
         menu = hash32(draw + 1) < int(self.config.menu_prob * 2**32)  # a float would compare in float32
         code = self._start_codes[slot] + menu * (NUM_STATES // 2)
