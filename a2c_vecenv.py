@@ -179,8 +179,7 @@ class Agent(nn.Module):
 
     def __init__(self, env, network="small", hidden_size=128, dtype="float32"):
         super().__init__()
-        self.decode = env.decode  # unpacks observations
-        self.obs_high = env.obs_high
+        self.scale = env.scale
         self.bfloat16 = dtype == "bfloat16"
         if len(env.obs_shape) == 1:
             layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
@@ -202,8 +201,8 @@ class Agent(nn.Module):
 
     def forward(self, obs):
         with torch.autocast(obs.device.type, torch.bfloat16, self.bfloat16):
-            # The product is a float32 copy: the graph keeps it, and the environment overwrites obs.
-            hidden = self.body(self.decode(obs) * (1 / self.obs_high))
+            # scale makes a copy: the graph keeps it, and the environment overwrites obs.
+            hidden = self.body(self.scale(obs))
             return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
@@ -262,7 +261,7 @@ def rollout(agent, env, obs, args):
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
     """Play eval_episodes episodes, equally many in each environment: the first to end are the short ones."""
-    torch.manual_seed(pixels.derive_seed(args.seed, "eval actions"))  # of every evaluation the same
+    torch.manual_seed(pixels.derive_seed(args.seed, "eval actions"))  # each time the same
     obs = env.reset(args.seed, "eval")
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
@@ -664,7 +663,8 @@ def main(args):
     start = run.counters["iteration"] + 1
     rollout_steps = args.num_envs * args.num_steps
     print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
-                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}")
+                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}\n"
+                 f"Observations: {env.scaling}")
     window, grad_norms = [], []  # of the rollouts and updates since the last record
     batch, metrics = {}, {}
     stop = []  # not empty once SIGTERM has arrived

@@ -180,7 +180,7 @@ def update_gradient(second_pass=False, **flags):
                                            pack="2bpp"))
     args = args_for(num_steps=6, **flags)
     agent, step = lively_agent(env).double(), env.step
-    agent.decode = lambda obs, decode=agent.decode: decode(obs).double()
+    agent.scale = lambda obs, scale=agent.scale: scale(obs).double()
     observations = [env.reset(3).clone()]
 
     def copied(actions):

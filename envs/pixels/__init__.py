@@ -36,8 +36,9 @@ class VecEnv:
     num_envs: int
     num_actions: int
     obs_shape: tuple[int, ...]  # of one row
-    obs_dtype: torch.dtype  # uint8: shades 0..obs_high; float32: as the environment gives it
-    obs_high: float = 1.0  # what observations are divided by before the network [shades]
+    obs_dtype: torch.dtype  # uint8 or float32, as the environment gives them
+    obs_high: float = 1.0  # the darkest shade; `scale` divides by it
+    scaling = "as they are"  # what `scale` does, for people
     device: torch.device
     action_names: list[str]
     has_goal = False  # True: info["dist"], and a terminated episode is a success
@@ -74,8 +75,12 @@ class VecEnv:
         raise NotImplementedError
 
     def decode(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations as a network takes them, where they are kept in another form (packed)."""
+        """Observations as shades, where they are kept in another form (packed)."""
         return obs
+
+    def scale(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations as a network takes them: a copy, float32, in 0..1 or -1..1 where they have bounds."""
+        return self.decode(obs) * (1 / self.obs_high)
 
     def frames(self, row: int = 0):
         """A picture of a row for people, uint8 (H, W) grey or (H, W, 3); None where there is none."""
@@ -154,8 +159,8 @@ class RecordEpisodeStatistics:
 def derive_seed(seed: int, use: str, *numbers: int) -> int:
     """A seed of 63 bits for one use of a run's seed: no two uses, numbers or runs have the same.
 
-    Sums do not do that: of seed + row, all rows but one of seed 1 are rows of seed 2 as well. Where fewer bits
-    are read, two may meet by chance: torch's generator on a CPU reads 32 of them, an Atari emulator 31.
+    Sums do not do that: of seed + row, all rows but one of seed 1 are rows of seed 2 as well. Where fewer
+    bits are read, two may meet by chance: torch's generator on a CPU reads 32, an Atari emulator 31.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(*use.encode(), *numbers))
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)

@@ -78,7 +78,7 @@ class Atari(VecEnv):
     """
 
     Config = Config
-    obs_dtype, obs_high = torch.uint8, 255.0
+    obs_dtype, obs_high, scaling = torch.uint8, 255.0, "0..255 to 0..1"
 
     def __init__(self, env_id: str, num_envs: int, device, config: Config):
         self.num_envs, self.device, self.config = num_envs, torch.device(device), config

@@ -80,7 +80,7 @@ class GameBoy(VecEnv):
 
     Config = Config
     num_actions, action_names = len(worker.ACTIONS), list(worker.ACTIONS)
-    obs_dtype, obs_high, has_goal = torch.uint8, float(SHADES - 1), True
+    obs_dtype, obs_high, scaling, has_goal = torch.uint8, float(SHADES - 1), "0..3 to 0..1", True
 
     def __init__(self, num_envs: int, device, config: Config):
         self.num_envs, self.device, self.config = num_envs, torch.device(device), config

@@ -86,7 +86,7 @@ class PixelGoal(VecEnv):
 
     Config = PixelGoalConfig
     num_actions, action_names, has_goal = len(ACTIONS), ACTIONS, True
-    obs_dtype, obs_high = torch.uint8, 3.0
+    obs_dtype, obs_high, scaling = torch.uint8, 3.0, "0..3 to 0..1"
 
     def __init__(self, num_envs: int, device="cpu", config: PixelGoalConfig | None = None):
         if not 1 <= num_envs <= 16_384:
