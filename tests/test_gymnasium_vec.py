@@ -193,7 +193,7 @@ def test_observations_outside_their_space_are_warned_of_and_counted(space, obs, 
             env.step(torch.tensor([0]))
     first, tenth = (str(warning.message) for warning in told)
     assert says in first and says in tenth and "\n" not in first
-    assert "(1 such" in first and "(10 such" in tenth
+    assert "(1 so far" in first and "(10 so far" in tenth
 
 
 @pytest.mark.parametrize(("space", "obs", "says"), [

@@ -217,7 +217,7 @@ class GymnasiumVec(VecEnv):
             raise BadInput(said)
         self._outside += 1
         if str(self._outside).strip("0") == "1":
-            warnings.warn(f"{said} ({self._outside} such observations so far, at the ends of episodes alone)",
+            warnings.warn(f"{said} ({self._outside} so far, of the first and the last ones of episodes)",
                           stacklevel=2)
 
     def state_dict(self) -> dict | None:
