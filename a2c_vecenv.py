@@ -179,8 +179,7 @@ class Agent(nn.Module):
 
     def __init__(self, env, network="small", hidden_size=128, dtype="float32"):
         super().__init__()
-        self.decode = env.decode  # unpacks observations
-        self.obs_high = env.obs_high
+        self.scale = env.scale
         self.bfloat16 = dtype == "bfloat16"
         if len(env.obs_shape) == 1:
             layers = [nn.LazyLinear(hidden_size), nn.Tanh(), nn.LazyLinear(hidden_size), nn.Tanh()]
@@ -202,8 +201,8 @@ class Agent(nn.Module):
 
     def forward(self, obs):
         with torch.autocast(obs.device.type, torch.bfloat16, self.bfloat16):
-            # The product is a float32 copy: the graph keeps it, and the environment overwrites obs.
-            hidden = self.body(self.decode(obs) * (1 / self.obs_high))
+            # scale makes a copy: the graph keeps it, and the environment overwrites obs.
+            hidden = self.body(self.scale(obs))
             return self.policy(hidden).float(), self.value(hidden).squeeze(-1).float()
 
 
@@ -262,8 +261,8 @@ def rollout(agent, env, obs, args):
 @torch.no_grad()
 def evaluate(agent, env, args, greedy=False):
     """Play eval_episodes episodes, equally many in each environment: the first to end are the short ones."""
-    torch.manual_seed(args.seed)  # every evaluation draws the same noise
-    obs = env.reset(args.seed + 1_000_000)  # not the initial states of training
+    torch.manual_seed(pixels.derive_seed(args.seed, "eval actions"))  # each time the same
+    obs = env.reset(args.seed, "eval")
     number = torch.arange(env.num_envs, device=env.device) + env.others[0]  # of the row's episode
     results = []
     of_mine = -(-args.eval_episodes * env.num_envs // args.eval_envs)
@@ -620,7 +619,7 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
     env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(pixels.derive_seed(args.seed, "weights"))
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run = Run(args, "a2c", args.env_id, num_envs=args.num_envs, **env.log_meta)
@@ -630,14 +629,15 @@ def main(args):
     if run.state.get("env"):
         obs = env.load_state_dict(run.state["env"])
     else:  # new episodes, in a resumed run too if its environment cannot be saved
-        obs = env.reset(args.seed + run.counters["env_steps"])
+        obs = env.reset(args.seed, "train", run.counters["env_steps"])
     if args.compile or args.cudagraphs:
         agent.compile(mode="reduce-overhead" if args.cudagraphs else "default")
     run.open(args.iterations)
     start = run.counters["iteration"] + 1
     rollout_steps = args.num_envs * args.num_steps
     print_rank_0(f"{run.dir}\nFrom iteration {start} on {args.num_envs} environments x "
-                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}")
+                 f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}\n"
+                 f"Observations: {env.scaling}")
     window, grad_norms = [], []  # of the rollouts and updates since the last record
     batch, metrics = {}, {}
     stop = []  # not empty once SIGTERM has arrived
@@ -675,7 +675,7 @@ def main(args):
     try:
         for iteration in range(start, args.iterations + 1):
             # No two iterations or runs share a seed, and a resume needs no generator state.
-            torch.manual_seed(args.seed * 1_000_003 + iteration)
+            torch.manual_seed(pixels.derive_seed(args.seed, "actions", iteration))
             frac = 1 - (iteration - 1) / args.iterations if args.anneal else 1.0
 
             for _ in range(args.update_every):

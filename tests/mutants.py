@@ -40,7 +40,7 @@ TESTS = {
     "envs/arcagi3/": ("arcagi3 text_envs", "arcagi3"),
     "envs/code/repl.py": ("repl", ""),
     "envs/code/": ("swe", ""),
-    "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy", ""),
+    "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy a2c_distributed", ""),
     "tools/compare_runs.py": ("tools golden", "compare or golden or runs"),
     "tools/convert_sft.py": ("convert_sft", ""),
     "tools/diagnose.py": ("diagnose", ""),
@@ -180,6 +180,8 @@ MUTANTS = {
         "a resume forgets the worlds": ('if run.state.get("env"):', "if False:"),
         "short episodes are preferred": ('["reset_mask"] & (number < args.eval_episodes)', '["reset_mask"]'),
         "greedy is sampled": ("    if greedy:", "    if False:"),
+        "what is trained on is evaluated": ('env.reset(args.seed, "eval")', "env.reset(args.seed)"),
+        "weights and evaluations draw the same": ('"eval actions"', '"weights"'),
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
             "            flush_to_disk(folder.parent)\n            temporary.rename(folder)"),
@@ -360,6 +362,10 @@ MUTANTS = {
     },
     "envs/pixels/__init__.py": {
         "a resume forgets how far episodes are": ('self.so_far.copy_(state["so_far"].T)', "pass"),
+        "rows of seed 1 are those of seed 2": (
+            "[derive_seed(seed, split, start, row) for row in rows]",
+            "[derive_seed(seed + row, split, start) for row in rows]"),
+        "training and evaluation are alike": ("*use.encode(), *numbers", "*numbers"),
         "an episode's return goes on": ('self.so_far.masked_fill_(info["reset_mask"], 0)', "pass"),
     },
     "envs/pixels/goals.py": {
@@ -370,6 +376,10 @@ MUTANTS = {
         "the door opens from anywhere": ("ahead(facing)[2] == DOOR", "ahead(facing)[2] >= 0"),
     },
     "envs/pixels/gymnasium.py": {
+        "0 does not stay 0": ("bounded & ~signed", "bounded"),
+        "a bound for all elements": ("span = np.where(bounded & (span > 0), span, 1)", "span = span.max()"),
+        "a last observation may be anything": (
+            "                self._check_observation(obs)\n                final", "                final"),
         "ends and limits exchanged": ("terminated.append(ended)", "terminated.append(cut)"),
     },
     "tools/validate_train_log.py": {

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import a2c_vecenv as a2c
-from envs.pixels import join_states, make_vec, state_of_rows
+from envs.pixels import RecordEpisodeStatistics, join_states, make_vec, row_seeds, state_of_rows
 from envs.pixels.game_boy import Config, goal_meta, record_frames
 from envs.pixels.goals import save_goal
 from tests.run_folders import (
@@ -62,7 +62,7 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
         ends = [sum(sizes[:part + 1]) for part in range(len(sizes))]
         parts = [(range(end - size, end), make_vec(env_id, size, **options))
                  for size, end in zip(sizes, ends, strict=True)]
-        seen = [[env.reset(11 + rows.start).clone() if state is None
+        seen = [[env.reset(row_seeds(11, rows)).clone() if state is None
                  else env.load_state_dict(state_of_rows(state, rows)).clone() for rows, env in parts]]
         for step in range(first, last):
             results = [env.step(actions[step, rows.start:rows.stop] % env.num_actions) for rows, env in parts]
@@ -85,6 +85,20 @@ def test_rows_of_a_split_are_those_of_the_whole(kind, request):
     same_tree(whole, begun + rest[1:], rounding)
     if kind != "Acrobot":  # whose spaces have generators that nothing seeds and nothing draws from
         same_tree(end, end_of_rest, rounding)
+
+
+@pytest.mark.parametrize("kind", slow_but(("pixel-goal", "CartPole"), list(KINDS)[:3]))
+def test_no_two_rows_have_the_same_episodes_nor_have_neighbouring_seeds_or_evaluations(kind):
+    """What 8 rows see in several episodes: of three seeds, in training, begun anew later, in evaluation."""
+    env_id, options, _ = KINDS[kind]
+    env = RecordEpisodeStatistics(make_vec(env_id, 8, **options))
+    begun = [(seed, *more) for seed in (1, 2, 3) for more in ((), ("train", 1), ("train", 2**32), ("eval",))]
+    seen = []
+    for seed in begun:
+        frames = [env.reset(*seed).clone()]
+        frames += [env.step(torch.full((8,), step % env.num_actions))[0].clone() for step in range(40)]
+        seen += [row.numpy().tobytes() for row in torch.stack(frames, 1)]
+    assert len({*seen}) == len(seen) == 8 * len(begun)
 
 
 def test_a_row_draws_the_same_action_whoever_holds_it():

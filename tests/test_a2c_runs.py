@@ -11,6 +11,8 @@ from PIL import Image
 
 import a2c_vecenv as a2c
 from envs import BadInput
+from envs.pixels import row_seeds
+from envs.pixels.pixel_goal import PixelGoal
 from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
 from tools.validate_train_log import validate
 
@@ -50,7 +52,7 @@ class Held(gymnasium.Env):
     breaks_at, seeds = None, []
 
     def reset(self, *, seed=None, options=None):
-        self.seeds += [seed] if seed and seed < 1_000_000 else []  # no autoreset, no evaluation
+        self.seeds += [] if seed is None else [seed]  # no autoreset
         self.engine, self.time = object(), 0
         return self.observation_space.sample() * 0, {}
 
@@ -68,7 +70,34 @@ def test_an_environment_that_cannot_be_saved_begins_anew_on_resume(tmp_path):
     whole = train(a2c, tmp_path / "whole", env_id="HeldFast-v0", keep_checkpoints=0)
     folder = train(a2c, killed_after(whole, tmp_path / "run", 2), env_id="HeldFast-v0")
     assert state_of(folder / "checkpoints" / "step_000004")["env"] is None and validate(folder)["ok"]
-    assert records(folder)[-1]["episode_length"] <= 7 and len({*Held.seeds}) == len(Held.seeds) == 12
+    held_out = row_seeds(1, range(SMALL["a2c_vecenv"]["eval_envs"]), "eval")
+    trained = [seed for seed in Held.seeds if seed not in held_out]
+    assert records(folder)[-1]["episode_length"] <= 7 and len({*trained}) == len(trained) == 12
+    assert {*held_out} < {*Held.seeds}
+
+
+def test_what_is_random_differs_between_runs_and_between_training_and_evaluation(tmp_path, monkeypatch):
+    """Of weights, of each iteration's actions, of an evaluation's (twice: sampled and greedy), of worlds."""
+    seeds, worlds = [], []
+    monkeypatch.setattr(torch, "manual_seed", lambda seed, seeded=torch.manual_seed: (
+        seeds.append(seed), seeded(seed))[1])
+    monkeypatch.setattr(PixelGoal, "reset", lambda env, seed, begin=PixelGoal.reset: (
+        worlds.append(tuple(env.row_seeds(seed))), begin(env, seed))[1])
+    for seed in (0, 1):
+        train(a2c, tmp_path / str(seed), seed=seed, eval_every=0)
+    assert len(seeds) == 2 * (1 + 4 + 2) and len({*seeds}) == 2 * (1 + 4 + 1)
+    assert len(worlds) == 2 * 3 and len({*worlds}) == 2 * 2
+    flat = [seed for rows in {*worlds} for seed in rows]
+    assert len({*flat}) == len(flat) == 2 * (6 + SMALL["a2c_vecenv"]["eval_envs"])
+
+
+@pytest.mark.parametrize("flags, says", [
+    ({}, "Observations: 0..3 to 0..1"),
+    (dict(env_id="HeldFast-v0"), "Observations: 2 in -9..9 to -1..1"),
+])
+def test_a_run_says_how_observations_are_scaled(flags, says, tmp_path, capsys):
+    train(a2c, tmp_path / "run", iterations=1, **flags)
+    assert says in capsys.readouterr().out.splitlines()
 
 
 # Failing

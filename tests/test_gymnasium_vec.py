@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 
 import gymnasium
 import numpy as np
@@ -74,8 +75,10 @@ def by_hand(env_id, seed, actions, **options):
 def test_rows_are_single_environments(env_id, options):
     env = make_vec(env_id, 3, **{key: str(value) for key, value in options.items()})  # as flags are
     assert env.log_meta == {"num_actions": env.num_actions, "action_codec_id": f"gymnasium:{env_id}",
-                            "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
-    generator, first = torch.Generator().manual_seed(3), env.reset(seed=11).clone()
+                            "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None,
+                            "obs_scaling": env.scaling}
+    seeds = [11, 12, 2**62]
+    generator, first = torch.Generator().manual_seed(3), env.reset(seeds).clone()
     assert first.dtype == torch.float32 and first.shape == (3, *env.obs_shape)
     actions, results = torch.randint(0, env.num_actions, (120, 3), generator=generator), []
     for chosen in actions:
@@ -83,7 +86,7 @@ def test_rows_are_single_environments(env_id, options):
         results.append((obs.clone(), *rest, info["reset_mask"], info["final_obs"].clone()))
     env.close()
 
-    begun, singles = zip(*(by_hand(env_id, 11 + row, actions[:, row], **options) for row in range(3)),
+    begun, singles = zip(*(by_hand(env_id, seeds[row], actions[:, row], **options) for row in range(3)),
                          strict=True)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)  # the last bit may be rounded
     close(first, np.stack(begun))
@@ -101,15 +104,17 @@ def test_rows_are_single_environments(env_id, options):
     assert ends + cuts >= 5 and cuts > 0  # the test has seen what it is about
 
 
-@pytest.mark.parametrize(("kind", "shape", "dtype", "high"), [
-    ("vector", (2,), torch.float32, 1.0), ("ram", (9,), torch.float32, 255.0),
-    ("grey", (1, 5, 6), torch.uint8, 255.0), ("rgb", (3, 5, 6), torch.uint8, 255.0),
-    ("chw", (3, 5, 6), torch.uint8, 255.0), ("discrete", (9,), torch.float32, 1.0),
+@pytest.mark.parametrize(("kind", "shape", "dtype", "scaling"), [
+    ("vector", (2,), torch.float32, "2 in -1e+06..1e+06 as they are"),
+    ("ram", (9,), torch.float32, "9 in 0..255 to 0..1"),
+    ("grey", (1, 5, 6), torch.uint8, "30 in 0..255 to 0..1"),
+    ("rgb", (3, 5, 6), torch.uint8, "90 in 0..255 to 0..1"),
+    ("chw", (3, 5, 6), torch.uint8, "90 in 0..255 to 0..1"), ("discrete", (9,), torch.float32, "one-hot"),
 ])
-def test_observation_kinds(kind, shape, dtype, high):
+def test_observation_kinds(kind, shape, dtype, scaling):
     env, single = make_vec("Counter-v0", 2, kind=kind), Counter(kind=kind)
-    obs, expected = env.reset(seed=1), torch.as_tensor(single.reset(seed=1)[0])
-    assert (env.obs_shape, env.obs_dtype, env.obs_high) == (shape, dtype, high)
+    obs, expected = env.reset([1, 2]), torch.as_tensor(single.reset(seed=1)[0])
+    assert (env.obs_shape, env.obs_dtype, env.scaling) == (shape, dtype, scaling)
     assert obs.dtype == dtype and obs.shape == (2, *shape)
 
     picture = env.frames(0)
@@ -122,6 +127,98 @@ def test_observation_kinds(kind, shape, dtype, high):
     elif kind == "rgb":
         expected = expected.permute(2, 0, 1)
     assert torch.equal(obs[0], expected.reshape(shape).to(dtype))
+
+
+class Shown(gymnasium.Env):
+    """Episodes of two steps: an observation, and at the end a later one. Its space need not hold them."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space, obs, later=None):
+        self.observation_space, self.obs = space, obs
+        self.later = obs if later is None else later
+
+    def reset(self, *, seed=None, options=None):
+        np.random.seed(seed)  # which takes 32 bits
+        self.count = 0
+        return self.obs, {}
+
+    def step(self, action):
+        self.count += 1
+        return self.later if self.count == 2 else self.obs, 0.0, self.count == 2, False, {}
+
+
+gymnasium.register("Shown-v0", Shown, max_episode_steps=9)
+Box, INF, MOST = gymnasium.spaces.Box, np.inf, np.finfo(np.float32).max
+
+
+def box(low, high, dtype=np.float32):
+    return Box(np.array(low, dtype), np.array(high, dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize(("space", "obs", "expected"), [
+    (Box(0, 8, (2, 3), np.uint8), [[0, 1, 2], [4, 7, 8]], [[[0, .125, .25], [.5, .875, 1]]]),
+    (Box(0, 255, (2, 3), np.uint8), [[0, 51, 102], [153, 204, 255]], [[[0, .2, .4], [.6, .8, 1]]]),
+    (box([[[0, 100]] * 3] * 3, [[[1, 200]] * 3] * 3, np.uint8), [[[1, 150]] * 3] * 3,
+     [[[1.0] * 3] * 3, [[.5] * 3] * 3]),  # channels last
+    (Box(10, 20, (3,), np.uint8), [10, 15, 20], [0, .5, 1]),
+    (Box(-100, 50, (3,), np.int8), [-100, 0, 50], [-1, 0, .5]),
+    (Box(0, 65_535, (2,), np.uint16), [0, 65_535], [0, 1]), (Box(-8, -4, (2,), np.int32), [-8, -5], [0, .75]),
+    (box([0, -4, -INF, 0, 3, 0], [8, 2, INF, INF, 3, 5e4]), [4, -2, 7, 9, 3, 5e4], [.5, -.5, 7, 9, 0, 1]),
+    (box([-MOST, -MOST], [MOST, MOST]), [7, -9], [7, -9]),
+    (Box(-2**62, 2**62, (2,), np.int64), [7, -9], [7, -9]),
+])
+def test_a_network_sees_observations_scaled_by_the_bounds_of_their_space(space, obs, expected):
+    """0 stays 0 where both signs occur; what has no bound stays as it is."""
+    env = make_vec("Shown-v0", 2, space=space, obs=np.array(obs, space.dtype))
+    shown = env.reset(1)
+    seen = env.scale(shown)
+    np.testing.assert_allclose(seen, [expected] * 2, rtol=1e-6)
+    assert seen.dtype == torch.float32 and seen.data_ptr() != shown.data_ptr()
+
+
+@pytest.mark.parametrize(("space", "obs", "says"), [
+    (Box(0, 8, (2, 3), np.uint8), np.full((2, 3), 9, np.uint8), "9 at (0, 0), where its space allows 0 to 8"),
+    (box([0, -1], [1, 1]), np.array([0.5, -1.5]), "-1.5 at (1,), where its space allows -1.0 to 1.0"),
+    (Box(-1, 1, (2,)), np.array([np.nan, 0]), "nan at (0,)"), (Box(0, 5, (2,), np.int8), [0, 6], "6 at (1,)"),
+])
+def test_observations_outside_their_space_are_warned_of_and_counted(space, obs, says):
+    inside = np.zeros(space.shape, space.dtype)
+    env = make_vec("Shown-v0", 1, space=space, obs=inside, later=obs)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        env.reset(1)
+        assert not told
+        for _ in range(2 * 10):
+            env.step(torch.tensor([0]))
+    first, tenth = (str(warning.message) for warning in told)
+    assert says in first and says in tenth and "\n" not in first
+    assert "(1 so far" in first and "(10 so far" in tenth
+
+
+@pytest.mark.parametrize(("space", "obs", "says"), [
+    (Box(0, 255, (2, 3), np.uint8), np.full((2, 3), 256), "256 at (0, 0)"),
+    (Box(0, 255, (2, 3), np.uint8), np.full((2, 3), 0.5), "found float64 of shape (2, 3)"),
+    (Box(0, 1, (2,)), np.zeros(1), "found float64 of shape (1,)"),
+    (gymnasium.spaces.Discrete(3), 3, "has 3 at (), where its space allows 0 to 2"),
+    (gymnasium.spaces.Discrete(3, start=1), 0, "has 0 at (), where its space allows 1 to 3"),
+])
+@pytest.mark.parametrize("at_first", [True, False])
+def test_what_would_be_made_to_fit_is_one_line(space, obs, says, at_first):
+    inside = np.full(space.shape, 1, space.dtype)
+    env = make_vec("Shown-v0", 1, space=space, obs=obs if at_first else inside, later=obs)
+    with pytest.raises(BadInput) as error:
+        env.reset(1)
+        env.step(torch.tensor([0]))
+        env.step(torch.tensor([0]))
+    assert says in str(error.value) and "Shown-v0" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_that_float32_rounds_are_in_their_space():
+    env = make_vec("Shown-v0", 1, space=box([-0.7], [0.7]), obs=np.array([0.7]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env.reset(1)
 
 
 def test_a_picture_without_pygame_is_one_line(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs
-from envs.pixels import make_vec, pixel_goal
+from envs.pixels import make_vec, pixel_goal, row_seeds
 from envs.pixels.goals import save_goal
 from envs.pixels.pixel_goal import PixelGoal, PixelGoalConfig, pack_2bpp, unpack_2bpp
 from tests.run_folders import slow_but
@@ -128,7 +128,7 @@ class SlowEnv:
         return self.begin()
 
     def begin(self):
-        draw = mix(mix(self.seed) + self.episode)
+        draw = mix(mix(self.seed + self.episode) ^ (self.seed >> 32))
         code, number = self.starts[draw % len(self.starts)]
         index, code = divmod(code, pixel_goal.NUM_STATES)
         menu = mix(draw + 1) < self.config.menu_prob * 2**32
@@ -220,7 +220,8 @@ def test_goals_starts_and_the_lengths_of_ways(name):
 
 def compare(env, rows, seed, steps):
     generator = torch.Generator().manual_seed(0)
-    obs, expected = env.reset(seed), [row.reset(seed + i) for i, row in enumerate(rows)]
+    seeds = row_seeds(seed, range(len(rows)))
+    obs, expected = env.reset(seed), [row.reset(its) for row, its in zip(rows, seeds, strict=True)]
     ends = np.zeros(2, int)
     for _ in range(steps):
         assert (env.decode(obs).numpy() == np.stack(expected)).all()

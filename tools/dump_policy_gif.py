@@ -37,7 +37,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from a2c_vecenv import Agent, Args, choose_actions, make_env, sha256
 from envs import BadInput
-from envs.pixels import VEC_ENVS
+from envs.pixels import VEC_ENVS, derive_seed
 from tools.command_line import Parser, at_least, one_line
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would stand before the JSON
@@ -160,8 +160,9 @@ class Episode:
 
 
 @torch.no_grad()
-def play(agent, env, draw, args: Args, seed: int, most: int, greedy: bool) -> Episode:
-    torch.manual_seed(seed)
+def play(agent, env, draw, args: Args, seed: int, row: int, most: int, greedy: bool) -> Episode:
+    torch.manual_seed(derive_seed(seed, "episode", row))
+    env.others = (row, 0)  # those before it would have had the rows before
     obs = env.reset(seed)
     getattr(env, "forget", lambda: None)()
     episode = Episode(env.goal_picture(), [draw(obs[0])], [])
@@ -268,7 +269,7 @@ def dump(args: argparse.Namespace) -> dict:
         except (KeyError, RuntimeError) as error:
             raise BadInput(f"checkpoint {path}: its network does not fit the environment "
                            f"({one_line(error)})") from error
-        episodes = [play(agent, env, draw, flags, args.seed + index, args.steps, args.greedy)
+        episodes = [play(agent, env, draw, flags, args.seed, index, args.steps, args.greedy)
                     for index in range(args.episodes)]
         tau = env.config.tau if env.has_goal else 0.0
     finally:
@@ -312,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=at_least(1, most=10_000), default=1000, metavar="N",
                         help="of an episode at most (1000)")
     parser.add_argument("--episodes", type=at_least(1, most=100), default=1, metavar="K", help="how many (1)")
-    parser.add_argument("--seed", type=at_least(0, most=2**31), default=0, help="of the first episode (0)")
+    parser.add_argument("--seed", type=at_least(0, most=2**31), default=0, help="of the episodes (0)")
     parser.add_argument("--env-kwargs", nargs="*", default=[], metavar="KEY=VALUE",
                         help="options of the environment, added to those of the run")
     parser.add_argument("--scale", type=at_least(1, most=32), default=0, metavar="PIXELS",

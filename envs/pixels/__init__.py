@@ -22,6 +22,7 @@ import contextlib
 import io
 import json
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -35,16 +36,23 @@ class VecEnv:
     num_envs: int
     num_actions: int
     obs_shape: tuple[int, ...]  # of one row
-    obs_dtype: torch.dtype  # uint8: shades 0..obs_high; float32: as the environment gives it
-    obs_high: float = 1.0  # what observations are divided by before the network [shades]
+    obs_dtype: torch.dtype  # uint8 or float32, as the environment gives them
+    obs_high: float = 1.0  # the darkest shade; `scale` divides by it
+    scaling = "as they are"  # what `scale` does, for people
     device: torch.device
     action_names: list[str]
     has_goal = False  # True: info["dist"], and a terminated episode is a success
     log_meta: dict  # for the meta line of a log (spec: num_actions, action_codec_id, goal_sha256, ...)
 
-    def reset(self, seed: int) -> torch.Tensor:
-        """Begin new episodes, row i from seed + i.  -> obs (num_envs, *obs_shape)"""
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        """Begin new episodes. seed: one for each row, or what row_seeds derives them from.
+
+        -> obs (num_envs, *obs_shape)
+        """
         raise NotImplementedError
+
+    def row_seeds(self, seed: int | list[int]) -> list[int]:
+        return seed if isinstance(seed, list) else row_seeds(seed, range(self.num_envs))
 
     def step(self, actions: torch.Tensor):
         """actions: (num_envs,) of an integer dtype on `device`, each in 0..num_actions - 1; else an error.
@@ -67,8 +75,12 @@ class VecEnv:
         raise NotImplementedError
 
     def decode(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations as a network takes them, where they are kept in another form (packed)."""
+        """Observations as shades, where they are kept in another form (packed)."""
         return obs
+
+    def scale(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations as a network takes them: a copy, float32, in 0..1 or -1..1 where they have bounds."""
+        return self.decode(obs) * (1 / self.obs_high)
 
     def frames(self, row: int = 0):
         """A picture of a row for people, uint8 (H, W) grey or (H, W, 3); None where there is none."""
@@ -108,8 +120,8 @@ class RecordEpisodeStatistics:
     info["episode_length"]    its steps; 0 where no episode ended                         (num_envs,) float32
     info["dist"]              0 where there is no goal                                    (num_envs,) float32
 
-    others: how many rows before and after these belong to other processes. reset takes the seed of the first
-    of all rows, load_state_dict the state of all rows.
+    others: how many rows before and after these belong to other processes. reset takes the seed of the run,
+    load_state_dict the state of all rows.
     """
 
     def __init__(self, env: VecEnv, others: tuple[int, int] = (0, 0)):
@@ -119,9 +131,10 @@ class RecordEpisodeStatistics:
     def __getattr__(self, name):
         return getattr(self.env, name)
 
-    def reset(self, seed: int) -> torch.Tensor:
+    def reset(self, seed: int, split: str = "train", start: int = 0) -> torch.Tensor:
         self.so_far.zero_()
-        return self.env.reset(seed + self.others[0])
+        rows = range(self.others[0], self.others[0] + self.num_envs)
+        return self.env.reset(row_seeds(seed, rows, split, start))
 
     def step(self, actions: torch.Tensor):
         obs, rewards, terminated, truncated, info = self.env.step(actions)
@@ -141,6 +154,21 @@ class RecordEpisodeStatistics:
         state = state_of_rows(state, range(self.others[0], self.others[0] + self.num_envs))
         self.so_far.copy_(state["so_far"].T)
         return self.env.load_state_dict(state)
+
+
+def derive_seed(seed: int, use: str, *numbers: int) -> int:
+    """A seed of 63 bits for one use of a run's seed: no two uses, numbers or runs have the same.
+
+    Sums do not do that: of seed + row, all rows but one of seed 1 are rows of seed 2 as well. Where fewer
+    bits are read, two may meet by chance: torch's generator on a CPU reads 32, an Atari emulator 31.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(*use.encode(), *numbers))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+def row_seeds(seed: int, rows: range, split: str = "train", start: int = 0) -> list[int]:
+    """Of these rows among all, whoever holds them. start: environment steps at which new episodes begin."""
+    return [derive_seed(seed, split, start, row) for row in rows]
 
 
 def join_states(states: list[dict | None]) -> dict | None:

@@ -18,7 +18,7 @@ import torch
 
 import envs
 from envs import BadInput
-from envs.pixels import VecEnv
+from envs.pixels import VecEnv, derive_seed
 from envs.workers import cores
 
 try:
@@ -78,7 +78,7 @@ class Atari(VecEnv):
     """
 
     Config = Config
-    obs_dtype, obs_high = torch.uint8, 255.0
+    obs_dtype, obs_high, scaling = torch.uint8, 255.0, "0..255 to 0..1"
 
     def __init__(self, env_id: str, num_envs: int, device, config: Config):
         self.num_envs, self.device, self.config = num_envs, torch.device(device), config
@@ -99,8 +99,8 @@ class Atari(VecEnv):
                          "frames_per_step": config.frame_skip, "stack_k": config.stack, "goal_dir": None,
                          "goal_sha256": None, "ale_py": ale_py.__version__}
 
-    def reset(self, seed: int) -> torch.Tensor:
-        self._seeds = [(seed + row) % 2**31 for row in range(self.num_envs)]
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        self._seeds = self.row_seeds(seed)
         self._played = [bytearray() for _ in self._seeds]  # the actions since
         self._lives = np.zeros(self.num_envs, np.int32)
         self._begin(np.ones(self.num_envs, bool), self._seeds)
@@ -139,13 +139,14 @@ class Atari(VecEnv):
         """For a row's next game; -1: its generator goes on. A seed loads the cartridge anew, in 0.15 s."""
         if not 0 < self.config.replay_steps <= len(self._played[row]):
             return -1
-        self._seeds[row] = int(np.random.SeedSequence(self._seeds[row]).generate_state(1)[0]) % 2**31
+        self._seeds[row] = derive_seed(self._seeds[row], "next game")
         self._played[row].clear()
         return self._seeds[row]
 
     def _begin(self, rows: np.ndarray, seeds: list[int]) -> None:
-        """New games in these rows, a mask."""
-        obs, info = self._vector.reset(seed=np.array(seeds), options={"reset_mask": rows})
+        """New games in these rows, a mask. An emulator takes 31 bits of a seed."""
+        seeds = np.array([seed if seed < 0 else seed % 2**31 for seed in seeds])
+        obs, info = self._vector.reset(seed=seeds, options={"reset_mask": rows})
         self._obs, self._lives = torch.from_numpy(obs), info["lives"]
 
     def state_dict(self) -> dict | None:

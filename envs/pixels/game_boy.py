@@ -80,7 +80,7 @@ class GameBoy(VecEnv):
 
     Config = Config
     num_actions, action_names = len(worker.ACTIONS), list(worker.ACTIONS)
-    obs_dtype, obs_high, has_goal = torch.uint8, float(SHADES - 1), True
+    obs_dtype, obs_high, scaling, has_goal = torch.uint8, float(SHADES - 1), "0..3 to 0..1", True
 
     def __init__(self, num_envs: int, device, config: Config):
         self.num_envs, self.device, self.config = num_envs, torch.device(device), config
@@ -111,7 +111,7 @@ class GameBoy(VecEnv):
         self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=torch.uint8)
         self._start_workers(dataclasses.asdict(config) | {"rom": rom, "state": start})
 
-    def reset(self, seed: int) -> torch.Tensor:
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
         self._resets[:] = 1  # the workers load the state when they next step
         self._obs.copy_(self._first.expand_as(self._obs))
         self._previous_dist = self._first_dist.repeat(self.num_envs)

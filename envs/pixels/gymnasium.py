@@ -75,21 +75,25 @@ class GymnasiumVec(VecEnv):
         if self._cartpole is None and hasattr(self._rows[0].unwrapped, "get_action_meanings"):  # Atari
             self.action_names = list(self._rows[0].unwrapped.get_action_meanings())
         self.log_meta = {"num_actions": self.num_actions, "action_codec_id": f"gymnasium:{env_id}",
-                         "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None}
+                         "frames_per_step": 1, "stack_k": 1, "goal_dir": None, "goal_sha256": None,
+                         "obs_scaling": self.scaling}
         self._obs = torch.zeros(num_envs, *self.obs_shape, dtype=self.obs_dtype)
         self._array = self._obs.numpy()  # the same memory
         self._none_ended = torch.zeros(0, *self.obs_shape, dtype=self.obs_dtype, device=self.device)
+        self._env_id = env_id
+        self._outside = 0  # observations that were not in their space
 
-    def reset(self, seed: int) -> torch.Tensor:
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        seeds = self.row_seeds(seed)
         if self._cartpole is not None:
-            self._vector.reset(seed=seed)
-            self._rngs = [gymnasium.utils.seeding.np_random(seed + row)[0] for row in range(self.num_envs)]
+            self._vector.reset(seed=0)
+            self._rngs = [gymnasium.utils.seeding.np_random(seed)[0] for seed in seeds]
             self._restart_cartpole(range(self.num_envs))
         else:
             for row, env in enumerate(self._rows):
                 try:
-                    obs = env.reset(seed=seed + row)[0]
-                    self._check_observation(np.asarray(obs))
+                    obs = _reset(env, seeds[row])
+                    self._check_observation(obs)
                     self._array[row] = self._convert(obs)
                 except Exception as error:  # may raise anything, such as that a render_mode lacks pygame
                     raise BadInput(f"environment's reset, render_mode={env.render_mode}: {error}") from error
@@ -121,8 +125,10 @@ class GymnasiumVec(VecEnv):
             env = self._rows[row]
             obs, reward, ended, cut, _ = env.step(action)
             if ended or cut:
+                self._check_observation(obs)
                 final.append(np.array(self._convert(obs), self._array.dtype))  # reset may reuse its memory
                 obs, _ = env.reset()
+                self._check_observation(obs)
             self._array[row] = self._convert(obs)
             rewards.append(np.asarray(reward).item())  # some give an array of one
             terminated.append(ended)
@@ -139,6 +145,8 @@ class GymnasiumVec(VecEnv):
         ended = self._cartpole.prev_done
         if ended.any():
             final = obs[ended]
+            for last in final:
+                self._check_observation(last)
             self._restart_cartpole(np.flatnonzero(ended))
         return rewards, terminated, truncated, final
 
@@ -151,19 +159,21 @@ class GymnasiumVec(VecEnv):
         env.prev_done[rows] = False  # so that the next step does not begin this row's episode again
 
     def _plan_observations(self, env_id: str, space) -> None:
-        """Set obs_shape, obs_dtype, obs_high and _convert: one row's observation -> an array of obs_shape."""
+        """Set obs_shape, obs_dtype, scaling and _convert: one row's observation -> an array of obs_shape."""
         self._image = False
+        self._shift, self._factor, self.scaling = 0.0, 1.0, "one-hot"
         axes = len(space.shape or ()) if isinstance(space, gymnasium.spaces.Box) else 0
         if isinstance(space, gymnasium.spaces.Discrete):
-            table, first = np.eye(int(space.n), dtype=np.float32), int(space.start)
-            self.obs_shape, self.obs_dtype = (int(space.n),), torch.float32
-            self._convert = lambda obs: table[int(obs) - first]
+            count, first = int(space.n), int(space.start)
+            one_hot = dict(enumerate(np.eye(count, dtype=np.float32), first))
+            self._bounds = np.array(first), np.array(first + count - 1)
+            self.obs_shape, self.obs_dtype = (count,), torch.float32
+            self._convert = lambda obs: one_hot[int(obs)]
         elif axes == 1:
             self.obs_shape, self.obs_dtype = space.shape, torch.float32
-            self.obs_high = 255.0 if space.dtype == np.uint8 else 1.0
             self._convert = lambda obs: obs
         elif axes in (2, 3) and space.dtype == np.uint8:
-            self._image, self.obs_dtype, self.obs_high = True, torch.uint8, 255.0
+            self._image, self.obs_dtype = True, torch.uint8
             if axes == 2:
                 self._convert = lambda obs: obs[None]
             elif space.shape[2] <= space.shape[0]:  # channels are the shorter end
@@ -174,14 +184,41 @@ class GymnasiumVec(VecEnv):
         else:
             raise BadInput(f"environment {env_id}: expected observations that are a vector, a uint8 image or "
                            f"Discrete, found {' '.join(str(space).split())}")
+        if axes:
+            self._bounds = space.low, space.high
+            low, high = (self._convert(bounds.astype(np.float64)) for bounds in (space.low, space.high))
+            shift, factor, self.scaling = scaling_of(low, high)
+            self._shift, self._factor = (torch.tensor(values, dtype=torch.float32, device=self.device)
+                                         for values in (shift, factor))
 
-    def _check_observation(self, obs: np.ndarray) -> None:
-        """ValueError for what NumPy would make fit: it repeats what is too small, and cuts off fractions."""
-        space = self._vector.single_observation_space
-        fraction = self._image and obs.dtype.kind == "f"
-        if isinstance(space, gymnasium.spaces.Box) and (obs.shape != space.shape or fraction):
-            raise ValueError(f"expected an observation of its space, {space.dtype} of shape {space.shape}; "
-                             f"found {obs.dtype} of shape {obs.shape}")
+    def scale(self, obs: torch.Tensor) -> torch.Tensor:
+        return (obs - self._shift) * self._factor
+
+    def _check_observation(self, obs) -> None:
+        """BadInput for what would be made to fit: NumPy repeats, cuts off fractions and wraps round.
+
+        Of other observations outside their space there is a warning: the first, the tenth, the hundredth, ...
+        """
+        space, obs = self._vector.single_observation_space, np.asarray(obs)
+        if obs.shape != space.shape or (self._image and obs.dtype.kind == "f"):
+            raise BadInput(f"environment {self._env_id}: expected an observation of its space, {space.dtype} "
+                           f"of shape {space.shape}; found {obs.dtype} of shape {obs.shape}")
+        if space.dtype.kind == "f":
+            obs = obs.astype(space.dtype)  # 0.7 is more than the float32 next to it
+        low, high = self._bounds
+        outside = ~((obs >= low) & (obs <= high))  # NaN too
+        if not outside.any():
+            return
+        place = tuple(np.argwhere(outside)[0].tolist())
+        said = (f"environment {self._env_id}: an observation has {obs[place]} at {place}, where its space "
+                f"allows {low[place]} to {high[place]}")
+        wraps = self._image and bool((obs.astype(np.uint8) != obs).any())
+        if wraps or isinstance(space, gymnasium.spaces.Discrete):
+            raise BadInput(said)
+        self._outside += 1
+        if str(self._outside).strip("0") == "1":
+            warnings.warn(f"{said} ({self._outside} so far, of the first and the last ones of episodes)",
+                          stacklevel=2)
 
     def state_dict(self) -> dict | None:
         state = {}
@@ -225,6 +262,41 @@ class GymnasiumVec(VecEnv):
 
     def close(self) -> None:
         self._finalizer()
+
+
+NO_BOUND = 1e6  # a bound as large says that there is none: finfo.max, a large number
+MOST_KINDS = 6  # of bounds that are named
+
+
+def scaling_of(low: np.ndarray, high: np.ndarray):
+    """What makes a network's input of what a space allows.  -> shift, factor, the same in words
+
+    (x - shift) * factor is in 0..1, or in -1..1 where both signs occur: there 0 stays 0. An element without a
+    bound stays as it is.
+    """
+    bounded = np.maximum(abs(low), abs(high)) < NO_BOUND
+    signed = (low < 0) & (high > 0)
+    shift = np.where(bounded & ~signed, low, 0)
+    span = np.where(signed, np.maximum(-low, high), high - low)
+    span = np.where(bounded & (span > 0), span, 1)
+    kinds, counts = np.unique(np.stack([low, high]).reshape(2, -1), axis=1, return_counts=True)
+    words = []
+    for least, most, count in zip(*kinds, counts, strict=True):
+        to = "as they are"
+        if max(abs(least), abs(most)) < NO_BOUND:
+            to = "to -1..1" if least < 0 < most else "to 0..1"
+        words.append(f"{count} in {least:g}..{most:g} {to}")
+    if len(words) > MOST_KINDS:
+        words[MOST_KINDS:] = [f"and so on: {len(words)} kinds"]
+    return shift, 1 / span, ", ".join(words)
+
+
+def _reset(env, seed: int):
+    """-> the first observation. Gymnasium's generators take any seed, np.random.seed one of 32 bits."""
+    try:
+        return env.reset(seed=seed)[0]
+    except (TypeError, ValueError, OverflowError):
+        return env.reset(seed=seed % 2**31)[0]
 
 
 def _literal(value):

@@ -86,7 +86,7 @@ class PixelGoal(VecEnv):
 
     Config = PixelGoalConfig
     num_actions, action_names, has_goal = len(ACTIONS), ACTIONS, True
-    obs_dtype, obs_high = torch.uint8, 3.0
+    obs_dtype, obs_high, scaling = torch.uint8, 3.0, "0..3 to 0..1"
 
     def __init__(self, num_envs: int, device="cpu", config: PixelGoalConfig | None = None):
         if not 1 <= num_envs <= 16_384:
@@ -122,8 +122,8 @@ class PixelGoal(VecEnv):
 
     # The protocol
 
-    def reset(self, seed: int) -> torch.Tensor:
-        self._seed[:] = torch.arange(seed, seed + self.num_envs)
+    def reset(self, seed: int | list[int]) -> torch.Tensor:
+        self._seed[:] = torch.tensor(self.row_seeds(seed))
         self._episode.zero_()
         self._begin(torch.ones(self.num_envs, dtype=torch.bool, device=self.device))
         return self._render(self._codes, self._canvas)
@@ -187,7 +187,7 @@ class PixelGoal(VecEnv):
 
     def _begin(self, mask):
         """New episodes where mask is set. Which ones follows from (seed, episode), whatever other rows do."""
-        draw = hash32(hash32(self._seed) + self._episode)
+        draw = hash32(hash32(self._seed + self._episode) ^ (self._seed >> 32))
         slot = draw % len(self._start_codes)
         menu = hash32(draw + 1) < int(self.config.menu_prob * 2**32)  # a float would compare in float32
         code = self._start_codes[slot] + menu * (NUM_STATES // 2)
