@@ -254,7 +254,7 @@ class Contains(Check):
     def equal(self, found, answer, data):
         reply, wanted = words_of(found), words_of(gold_of(answer))
         if re.fullmatch(r"[-+\u2212]?[\d.,]*\d", wanted) and (number := final_number.number_of(wanted)):
-            return any(other.whole and other.amount == number.amount for other in numbers.all_of(reply))
+            return any(other.amount == number.amount for other in numbers.all_of(reply))
         before, behind = r"(?<!\w)", r"(?!\w)"
         if re.match(r"[-+$€£¥]?\.?\d", wanted):  # 4 apples are not in 14, 3.4, -4, 1/4 or 2^4 apples
             before = r"(?<!\w)(?<!\d[.,])(?<![.\-+/^\u2212])"
