@@ -419,14 +419,15 @@ def files(tmp_path_factory):
         dict(question=f"What is {n} + 1?", answer=str(n + 1), hint=str(n),
              prompt=[dict(role="user", content=f"What is {n} + 1?")]) for n in range(30)])
     chat = [dict(instance_id=f"chat-{n}", messages=[
-        dict(role="user", content=f"{n}?"), dict(role="assistant", content=f"{n + 1}.")]) for n in range(20)]
+        dict(role="user", content=f"{n}?"), dict(role="assistant", content=f"{n + 1}.")]) for n in range(40)]
     pairs = [dict(prompt=row["messages"][:1], response=row["messages"][1]["content"]) for row in chat]
     import pandas
-    for name, rows in dict(chats=chat, **{f"data/{name}_{part}": pairs for name in ("chats", "agent")
-                                          for part in ("train", "val")}).items():
+    halves = dict(train=pairs[:20], val=pairs[20:])  # no prompt is learned and held out
+    for name, rows in dict(chats=chat[:20], **{f"data/{name}_{part}": halves[part] for part in halves
+                                               for name in ("chats", "agent")}).items():
         pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
-    for name in ("more", "held_out"):
-        write_jsonl(folder / f"{name}.jsonl", chat)
+    write_jsonl(folder / "more.jsonl", chat[:20])
+    write_jsonl(folder / "held_out.jsonl", chat[20:])
     write_jsonl(folder / "rows.jsonl", pairs)
     (folder / "path/to/tests").mkdir(parents=True)
     (folder / "path/to/tests/test_one.py").write_text("def test_one():\n    assert 1 + 1 == 2\n")
