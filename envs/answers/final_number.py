@@ -18,7 +18,8 @@ from envs.answers.cues import CUE, WITHDRAWN, cues
 from envs.answers.numbers import MOST_TEXT, NUMBER, UNITS, Number
 from envs.answers.plain_text import plain_numbers
 
-MOST_JOINED = 50  # numbers before and behind one that are looked at together with it
+MOST_NUMBERS = 300  # of a text, from its end
+MOST_JOINED = 50  # before and behind one that are looked at together with it
 FUNCTIONS = set("sin cos tan log ln exp lim mod max min sqrt gcd lcm".split())
 HEDGE = ("or|either|maybe|perhaps|possibly|alternatively|otherwise|else|might|could|versus|vs|oder|ou|o|"
          "oppure|eller|lub|или|або")
@@ -107,7 +108,7 @@ def _without_remark(match):
 
 def answers_of(text: str) -> list[Number]:
     """All numbers of a text that `plain_numbers` made, but for labels where there are others."""
-    found = [Number(match, text) for match in NUMBER.finditer(text)]
+    found = [Number(match, text) for match in NUMBER.finditer(text)][-MOST_NUMBERS:]
     items = {match.end() for match in _ITEM.finditer(text)}
     answers = [number for number in found if number.start not in items
                and not _LABEL.search(text, max(number.start - 20, 0), number.start)
