@@ -44,7 +44,7 @@ _CHOSEN = re.compile(
     r"(?<!\w)([a-z](?=[).:]?\s*(?:\n|$))))")
 _LAST = re.compile(rf"(?:^|[.!?]\s|\n|\b[Nn]o,\s)\s*[^\w\s,]{{0,4}}({LABEL})[\s.)*\]]*$")
 _NAMED = re.compile(rf"(?i:\b(?:option|choice|is))\W{{0,4}}({LABEL}|[a-z])"
-                    r"(?=\W*(?:$|\n|[.:)!]|\s(?:because|since|as)\b))")
+                    r"(?=\W*(?:$|\n|[.:)!]|,\s(?![A-Z]\b)|\s(?:because|since|as)\b))")
 _LISTED = re.compile(rf"\(({LABEL})\)|\*\*\(?([A-HJ-Z]|\d{{1,2}})\b|(?m:^)[^\w\n]*({LABEL})(?=[.):]|\s*$)"
                      rf"|\b({LABEL})\)|(?:(?m:^)|(?<=\s))\(?([a-z])\)")
 # What offers another option beside one.

@@ -11,10 +11,12 @@ CUE = re.compile("|".join((
     r"відповідь|απάντηση|đáp án)\b",
     "उत्तर|答案|答え|答|回答|选项|正解|정답|답|الإجابة|الجواب|התשובה|תשובה|پاسخ|ค(?:ำ|ํา)ตอบ")), re.IGNORECASE)
 # What may stand between a cue and the answer, beside marks and single letters ("the answer is x = 42").
-LINKS = set("""is are was be must should would equals equal to therefore thus then so the correct right final
-    best approximately about roughly exactly simply clearly definitely option choice letter number value
-    ist lautet die der das richtige est la es é è el là correcta corretta correta letra finale это är đúng
-    yang benar adalah 是 为 為 は です 은 는 هو هي الصحيحة היא है""".split())
+LINKS = set("""
+    is are was be must should would equals equal to therefore thus then so the correct right
+    final best approximately about roughly exactly simply clearly definitely option
+    choice letter number value ist lautet die der das richtige est la es é è el là
+    correcta correcto correcte bonne corretta corretto correta correto letra finale это
+    är đúng yang benar adalah 是 为 為 は です 은 는 هو هي الصحيحة היא है""".split())
 # An answer that is announced in order to be refused: "the wrong answer is B".
 _OTHERS = re.compile(r"\b(?:wrong|incorrect|false|first|initial|previous|other|possible|all|both|these|those|"
                      r"my first|common|tempting)\s+$", re.IGNORECASE)

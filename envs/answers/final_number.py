@@ -28,7 +28,7 @@ HEDGE = ("or|either|maybe|perhaps|possibly|alternatively|otherwise|else|might|co
 _LABEL = re.compile("|".join((
     r"\b(?:steps?|eqs?|equations?|examples?|questions?|problems?|parts?|cases?|sections?|figures?|fig|tables?|"
     r"lines?|pages?|chapters?|methods?|theorems?|lemmas?|notes?|refs?|items?|attempts?|points?|rules?|rows?|no|"
-    r"nr|q|per|of|of the|base|mod|modulo|not|than|schritt|étape|paso)[.:]?\s?[#($]*$|#$",
+    r"nr|q|per|out of|base|mod|modulo|not|than|schritt|étape|paso)[.:]?\s?[#($]*$|#$|\d%?\sof\s(?:the\s)?$",
     r"(?:^|[.!?,;\n]\s{0,2})(?:in|by|on|at|after|before|since|with|from)\s(?:the\s|day\s)?$")), re.IGNORECASE)
 _LABEL_BEHIND = re.compile(r"\s?(?:decimal places?|decimals|significant|digits?|steps?|methods|dp\b|sf\b)|"
                            r"(?<=\d)(?:st|nd|rd|th)\b", re.IGNORECASE)
@@ -43,7 +43,8 @@ _LIST = re.compile(
     rf"[)\]}}]*\s?(?:[,;?|]|\s?{_COMPOUND}|{_UNIT}[,;]?\s?"
     rf"(?:\b(?:and|to|through|until|till|bis|und|y|et|e|и)\b|[&~…]|\.\.+))\s?{_OPEN}|[\s()\[\]]*",
     re.IGNORECASE)
-_NAMED = re.compile(r"(?:\s?[^\W\d]{1,12}){0,2}[\s,;]*\(?[^\W\d]{1,8}\s?[=:)]\s*|\s[^\W\d]{1,12},\s")
+_NAMED = re.compile(r"(?: [^\W\d]{1,12}){0,2}[ ,;]+\(?[^\W\d]{1,8}\s?[=:)]\s*|\s[^\W\d]{1,12},\s|"
+                    r"\n[^\W\d]{2,12}:\s*")
 _HEDGED = re.compile(rf"\b(?:{HEDGE})\b|或|または", re.IGNORECASE)
 
 # What comes after an answer.
@@ -214,7 +215,7 @@ def _joint(gap: str) -> str:
     if _HEDGED.search(gap) and "\n\n" not in gap:
         return "or"
     if re.search("[=≈≡]", gap):
-        return "" if re.search(r"[,;.]\s|\n.*\w", gap) else "="
+        return "" if re.search(r"[,;.]\s|\n.*\w|[→⇒⟹]|[-=]>", gap) else "="
     if "\n" in gap:
         return ""
     if _OPERATION.fullmatch(gap):
