@@ -6,6 +6,8 @@ import hashlib
 
 import numpy as np
 
+from envs import BadInput
+
 
 def fingerprints(ids: list[int], num_prompt: int, given) -> dict[str, int]:
     """Of a row of tokens: {"prompt", "row"}, two numbers of 64 bits.
@@ -23,6 +25,9 @@ def fingerprints(ids: list[int], num_prompt: int, given) -> dict[str, int]:
 
 def _keys(*sides) -> list[np.ndarray]:
     """What tells rows apart, of each side: their prompts; or all that they say, where all have one prompt."""
+    if any("prompt" not in getattr(side, "column_names", side) for side in sides):
+        raise BadInput("the rows in the run's folder data/ are an earlier version's: expected the column "
+                       "prompt too; without that folder they are tokenised anew")
     keys = [np.array(side["prompt"], np.int64) for side in sides]
     if len(np.unique(np.concatenate(keys))) > 1:
         return keys

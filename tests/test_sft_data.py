@@ -691,6 +691,12 @@ def test_rows_without_a_prompt_or_of_one_alone_are_told_apart_by_what_they_say(p
     assert is_repeated(prints_of(rows), val).tolist() == [True, False]
 
 
+def test_a_file_of_an_earlier_version_is_one_line():
+    old = datasets.Dataset.from_dict(dict(ids=[[1, 2]], mask=[[False, True]], file=[0]))
+    with pytest.raises(BadInput, match="an earlier version's: expected the column prompt too; without"):
+        hold_out(old, 1, 1)
+
+
 def test_a_row_whose_prompt_is_learned_is_not_held_out_and_counted(tmp_path, capsys):
     one = write_jsonl(tmp_path / "one.jsonl", pairs(4))
     two = write_jsonl(tmp_path / "two.jsonl", [pair("p9", "r9"), pair("p1", "another"), pair("p9", "r10")])
