@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 
+import envs
 from envs.code import testing
 
 SET_UP = ("test_setup_code", "test_setup", "test_imports", "setup_code", "setup", "imports")
@@ -128,8 +129,8 @@ def program(code: str, data: dict) -> str:
     for column in SET_UP:
         value = row.get(column) or ""
         if isinstance(value, str) and value.strip().startswith("["):  # a list as text
-            with contextlib.suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(value.strip())
+            with contextlib.suppress(ValueError):
+                value = envs.parsed(value)
         lines = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
         setup.append(without_words(parsed(lines)))
     head = head_of(data)
