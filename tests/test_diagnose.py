@@ -224,11 +224,11 @@ META = json.dumps(dict(meta=dict(algo="grpo", args={}))).encode()
 
 
 @pytest.mark.parametrize("content, says", [
-    (None, "expected a run's folder, which holds train_log.jsonl"), (b"", "expected a meta line first"),
-    (META, "expected a meta line first"), (b"{}\n", "expected a meta line first"),
+    (None, "expected a run folder, with a meta line first"), (b"", "expected a run folder"),
+    (META[:-1], "expected a run folder"), (b"{}\n", "expected a run folder"),
     (META + b"\n{\n", "train_log.jsonl, line 2: expected a JSON object"),
     (META + b"\n[1]\n", "line 2"), (b"\xff\x00\n", "line 1"), (b"[" * 100_000 + b"\n", "line 1"),
-    (b'{"meta": {"args": 3}}\n', "expected a meta line first")])
+    (b'{"meta": {"args": 3}}\n', "expected a run folder")])
 def test_a_damaged_or_empty_log_is_one_line(content, says, tmp_path, capsys):
     if content is not None:
         (tmp_path / "train_log.jsonl").write_bytes(content)

@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput
+from tools import runs
 from tools.command_line import Parser, ends_in_one_line
 from tools.validate_train_log import COUNTERS, PASS_AT, is_number
-from tools.view_episodes import DAMAGE, step_files
+from tools.view_episodes import DAMAGE
 from tools.watch_run import run_processes
 
 PAGE = "docs/symptoms.md"
@@ -103,29 +103,12 @@ class Run:
 
 def read(folder: Path) -> Run:
     """Raises BadInput, naming the line, for what is no log."""
-    log = folder / "train_log.jsonl" if folder.is_dir() else folder
-    if not log.is_file():
-        raise BadInput(f"{folder}: expected a run's folder, which holds train_log.jsonl")
-    raw = log.read_bytes().splitlines(keepends=True)
-    if raw and not raw[-1].endswith(b"\n"):
-        raw.pop()  # it is still being written, or a kill cut it
-    lines = []
-    for number, line in enumerate(raw, 1):
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            kind = type(error).__name__
-            raise BadInput(f"{log}, line {number}: expected a JSON object ({kind})") from error
-    meta = lines[0].get("meta") if lines else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
-        raise BadInput(f"{log}: expected a meta line first, with the run's args")
-    records = [line for line in lines if all(is_number(line.get(name)) for name in COUNTERS)
+    log = runs.read(folder)
+    records = [line for line in log.records if all(is_number(line.get(name)) for name in COUNTERS)
                and "wall_time_s" in line]
     trained = [r for r in records if "train/reward" in r or "train/loss" in r or "reward_mean" in r]
     evaluations = [r for r in records if any(key.startswith("val/") for key in r)]
-    return Run(log.parent, meta, trained, evaluations, [line["error"] for line in lines
-               if isinstance(line.get("error"), dict)], [line["resume"] for line in lines
-               if isinstance(line.get("resume"), dict)])
+    return Run(log.folder, log.meta, trained, evaluations, log.errors, log.resumes)
 
 
 def replies_of(path: Path) -> list[tuple[str, str, bool]]:
@@ -491,7 +474,7 @@ def verifier_is_fooled(run: Run) -> str | None:
         if reward[1] - reward[0] > WRONG_WAY * span > 0 and correct[0] - correct[1] > LOST:
             return (f"the reward rises from {show(reward[0])} to {show(reward[1])}, while the share of right "
                     f"replies falls from {show(correct[0])} to {show(correct[1])}")
-    for path in reversed(step_files(run.folder)):
+    for _, _, path in reversed(runs.episode_files(run.folder)):
         replies = replies_of(path)
         if len({task for task, *_ in replies}) >= TASKS:  # the newest file with enough of them
             right = collections.Counter(reply for _, reply, is_right in replies if is_right)

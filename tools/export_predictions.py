@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -29,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, final_part, from_json
 from envs.code.swe import BadPatch, find_patch, parse_patch, write_patch
 from tools.command_line import Parser, at_least, one_line
+from tools.runs import episode_files
 
 
 def replies_of_run(run: Path, kind: str, step: int | None, sample: int) -> Iterator[tuple[str, str]]:
     """(instance_id, last reply) of the episodes of one step."""
-    files = {int(found[1]): path for path in (run / "episodes").glob(f"{kind}_step_*.jsonl")
-             if (found := re.fullmatch(rf"{kind}_step_(\d+)\.jsonl", path.name))}
+    files = {iteration: path for iteration, of, path in episode_files(run) if of == kind}
     if not files:
         raise BadInput(f"--run {run}: no episodes/{kind}_step_*.jsonl")
     if step is not None and step not in files:
