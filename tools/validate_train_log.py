@@ -57,7 +57,7 @@ _EVERY = {
                   "first"),
     "env_steps": ("count", "so far: environment steps (a2c), generated tokens (grpo, ppo), trained tokens "
                   "(sft)"),
-    "opt_steps": ("count", "optimiser steps so far (ppo: the critic's included)"),
+    "opt_steps": ("count", "optimiser steps so far"),
     "wall_time_s": ("amount", "time so far, evaluations and earlier parts of a continued run included [s]"),
     "sps": ("amount", "env_steps per second since the record before, evaluation included"),
 }
@@ -235,6 +235,7 @@ METRICS = {
     },
 }
 METRICS = {algo: metrics | _EVERY for algo, metrics in METRICS.items()}
+METRICS["ppo"]["opt_steps"] = ("count", "optimiser steps so far, the critic's included")
 
 
 def keys_of(name: str, kind: str) -> list[str]:
