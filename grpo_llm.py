@@ -421,30 +421,28 @@ def trainable_groups(rollouts, args):
     return groups
 
 
-def passes(segments, args, device):
+def microbatches(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens, prompts
     and padding included.  Yields (segments, their tensors).
 
-    Equal segments have equal log-probabilities and are one row. A rank that has fewer passes than others adds
-    some of weight 0, since FSDP2's forward is collective.
+    Equal segments have equal log-probabilities and are one row: of the default run's short replies many are
+    equal, and a third of the update's time is saved. A rank that has fewer passes than others adds some of
+    weight 0, since FSDP2's forward is collective.
     """
     rows = {}  # equal segments, by their tokens
     for s in sorted(segments, key=lambda s: len(s.ids)):
         tokens = tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)
         rows.setdefault(tokens, []).append(s)
     parts = [[]]  # the rows of each pass
-    prompts, longest_prompt, longest_response = set(), 0, 0  # of the last one
+    longest_prompt, longest_response = 0, 0  # of the last one
     for row in rows.values():
-        prompt, response = tuple(row[0].prompt_ids), row[0].response_ids
-        prompts.add(prompt)
+        prompt, response = row[0].prompt_ids, row[0].response_ids
         longest_prompt = max(longest_prompt, len(prompt))
         longest_response = max(longest_response, len(response))
-        num_rows = len(parts[-1]) + 1
-        num_tokens = num_rows * (longest_prompt + longest_response)
-        num_tokens -= saved_tokens(num_rows, len(prompts), longest_prompt, args)
+        num_tokens = (len(parts[-1]) + 1) * (longest_prompt + longest_response)
         if parts[-1] and num_tokens > args.microbatch_tokens:
             parts.append([])
-            prompts, longest_prompt, longest_response = {prompt}, len(prompt), len(response)
+            longest_prompt, longest_response = len(prompt), len(response)
         parts[-1].append(row)
     parts = [part for part in parts if part]
     nothing = Segment([0], response_ids=[0], response_mask=[0], rollout_logprobs=[0.0], advantages=[0.0])
@@ -452,39 +450,24 @@ def passes(segments, args, device):
     while len(parts) < num_passes:
         parts.append([[nothing]])
     for part in parts:
-        yield make_batch(part, args, device)
+        yield make_batch(part, device)
 
 
-MIN_SHARED_TOKENS = 256  # prompt tokens that sharing must save to be worth a second call of the model
-
-
-def saved_tokens(num_rows, num_prompts, longest, args):
-    """Tokens that a pass does not compute, since rows share their prompts, padded to the longest."""
-    if UNDER_TORCHRUN or args.gradient_checkpointing:  # FSDP2 would gather each layer twice
-        return 0
-    saved = (num_rows - num_prompts) * (longest - 1)
-    return saved if saved > MIN_SHARED_TOKENS else 0
-
-
-def make_batch(rows, args, device):
+def make_batch(rows, device):
     """The tensors of a pass.  rows: R lists of equal segments, B in all -> the segments, {name: tensor}
 
-    U different prompts (U, P), padded with -1 on the left, responses (R, T), on the right; all else that is
-    known, by segment, (B, T).
+    Prompts (R, P), padded with -1 on the left, responses (R, T), on the right; all else that is known, by
+    segment, (B, T).
     """
     segments, row_of_segment = [], []
     for number, row in enumerate(rows):
         segments += row
         row_of_segment += [number] * len(row)
     firsts = [row[0] for row in rows]
-    prompts, prompt_of_row = unique([s.prompt_ids for s in firsts])
-    longest = max(map(len, prompts))
     batch = dict(
-        shares_prompts=saved_tokens(len(rows), len(prompts), longest, args) > 0,
-        prompts=pad(prompts, -1, device, left=True),
-        prompt_of_row=torch.tensor(prompt_of_row, device=device),
+        prompts=pad([s.prompt_ids for s in firsts], -1, device, left=True),
         responses=pad([s.response_ids for s in firsts], -1, device),
-        chosen=pad([s.response_mask for s in firsts], 0, device, dtype=torch.bool),
+        is_sampled=pad([s.response_mask for s in firsts], 0, device, dtype=torch.bool),
         row_of_segment=torch.tensor(row_of_segment, device=device))
     for name in PER_TOKEN:
         if getattr(segments[0], name) is not None:
@@ -492,56 +475,33 @@ def make_batch(rows, args, device):
     return segments, batch
 
 
-def unique(lists):
-    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
-    numbers = {}
-    for ids in lists:
-        numbers.setdefault(tuple(ids), len(numbers))
-    return [*numbers], [numbers[tuple(ids)] for ids in lists]
-
-
 def hidden_states(decoder, batch):
-    """The decoder's state at the position before each response token, which predicts it.  -> (R, T, H)
+    """The decoder's state at the position before each response token, which predicts it.  -> (rows, T, H)
 
-    That shift by one happens here and nowhere else. With shares_prompts, a prompt of several responses is
-    computed once, and its keys and values are copied to them, with gradient.
+    That shift by one happens here and nowhere else.
     """
-    prompts, prompt_of_row = batch["prompts"], batch["prompt_of_row"]  # (U, P), (R,)
-    tokens = torch.cat([prompts[prompt_of_row], batch["responses"][:, :-1]], 1)  # (R, P + T - 1)
+    prompts, responses = batch["prompts"], batch["responses"]  # (rows, P), (rows, T)
+    tokens = torch.cat([prompts, responses[:, :-1]], 1)  # (rows, P + T - 1)
     valid = (tokens >= 0).long()  # padding is -1
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    tokens = tokens.clamp(min=0)
-    last_of_prompt = prompts.shape[1] - 1
-    cache = DynamicCache(config=decoder.config)
-    recurrent = any(hasattr(layer, "conv_states") for layer in cache.layers)  # no state to go on from
-    if recurrent or not batch["shares_prompts"]:
-        hidden = decoder(input_ids=tokens, attention_mask=valid, position_ids=positions,
-                         use_cache=False).last_hidden_state
-        return hidden[:, last_of_prompt:]
-    # All but the last token of each prompt: that one predicts the first token of each response.
-    shared = prompts[:, :-1]
-    shared_valid = (shared >= 0).long()
-    decoder(input_ids=shared.clamp(min=0), attention_mask=shared_valid,
-            position_ids=(shared_valid.cumsum(1) - 1).clamp(min=0), past_key_values=cache, use_cache=True)
-    cache.batch_select_indices(prompt_of_row)
-    return decoder(input_ids=tokens[:, last_of_prompt:], attention_mask=valid,
-                   position_ids=positions[:, last_of_prompt:], past_key_values=cache,
-                   use_cache=True).last_hidden_state
+    hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, position_ids=positions,
+                     use_cache=False).last_hidden_state
+    return hidden[:, prompts.shape[1] - 1:]
 
 
 def token_logprobs(model, batch, temperature):
     """Log-probability and entropy of each response token of each segment.  -> two (B, T)."""
-    chosen = batch["chosen"]  # (R, T)
+    is_sampled = batch["is_sampled"]  # (R, T)
 
     def of_segments(values):
         """Values of the sampled tokens of all rows, one after the other (N,) -> (B, T), 0 elsewhere."""
-        rows = torch.zeros(chosen.shape, dtype=values.dtype, device=chosen.device)
-        return rows.masked_scatter(chosen, values)[batch["row_of_segment"]]
+        rows = torch.zeros(is_sampled.shape, dtype=values.dtype, device=is_sampled.device)
+        return rows.masked_scatter(is_sampled, values)[batch["row_of_segment"]]
 
     def of_pass():
         hidden = hidden_states(model.get_decoder(), batch)  # (R, T, H)
-        logprobs, entropies = selected_logprobs(hidden[chosen], model.get_output_embeddings(),
-                                                batch["responses"][chosen], temperature)
+        logprobs, entropies = selected_logprobs(hidden[is_sampled], model.get_output_embeddings(),
+                                                batch["responses"][is_sampled], temperature)
         return of_segments(logprobs), of_segments(entropies)
 
     return model.as_forward(of_pass)
@@ -551,7 +511,7 @@ def token_logprobs(model, batch, temperature):
 def store_logprobs(model, groups, name, args):
     """Write the model's log-probabilities of all responses into segment.<name>."""
     segments = itertools.chain(*groups)
-    for part, batch in passes(segments, args, model.device):
+    for part, batch in microbatches(segments, args, model.device):
         with precision(args, model.device):
             logprobs, _ = token_logprobs(model, batch, args.temperature)
         for segment, row in zip(part, logprobs.tolist(), strict=True):
@@ -661,7 +621,7 @@ def update(model, reference, optimizer, groups, args):
         lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
         num_tokens = sum(lengths)
         logprobs = []  # of each pass, of trainer and sampler
-        for _, batch in passes(segments, args, model.device):
+        for _, batch in microbatches(segments, args, model.device):
             with precision(args, model.device):
                 loss, sums, both = pass_loss(model, batch, num_tokens, len(lengths), args)
             loss.backward()
@@ -1116,33 +1076,6 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
-def num_weights(name):
-    """Of a model, by its config alone; 0 where that cannot be read."""
-    try:
-        config = from_pretrained(AutoConfig, name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # what is wrong is said when the weights are loaded
-        return 0
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.no_grad()
-def check_cache(model, args):
-    """Refuse a model that a step from the cache takes elsewhere than the whole text does, such as Mamba."""
-    ids = torch.arange(8)[None] % len(model.get_output_embeddings().weight)  # any tokens
-    decoder = model.get_decoder()
-    with as_bad_input(f"--model {args.model}: sampling needs a cache of keys and values, and this "
-                      "architecture has another"):
-        whole = decoder(ids, use_cache=False).last_hidden_state[:, -1]
-        cache = DynamicCache(config=decoder.config)
-        decoder(ids[:, :-1], past_key_values=cache, use_cache=True)
-        step = decoder(ids[:, -1:], past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        difference = float((step - whole).norm() / whole.norm())
-        if not difference < 0.05:  # more than bfloat16's rounding
-            raise ValueError(f"a cached step differs by {difference:.0%}")
-
-
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     digest = hashlib.sha256()
@@ -1269,6 +1202,14 @@ def sample(logits, row, temperature, uniform_numbers):
     return tokens, logprobs[row, tokens]
 
 
+def unique(lists):
+    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
+    numbers = {}
+    for ids in lists:
+        numbers.setdefault(tuple(ids), len(numbers))
+    return [*numbers], [numbers[tuple(ids)] for ids in lists]
+
+
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
     """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
@@ -1304,6 +1245,8 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]  # (rows, H)
+        if not cache.is_initialized:  # by a recurrent architecture, such as Mamba
+            raise EngineError("sampling needs a cache of keys and values, and this model has another")
         token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
         ids[live, t] = token.masked_fill(done, -1)
         logprobs[live, t] = logprob.masked_fill(done, 0.0)
@@ -1799,6 +1742,8 @@ class Run:
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
             was = old | old["args"]
+            if old.get("script_sha256") not in (None, sha256(Path(__file__))):
+                print_rank_0(f"warning: {Path(__file__).name} is not what began {self.dir}: it was changed")
         now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
@@ -1810,12 +1755,11 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def hash_without(self, flags):
-        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+    @property
+    def config_hash(self):
+        """Of all that decides the result: flags, and what a continued run must share beside them."""
         what = self.meta | self.meta["args"]
-        if not what.get("model"):  # random weights, which follow from the seed
-            flags = flags | {"model_sha256"}
-        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        kept = {name: what[name] for name in sorted(what.keys() - self.args.may_change - {"args", "run_id"})}
         return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
     def load_state(self):
@@ -1845,8 +1789,7 @@ class Run:
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
         self.meta |= dict(
-            config_hash=self.hash_without(self.args.may_change),
-            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
+            config_hash=self.config_hash, script_sha256=sha256(Path(__file__)),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1863,10 +1806,10 @@ class Run:
         self.log.writelines(lines)
         start = self.counters["iteration"]
         if self.checkpoint:
-            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
-                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+            self.write({"resume": self.place | dict(
+                git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
+                checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -1948,21 +1891,20 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
+        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.place["trace_id"]
-        kind = type(error).__name__
-        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
-        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
-        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
+        path = self.dir / "receipts" / f"{trace_id}:{RANK}"
+        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
+            (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
+            (path / "meta.json").write_text(json.dumps(self.meta | self.place, indent=1))
+            for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Machinery: episodes in the log. Rollouts as JSON lines that tools/view_episodes.py shows, and as metrics.
@@ -2003,27 +1945,6 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
-def why_rewards_are_equal(rollouts):
-    """The figures of episodes that teach nothing which say why."""
-    ends = collections.Counter(r.termination for r in rollouts)
-    cut = (ends["length"] + ends["context"]) / len(rollouts)
-    means = envs.means([r.info | dict(correct=r.correct) for r in rollouts])
-    form = means.get("format", 1.0)
-    failed = ends["error"] / len(rollouts)
-    return (f"{means['correct']:.0%} of the replies are right, {cut:.0%} cut off by --max-response-tokens or "
-            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in {failed:.0%} "
-            "of the episodes it failed (docs/symptoms.md)")
-
-
-def warn_if_nothing_differs(samples, args):
-    """After the first evaluation: where all replies to a task earn the same, there is nothing to learn."""
-    starts = range(0, len(samples), args.eval_samples)
-    groups = [samples[start:start + args.eval_samples] for start in starts]
-    if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
-        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
-                     f"nothing to learn from: {why_rewards_are_equal(samples)}")
-
-
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
     values = np.array(values or [0.0])
@@ -2044,8 +1965,7 @@ def rollout_metrics(rollouts, throughput):
     lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
     metrics = {
         "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
-        **spread("critic/score", rewards), **spread("critic/rewards", rewards),
-        **spread("response_length", lengths),
+        **spread("critic/score", rewards), **spread("response_length", lengths),
         "response_length/clip_ratio": (ends["length"] + ends["context"]) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": throughput, "rollout/finished": ends["done"] / len(rollouts),
@@ -2084,7 +2004,6 @@ def main(args):
     if last >= size:
         raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
                        " expected one for each token (resize_token_embeddings)")
-    check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "grpo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
@@ -2158,8 +2077,6 @@ def main(args):
                 evaluation, samples = evaluate(engine, tokenizer, env, args, score)
             metrics |= evaluation
             log_episodes(run, "val", samples, args)
-            if iteration == 0:
-                warn_if_nothing_differs(samples, args)
         if metrics:  # none where a resumed run begins: they are in the log
             run.record(metrics)
         metrics = {}
@@ -2218,16 +2135,15 @@ def main(args):
             advantages = gather([segment.advantages[-1] for segment in itertools.chain(*groups)])
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
             metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
-            metrics |= spread("critic/advantages", advantages) | spread("critic/returns", advantages)
+            metrics |= spread("critic/advantages", advantages)
             metrics |= {"train/weight_norm": float(weight_norm), "train/learning_rate": rate,
-                        "train/global_step": run.counters["opt_steps"],
                         "rollout/groups_submitted": len(rollouts) // args.group_size,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
             log_episodes(run, "train", rollouts, args)
             num_idle = 0 if num_trainable else num_idle + 1
-            if num_idle == 5:
-                print_rank_0("warning: five iterations without an update, as no group has replies of "
-                             f"different reward: {why_rewards_are_equal(rollouts)}")
+            if num_idle == 3:
+                print_rank_0("warning: three iterations without an update, as no group has replies of "
+                             f"different reward: python tools/diagnose.py {run.dir} says why")
 
             # 5. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = after_update()
@@ -2238,23 +2154,28 @@ def main(args):
         run.fail(error, {"evidence.json": envs.to_json([*map(describe_episode, rollouts[:64])])})
 
 
+def num_weights(name):
+    """Of a model, by its config alone; 0 where that cannot be read."""
+    try:
+        config = from_pretrained(AutoConfig, name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # what is wrong is said when the weights are loaded
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def parse_flags():
-    """The flags, with the defaults for a model of this size. Which ones, and why, is printed."""
+    """The flags. A model of REAL_SIZE weights or more has other defaults, which are printed."""
     args = tyro.cli(Args)
     size = num_weights(args.model)
     if size < REAL_SIZE:
-        print_rank_0(f"--model {args.model} has {size:,} weights: defaults of small models, under "
-                     f"{REAL_SIZE:,}")
         return args
-    real = dict(REAL_MODEL)
-    if args.lora:
-        real |= REAL_LORA
+    real = REAL_MODEL | REAL_LORA if args.lora else dict(REAL_MODEL)
     if torch.cuda.is_available():
         real["dtype"] = "bfloat16"
-    text = f"--model {args.model} has {size:,} weights: defaults of real models, {REAL_SIZE:,} or more, are"
-    for name, value in real.items():
-        text += f" --{name.replace('_', '-')} {value}"
-    print_rank_0(text)
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in real.items())
+    print_rank_0(f"--model {args.model} has {size:,} weights; defaults for {REAL_SIZE:,} or more: {words}")
     return tyro.cli(Args, default=Args(**real))
 
 

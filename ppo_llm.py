@@ -357,7 +357,7 @@ def trainable_episodes(rollouts, args):
     return episodes
 
 
-def passes(segments, args, device):
+def microbatches(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens, prompts
     and padding included.  Yields (segments, their tensors).
 
@@ -389,31 +389,32 @@ def passes(segments, args, device):
 
 
 def hidden_states(decoder, batch):
-    """The decoder's state at the position before each response token, which predicts it.  -> (B, T, H)
+    """The decoder's state at the position before each response token, which predicts it.  -> (rows, T, H)
 
     That shift by one happens here and nowhere else.
     """
-    tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)  # (B, P + T - 1)
+    prompts, responses = batch["prompts"], batch["responses"]  # (rows, P), (rows, T)
+    tokens = torch.cat([prompts, responses[:, :-1]], 1)  # (rows, P + T - 1)
     valid = (tokens >= 0).long()  # padding is -1
     positions = (valid.cumsum(1) - 1).clamp(min=0)
     hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, position_ids=positions,
                      use_cache=False).last_hidden_state
-    return hidden[:, batch["prompts"].shape[1] - 1:]
+    return hidden[:, prompts.shape[1] - 1:]
 
 
 def token_logprobs(model, batch, temperature):
     """Log-probability and entropy of each response token; the state before it.  -> two (B, T), (B, T, H)."""
-    chosen = batch["response_mask"].bool()  # (B, T)
+    is_sampled = batch["response_mask"].bool()  # (B, T)
 
     def in_rows(values):
         """Values of the sampled tokens of all rows, one after the other (N,) -> (B, T), 0 elsewhere."""
-        rows = torch.zeros(chosen.shape, dtype=values.dtype, device=chosen.device)
-        return rows.masked_scatter(chosen, values)
+        rows = torch.zeros(is_sampled.shape, dtype=values.dtype, device=is_sampled.device)
+        return rows.masked_scatter(is_sampled, values)
 
     def of_pass():
         hidden = hidden_states(model.get_decoder(), batch)  # (B, T, H)
-        logprobs, entropies = selected_logprobs(hidden[chosen], model.get_output_embeddings(),
-                                                batch["responses"][chosen], temperature)
+        logprobs, entropies = selected_logprobs(hidden[is_sampled], model.get_output_embeddings(),
+                                                batch["responses"][is_sampled], temperature)
         return in_rows(logprobs), in_rows(entropies), hidden
 
     return model.as_forward(of_pass)
@@ -447,7 +448,7 @@ class Critic(torch.nn.Module):
 @torch.no_grad()
 def store(model, critic, reference, episodes, args):
     """Write into the segments what the models compute for each response token before they are updated."""
-    for part, batch in passes([*itertools.chain(*episodes)], args, model.device):
+    for part, batch in microbatches([*itertools.chain(*episodes)], args, model.device):
         known = {}
         with precision(args, model.device):
             known["old_logprobs"], _, hidden = token_logprobs(model, batch, args.temperature)
@@ -613,7 +614,7 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
         # Over the minibatch, however it is cut into passes and processes.
         num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
-        for _, batch in passes(segments, args, device):
+        for _, batch in microbatches(segments, args, device):
             mask = batch["response_mask"]
             with precision(args, device):
                 per_token, logged = terms(batch)
@@ -1087,33 +1088,6 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
-def num_weights(name):
-    """Of a model, by its config alone; 0 where that cannot be read."""
-    try:
-        config = from_pretrained(AutoConfig, name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # what is wrong is said when the weights are loaded
-        return 0
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.no_grad()
-def check_cache(model, args):
-    """Refuse a model that a step from the cache takes elsewhere than the whole text does, such as Mamba."""
-    ids = torch.arange(8)[None] % len(model.get_output_embeddings().weight)  # any tokens
-    decoder = model.get_decoder()
-    with as_bad_input(f"--model {args.model}: sampling needs a cache of keys and values, and this "
-                      "architecture has another"):
-        whole = decoder(ids, use_cache=False).last_hidden_state[:, -1]
-        cache = DynamicCache(config=decoder.config)
-        decoder(ids[:, :-1], past_key_values=cache, use_cache=True)
-        step = decoder(ids[:, -1:], past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        difference = float((step - whole).norm() / whole.norm())
-        if not difference < 0.05:  # more than bfloat16's rounding
-            raise ValueError(f"a cached step differs by {difference:.0%}")
-
-
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     digest = hashlib.sha256()
@@ -1283,6 +1257,8 @@ def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None
     for t in range(max_new_tokens):
         hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
                          use_cache=True).last_hidden_state[:, -1]  # (rows, H)
+        if not cache.is_initialized:  # by a recurrent architecture, such as Mamba
+            raise EngineError("sampling needs a cache of keys and values, and this model has another")
         token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
         ids[live, t] = token.masked_fill(done, -1)
         logprobs[live, t] = logprob.masked_fill(done, 0.0)
@@ -1784,6 +1760,8 @@ class Run:
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
             was = old | old["args"]
+            if old.get("script_sha256") not in (None, sha256(Path(__file__))):
+                print_rank_0(f"warning: {Path(__file__).name} is not what began {self.dir}: it was changed")
         now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
@@ -1795,12 +1773,11 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def hash_without(self, flags):
-        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+    @property
+    def config_hash(self):
+        """Of all that decides the result: flags, and what a continued run must share beside them."""
         what = self.meta | self.meta["args"]
-        if not what.get("model"):  # random weights, which follow from the seed
-            flags = flags | {"model_sha256"}
-        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        kept = {name: what[name] for name in sorted(what.keys() - self.args.may_change - {"args", "run_id"})}
         return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
     def load_state(self):
@@ -1830,8 +1807,7 @@ class Run:
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
         self.meta |= dict(
-            config_hash=self.hash_without(self.args.may_change),
-            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
+            config_hash=self.config_hash, script_sha256=sha256(Path(__file__)),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1848,10 +1824,10 @@ class Run:
         self.log.writelines(lines)
         start = self.counters["iteration"]
         if self.checkpoint:
-            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
-                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+            self.write({"resume": self.place | dict(
+                git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
+                checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -1933,21 +1909,20 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
+        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.place["trace_id"]
-        kind = type(error).__name__
-        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
-        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
-        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
+        path = self.dir / "receipts" / f"{trace_id}:{RANK}"
+        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
+            (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
+            (path / "meta.json").write_text(json.dumps(self.meta | self.place, indent=1))
+            for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Machinery: episodes in the log. Rollouts as JSON lines that tools/view_episodes.py shows, and as metrics.
@@ -1988,27 +1963,6 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
-def why_rewards_are_equal(rollouts):
-    """The figures of episodes that teach nothing which say why."""
-    ends = collections.Counter(r.termination for r in rollouts)
-    cut = (ends["length"] + ends["context"]) / len(rollouts)
-    means = envs.means([r.info | dict(correct=r.correct) for r in rollouts])
-    form = means.get("format", 1.0)
-    failed = ends["error"] / len(rollouts)
-    return (f"{means['correct']:.0%} of the replies are right, {cut:.0%} cut off by --max-response-tokens or "
-            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in {failed:.0%} "
-            "of the episodes it failed (docs/symptoms.md)")
-
-
-def warn_if_nothing_differs(samples, args):
-    """After the first evaluation: where all replies to a task earn the same, there is nothing to learn."""
-    starts = range(0, len(samples), args.eval_samples)
-    groups = [samples[start:start + args.eval_samples] for start in starts]
-    if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
-        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
-                     f"nothing to learn from: {why_rewards_are_equal(samples)}")
-
-
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
     values = np.array(values or [0.0])
@@ -2029,8 +1983,7 @@ def rollout_metrics(rollouts, throughput):
     lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
     metrics = {
         "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
-        **spread("critic/score", rewards), **spread("critic/rewards", rewards),
-        **spread("response_length", lengths),
+        **spread("critic/score", rewards), **spread("response_length", lengths),
         "response_length/clip_ratio": (ends["length"] + ends["context"]) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": throughput, "rollout/finished": ends["done"] / len(rollouts),
@@ -2069,7 +2022,6 @@ def main(args):
     if last >= size:
         raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
                        " expected one for each token (resize_token_embeddings)")
-    check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
@@ -2168,8 +2120,6 @@ def main(args):
                 evaluation, samples = evaluate(engine, tokenizer, env, args, score)
             metrics |= evaluation
             log_episodes(run, "val", samples, args)
-            if iteration == 0:
-                warn_if_nothing_differs(samples, args)
         if metrics:  # none where a resumed run begins: they are in the log
             run.record(metrics)
         metrics = {}
@@ -2204,9 +2154,9 @@ def main(args):
                 store(model, critic, reference, episodes, args)
                 measured |= estimate_advantages(episodes, kl_coef, args)
                 if learned:  # stale weights, a wrong head or a stale prefix cache show here
-                    chosen = sampled_tokens(episodes, "response_mask") > 0
-                    measured |= check_sampler(sampled_tokens(episodes, "old_logprobs")[chosen],
-                                              sampled_tokens(episodes, "rollout_logprobs")[chosen],
+                    is_sampled = sampled_tokens(episodes, "response_mask") > 0
+                    measured |= check_sampler(sampled_tokens(episodes, "old_logprobs")[is_sampled],
+                                              sampled_tokens(episodes, "rollout_logprobs")[is_sampled],
                                               LIMITS[args.dtype])
 
                 # 3. Fit the critic to the returns; one that shares the policy's backbone is trained in 4.
@@ -2240,12 +2190,12 @@ def main(args):
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
             metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
-            metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
+            metrics["train/policy_steps"] = steps
             log_episodes(run, "train", rollouts, args)
             num_idle = 0 if rewards_differ(rollouts) else num_idle + 1
-            if num_idle == 5:
-                print_rank_0("warning: five iterations in which all episodes had the same reward: "
-                             f"{why_rewards_are_equal(rollouts)}")
+            if num_idle == 3:
+                print_rank_0("warning: three iterations in which all episodes had the same reward: "
+                             f"python tools/diagnose.py {run.dir} says why")
 
             # 6. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = after_update()
@@ -2256,23 +2206,28 @@ def main(args):
         run.fail(error, {"evidence.json": envs.to_json([*map(describe_episode, rollouts[:64])])})
 
 
+def num_weights(name):
+    """Of a model, by its config alone; 0 where that cannot be read."""
+    try:
+        config = from_pretrained(AutoConfig, name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # what is wrong is said when the weights are loaded
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def parse_flags():
-    """The flags, with the defaults for a model of this size. Which ones, and why, is printed."""
+    """The flags. A model of REAL_SIZE weights or more has other defaults, which are printed."""
     args = tyro.cli(Args)
     size = num_weights(args.model)
     if size < REAL_SIZE:
-        print_rank_0(f"--model {args.model} has {size:,} weights: defaults of small models, under "
-                     f"{REAL_SIZE:,}")
         return args
-    real = dict(REAL_MODEL)
-    if args.lora:
-        real |= REAL_LORA
+    real = REAL_MODEL | REAL_LORA if args.lora else dict(REAL_MODEL)
     if torch.cuda.is_available():
         real["dtype"] = "bfloat16"
-    text = f"--model {args.model} has {size:,} weights: defaults of real models, {REAL_SIZE:,} or more, are"
-    for name, value in real.items():
-        text += f" --{name.replace('_', '-')} {value}"
-    print_rank_0(text)
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in real.items())
+    print_rank_0(f"--model {args.model} has {size:,} weights; defaults for {REAL_SIZE:,} or more: {words}")
     return tyro.cli(Args, default=Args(**real))
 
 

@@ -1084,6 +1084,8 @@ class Run:
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
             was = old | old["args"]
+            if old.get("script_sha256") not in (None, sha256(Path(__file__))):
+                print_rank_0(f"warning: {Path(__file__).name} is not what began {self.dir}: it was changed")
         now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
@@ -1095,12 +1097,11 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def hash_without(self, flags):
-        """Of what decides the result, flags and what a continued run must share, but for these flags."""
+    @property
+    def config_hash(self):
+        """Of all that decides the result: flags, and what a continued run must share beside them."""
         what = self.meta | self.meta["args"]
-        if not what.get("model"):  # random weights, which follow from the seed
-            flags = flags | {"model_sha256"}
-        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
+        kept = {name: what[name] for name in sorted(what.keys() - self.args.may_change - {"args", "run_id"})}
         return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
     def load_state(self):
@@ -1130,8 +1131,7 @@ class Run:
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
         self.meta |= dict(
-            config_hash=self.hash_without(self.args.may_change),
-            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
+            config_hash=self.config_hash, script_sha256=sha256(Path(__file__)),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1148,10 +1148,10 @@ class Run:
         self.log.writelines(lines)
         start = self.counters["iteration"]
         if self.checkpoint:
-            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
-                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+            self.write({"resume": self.place | dict(
+                git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
+                checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
@@ -1233,21 +1233,20 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
+        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.place["trace_id"]
-        kind = type(error).__name__
-        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
-        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
-        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
+        path = self.dir / "receipts" / f"{trace_id}:{RANK}"
+        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
+            (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
+            (path / "meta.json").write_text(json.dumps(self.meta | self.place, indent=1))
+            for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Main: set-up, then the loop
@@ -1398,7 +1397,7 @@ def main(args):
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                 new_tokens = env_steps - run.env_steps_before  # since the last record
                 metrics = {
-                    "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
+                    "train/loss": mean_loss, "train/grad_norm": mean_norm,
                     "train/weight_norm": float(weight_norm), "train/learning_rate": rate,
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
