@@ -401,7 +401,7 @@ MUTANTS = {
         "the outermost function": ("for name in reversed(called):", "for name in called:"),
         "the oldest episodes": ("reversed(runs.episode_files(run.folder))", "runs.episode_files(run.folder)"),
         "text reaches the terminal": ("c if c.isprintable() else", "c if c else"),
-        "rewards that are once the same": ("sum(same) < SHARE_SAME * len(same)", "not any(same)"),
+        "rewards that are once the same": ("sum(same) >= SHARE_SAME * len(same)", "any(same)"),
         "an evaluation that says nothing": ("best[source][0] - once[source][0] > SAME", "False"),
         "the exit status": ("return int(bool(found))\n    count", "return 0\n    count"),
     },

@@ -137,8 +137,8 @@ EVEN = dict(task_id="t", reward=0.0, correct=0, termination="length", messages=[
 @pytest.mark.parametrize("metrics, episodes, says", [
     ({}, [], "are not: no reply is right: the tasks are too hard, or the verifier does not find the answers "
              "(0% of the replies are right)"),
-    ({"val/countdown/format": 0.25}, [], "replies lack the form that the environment reads (0% of the replies "
-                                         "are right, 25% have the form that the environment reads)"),
+    ({"val/countdown/format": 0.25}, [], "replies lack the form that the environment reads (0% of the "
+                                         "replies are right, 25% have the form that the environment reads)"),
     ({}, [EVEN, EVEN, EVEN | dict(termination="done")], "before their answer (0% of the replies are right, "
                                                         "67% are cut off by --max-response-tokens 16"),
     ({}, [EVEN | dict(termination="error")], "the environment fails (0% of the replies are right, 0% are"),

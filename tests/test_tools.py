@@ -17,6 +17,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from envs import BadInput
 from tests.run_folders import ROOT, slow_but, write_jsonl
 from tools import compare_runs, plot_train_log, runs, track_run
 from tools import validate_train_log as contract
@@ -642,6 +643,28 @@ def test_a_group_of_different_experiments_is_told_with_the_flags_that_differ(und
     assert not any("experiments" in entry["warning"] for entry in plot("--log", one, same, *out)[2])
     (line,) = [entry for entry in plot("--log", one, other, *out)[2] if "experiments" in entry["warning"]]
     assert line["differ"] == {"--learning-rate": [0.1, 0.2]}
+
+
+def test_what_is_read_of_a_run_folder(tmp_path):
+    """A line that is still being written does not count; one that is damaged is named, or left out."""
+    log = Path(write_jsonl(tmp_path / "train_log.jsonl", sample_log("grpo")))
+    found = runs.read(tmp_path)
+    assert [len(lines) for lines in (found.records, found.resumes, found.errors)] == [13, 1, 1]
+    log.write_bytes(log.read_bytes()[:-9])
+    assert runs.read(log).records == found.records[:-1]
+    log.write_bytes(log.read_bytes() + b"\n")
+    with pytest.raises(BadInput, match=r"train_log.jsonl, line 16: expected a JSON object"):
+        runs.read(log)
+    damaged = []
+    assert runs.read(log, damaged).records == found.records[:-1] and len(damaged) == 1
+    for name in ("step_000002", "step_1000000", "step_999999", ".step_3.writing", "step_copy"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name[5:] for path in runs.checkpoints(tmp_path)] == ["000002", "999999", "1000000"]
+    for name in ("val_step_1000000", "val_step_000010", "train_step_000010", "val_step_x"):
+        (tmp_path / "episodes").mkdir(exist_ok=True)
+        (tmp_path / "episodes" / f"{name}.jsonl").touch()
+    files = [(iteration, kind) for iteration, kind, _ in runs.episode_files(tmp_path)]
+    assert files == [(10, "train"), (10, "val"), (1000000, "val")]
 
 
 def test_an_experiment_is_its_flags_and_files_but_for_the_seed_and_the_code():
