@@ -64,7 +64,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
@@ -244,14 +244,14 @@ def k3(log_ratio):
     return torch.expm1(log_ratio) - log_ratio  # expm1: exact where the ratio is nearly 1
 
 
-DPPO_LIMIT = 0.2  # how far a token's probability may move; prime-rl's, before IPO in 2026-08, as is the next
+DPPO_LIMIT = 0.2  # how far a token's probability may move; as prime-rl had it until 2026-08, like the next
 DPPO_KL_COEF = 1e-3
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_high):
     """Loss of each token, and whether it was clipped or, with dppo, masked.  All (B, T).
 
-    old_logprobs: of the policy that a ratio is to; with dppo that is the sampler's.
+    old_logprobs: the denominator of the ratio: the policy's before the update, with dppo the sampler's.
     """
     log_ratio = logprobs - old_logprobs
     if loss == "gspo":
@@ -263,50 +263,51 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, loss, clip_low, clip_h
         log_ratio = sequence.detach() + (logprobs - logprobs.detach())
     ratio = torch.exp(log_ratio)  # (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if loss in ("clip", "gspo"):
+        per_token = -torch.minimum(ratio * advantages, clipped * advantages)  # PPO eq. 7
+        is_clipped = clipped * advantages < ratio * advantages  # the minimum has no gradient there
+        return per_token, is_clipped
     if loss == "cispo":
         # CISPO (arXiv:2506.13585) eqs. 4, 5: every token keeps a gradient; only its weight is clipped.
         is_clipped = ratio != clipped
         return -clipped.detach() * advantages * logprobs, is_clipped
-    if loss == "pg":  # REINFORCE (Williams, 1992): no gradient vanishes, however far the policy has moved
-        return -advantages * logprobs, torch.zeros_like(mask)
-    if loss == "sapo":
-        # SAPO (arXiv:2511.20347) eqs. 5, 6: the gradient fades as the ratio leaves 1, faster if A <= 0.
-        steepness = torch.where(advantages > 0, 1.0, 1.05)
-        return -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages, torch.zeros_like(mask)
     if loss == "dppo":
         # DPPO (arXiv:2602.04879v3) eq. 12 with the total variation of {this token, any other}, eq. 13, and
         # prime-rl's penalty of all tokens (Kimi K2.5, arXiv:2602.02276, eq. 1).
         moved = torch.exp(logprobs) - torch.exp(old_logprobs)
         is_masked = torch.where(advantages > 0, moved > DPPO_LIMIT, moved < -DPPO_LIMIT)
         return -ratio * advantages * ~is_masked + DPPO_KL_COEF * log_ratio**2, is_masked
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)  # PPO eq. 7
-    is_clipped = clipped * advantages < ratio * advantages  # the minimum is the one without a gradient
-    return per_token, is_clipped
+    if loss == "sapo":
+        # SAPO (arXiv:2511.20347) eqs. 5, 6: the gradient fades as the ratio leaves 1, faster if A <= 0.
+        steepness = torch.where(advantages > 0, 1.0, 1.05)
+        gate = torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness
+        return -gate * advantages, torch.zeros_like(mask)
+    # pg, REINFORCE (Williams, 1992): no gradient vanishes, however far the policy has moved.
+    return -advantages * logprobs, torch.zeros_like(mask)
 
 
-CORRECTION_BOUNDS = {"none": (0.0, math.inf), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.0, 3.0)}
+CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.0, 3.0)}
 
 
 def correction_weights(log_mismatch, mask, correction, bounds=()):
-    """Weights of trainer to sampler, and where they are not as they were.  log_mismatch (B, T) -> two (B, T)
+    """Importance weights of trainer to sampler, and which are out of bounds.  (B, T) -> two (B, T)
 
     log_mismatch: log-probabilities before the update, minus those that the sampler reported.
     """
+    if correction == "none":
+        return torch.ones_like(mask), torch.zeros_like(mask)
     low, high = bounds or CORRECTION_BOUNDS[correction]
     weights = torch.exp(log_mismatch)
     if correction == "mis":  # MIS: the product over a sequence, as TRL's sequence_mask
         weights = torch.exp((log_mismatch * mask).sum(1, keepdim=True)).expand_as(mask)
     is_out = (weights < low) | (weights > high)
-    if correction == "none":
-        weights = torch.ones_like(mask)
-    elif correction == "tis":  # truncated importance sampling, as IMPALA (arXiv:1802.01561) eq. 1
-        weights = weights.clamp(low, high)
-    else:  # IcePop (arXiv:2510.18855 sec. 2.3.2): what is far off teaches nothing
-        weights = weights.masked_fill(is_out, 0.0)
-    return weights, is_out
+    if correction == "tis":  # truncated importance sampling, as IMPALA (arXiv:1802.01561) eq. 1
+        return weights.clamp(low, high), is_out
+    # IcePop (arXiv:2510.18855 sec. 2.3.2), and MIS: what is far off teaches nothing.
+    return weights.masked_fill(is_out, 0.0), is_out
 
 
-def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
+def token_weights(mask, aggregation, num_tokens, num_sequences, max_response_tokens):
     """Weights that turn per-token losses into one number by a plain sum.  mask (B, T) -> (B, T).
 
     num_tokens and num_sequences are those of the minibatch, so that its loss is the sum over its passes,
@@ -316,7 +317,7 @@ def token_weights(mask, aggregation, num_tokens, num_sequences, longest):
         return mask / num_tokens
     if aggregation == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / num_sequences
-    return mask / (num_sequences * longest)  # constant
+    return mask / (num_sequences * max_response_tokens)  # constant
 
 
 def selected_logprobs(hidden, head, targets, temperature=1.0, chunk_elements=2**25):
@@ -381,17 +382,12 @@ class Segment:
 PER_TOKEN = ("response_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 
 
-def rewards_differ(rollouts):
-    """Whether episodes have different rewards, not by rounding alone; failed environments aside."""
-    rewards = [r.reward for r in rollouts if r.termination != "error"]
-    return bool(rewards) and max(rewards) - min(rewards) > 1e-9
-
-
 def trainable_groups(rollouts, args):
-    """The segments of each group, with advantages, without the groups whose rewards are all equal.
+    """The segments of each group, with advantages, without the groups whose advantages are all 0.
 
     An episode whose environment failed counts neither in the baseline nor in the update, and neither, with
-    --mask-truncated, does one that a length limit cut.
+    --mask-truncated, does one that a length limit cut. In a game that the policy plays with itself each side
+    is a seat, with rewards of its own.
     """
     for r in rollouts:
         if not math.isfinite(r.reward):
@@ -400,7 +396,7 @@ def trainable_groups(rollouts, args):
     groups = []
     for start in range(0, len(rollouts), args.group_size):
         played = [r for r in rollouts[start:start + args.group_size] if r.termination not in left_out]
-        if not rewards_differ(played):
+        if not played:
             continue
         num_seats = 1 + max(member.task.seat for r in played for member in r.family)
         advantages = []  # of each seat, of each episode
@@ -409,14 +405,17 @@ def trainable_groups(rollouts, args):
             advantages.append(group_advantages(rewards, args.scale_rewards, args.baseline,
                                                args.advantage_balance).tolist())
         segments = []
+        teaches = False  # whether an advantage is more than rounding
         for number, r in enumerate(played):
-            for member in r.family if args.train_sub_agents or r.seat_rewards else [r]:
+            members = r.family if args.train_sub_agents or r.seat_rewards else [r]
+            for member in members:
                 advantage = advantages[member.task.seat][number]
                 for segment in member.segments:
-                    segment.advantages = [advantage] * len(segment.response_ids)
                     if member.termination not in left_out and any(segment.response_mask):
+                        segment.advantages = [advantage] * len(segment.response_ids)
                         segments.append(segment)
-        if segments:
+                        teaches = teaches or abs(advantage) > 1e-9
+        if teaches:
             groups.append(segments)
     return groups
 
@@ -549,60 +548,6 @@ def pass_loss(model, batch, num_tokens, num_segments, args):
     return loss, sums, both[:, mask.bool()].double()
 
 
-# What rounding never makes of mismatch/kl [nats/token] and, six standard errors aside, of the mean ratio
-# less 1 and of the slope. docs/engines.md has the sizes of rounding and of faults.
-LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
-
-
-@functools.cache
-def warn_once(text):
-    print_rank_0(f"warning: {text}")
-
-
-def check_sampler(trainer, sampler, limits):
-    """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
-
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
-    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
-    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
-    where the sampler has another temperature or older weights.
-    """
-    both = torch.stack([trainer, sampler]).double().cpu().numpy()
-    both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
-    difference = both[0] - both[1]
-    ratio = np.exp(difference)
-    mean = ratio.mean()
-    error = ratio.std() / math.sqrt(len(ratio))
-    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
-    kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
-    # Equal tokens after equal texts are rounded alike: they count once.
-    trainer, sampler = np.unique(both, axis=1)
-    difference = trainer - sampler
-    difference -= difference.mean()
-    level = (trainer + sampler) / 2
-    level -= level.mean()
-    square = (level**2).sum() + 1e-9
-    slope = (level * difference).sum() / square
-    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
-    residual = (difference - slope * level) / (1 - level**2 / square)
-    slope_error = np.sqrt((level**2 * residual**2).sum()) / square
-    most_kl, most_off, most_slope = limits
-    enough = len(level) >= 100
-    fault = ""
-    if not kl <= most_kl:  # it may be nan
-        fault = f"mismatch/kl is {kl:.2g} nats per token; expected {most_kl:.2g} at most"
-    elif enough and abs(mean - 1) > most_off + 6 * error:
-        fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
-    elif enough and abs(slope) > most_slope + 6 * slope_error:
-        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature, older weights?"
-    if fault:
-        raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
-    if kl > most_kl / 10:
-        warn_once(f"mismatch/kl is over {most_kl / 10:.2g}, which is much for rounding (docs/engines.md)")
-    return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
-            "mismatch/slope": float(slope)}
-
-
 def update(model, reference, optimizer, groups, args):
     """All optimiser steps of an iteration on groups of segments.  -> metrics, number of steps."""
     if args.epochs * args.minibatches > 1:  # else the policy is the one that sampled, and the ratio is 1
@@ -646,7 +591,7 @@ def update(model, reference, optimizer, groups, args):
     return metrics, len(norms)
 
 
-# Rollout: tasks to scored token sequences, one coroutine per episode
+# Sampling: prompts to responses
 
 
 class Sampling(NamedTuple):
@@ -657,6 +602,111 @@ class Sampling(NamedTuple):
 
     def of(self, *more):
         return Sampling(self.temperature, (*self.seed, *more))
+
+
+def uniform(seeds, count):
+    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
+    data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
+    bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
+    return (bits & (2**53 - 1)).double() * 2.0**-53  # float64 has 53 bits
+
+
+def sample(logits, row, temperature, uniform_numbers):
+    """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
+
+    logits (rows, V), of which a response reads those of its `row` (B,); uniform_numbers (B,) float64 in
+    [0, 1): one for each response.
+    """
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (rows, V)
+    if not temperature:
+        tokens = logprobs.argmax(-1)[row]
+        return tokens, logprobs[row, tokens]
+    # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
+    # float64, since the sum over a large vocabulary would lose its tail in float32.
+    cdf = logprobs.exp().double().cumsum(-1)[row]  # (B, V)
+    thresholds = uniform_numbers[:, None] * cdf[:, -1:]  # the sum is 1 only up to rounding
+    tokens = torch.searchsorted(cdf, thresholds, right=True)
+    tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
+    return tokens, logprobs[row, tokens]
+
+
+def unique(lists):
+    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
+    numbers = {}
+    for ids in lists:
+        numbers.setdefault(tuple(ids), len(numbers))
+    return [*numbers], [numbers[tuple(ids)] for ids in lists]
+
+
+@torch.inference_mode()
+def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
+    """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
+
+    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
+    told of those that a step has finished.
+    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
+    since that copies the cache.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    device, vocabulary = model.device, len(head.weight)
+    draws = uniform(seeds, max_new_tokens).to(device)  # (B, T)
+    prompts, row = unique(prompts)
+    # Of each response that has not been removed: its row, its index among all, and whether it has ended.
+    row = torch.tensor(row, device=device)  # (live,)
+    live = torch.arange(len(row), device=device)
+    done = torch.zeros_like(row, dtype=torch.bool)
+    tokens = pad(prompts, 0, device, left=True)  # (rows, P), later (rows, 1)
+    mask = pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True)  # (rows, all so far)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=decoder.config)
+    ids = torch.full((len(row), max_new_tokens), -1, device=device)
+    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
+    eos = torch.tensor(eos, device=device)
+    num_done = 0
+    alone = len(prompts) == len(row)  # each response has a row of its own
+    # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
+    ask_every = 1 if device.type == "cpu" else 8
+    for t in range(max_new_tokens):
+        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
+                         use_cache=True).last_hidden_state[:, -1]  # (rows, H)
+        if not cache.is_initialized:  # by a recurrent architecture, such as Mamba
+            raise EngineError("sampling needs a cache of keys and values, and this model has another")
+        token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
+        ids[live, t] = token.masked_fill(done, -1)
+        logprobs[live, t] = logprob.masked_fill(done, 0.0)
+        done = done | torch.isin(token, eos)
+        if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
+            was_done, num_done = num_done, int(done.sum())
+            if count:
+                count(num_done - was_done)
+        if t + 1 == max_new_tokens or num_done == len(done):
+            break
+        if num_done > len(done) // 8:
+            going_on = ~done
+            live, row = live[going_on], row[going_on]
+            token, done = token[going_on], done[going_on]
+            num_done = 0
+        if alone and len(row) == len(mask):  # and none was removed
+            tokens = token[row.argsort()][:, None]
+        else:
+            # A new row for each different pair of an old row and a token; a pair is one number.
+            pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
+            parent = pairs // vocabulary  # (rows,): the old row of each new one
+            tokens = (pairs % vocabulary)[:, None]
+            alone = len(pairs) == len(row)
+            if not torch.equal(parent, torch.arange(len(mask), device=device)):
+                mask, position = mask[parent], position[parent]
+                cache.reorder_cache(parent)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        position = position[:, -1:] + 1
+    ids = ids[:, :t + 1]
+    lengths = (ids >= 0).sum(1).tolist()
+    rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
+    return [(tokens[:length], values[:length]) for tokens, values, length in rows]
+
+
+# Rollout: tasks to scored token sequences, one coroutine per episode
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -745,27 +795,6 @@ def render(messages, tokenizer, args, tools=None):
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
-
-
-def check_prompts(env, tokenizer, args):
-    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
-    if args.iterations:
-        tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
-    else:
-        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
-    texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
-    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
-    if not all(prompts):
-        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
-    ids = [*itertools.chain(*prompts)]
-    unknown = ids.count(tokenizer.unk_token_id) / len(ids)
-    if unknown > 0.1:  # with a few, such as a rare character, a model can learn
-        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
-                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
-    shortest = min(map(len, prompts))
-    if shortest + args.max_response_tokens > args.max_context_tokens:
-        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
-                       f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
 def extension(text, r, tokenizer):
@@ -1076,6 +1105,27 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
+def check_prompts(env, tokenizer, args):
+    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
+    if args.iterations:
+        tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
+    else:
+        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
+    texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
+    if not all(prompts):
+        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
+    ids = [*itertools.chain(*prompts)]
+    unknown = ids.count(tokenizer.unk_token_id) / len(ids)
+    if unknown > 0.1:  # with a few, such as a rare character, a model can learn
+        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
+                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
+    shortest = min(map(len, prompts))
+    if shortest + args.max_response_tokens > args.max_context_tokens:
+        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
+                       f"tokens, and a reply has up to {args.max_response_tokens}")
+
+
 def weights_sha256(model, adapter=""):
     """Hash of the names, shapes and values of all weights, and of --lora-adapter-path's adapter."""
     digest = hashlib.sha256()
@@ -1176,135 +1226,6 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 # `sync_weights` keeps the engine's weights those of the trainer.
 
 
-def uniform(seeds, count):
-    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
-    data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
-    bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
-    return (bits & (2**53 - 1)).double() * 2.0**-53  # float64 has 53 bits
-
-
-def sample(logits, row, temperature, uniform_numbers):
-    """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
-
-    logits (rows, V), of which a response reads those of its `row` (B,); uniform_numbers (B,) float64 in
-    [0, 1): one for each response.
-    """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (rows, V)
-    if not temperature:
-        tokens = logprobs.argmax(-1)[row]
-        return tokens, logprobs[row, tokens]
-    # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
-    # float64, since the sum over a large vocabulary would lose its tail in float32.
-    cdf = logprobs.exp().double().cumsum(-1)[row]  # (B, V)
-    thresholds = uniform_numbers[:, None] * cdf[:, -1:]  # the sum is 1 only up to rounding
-    tokens = torch.searchsorted(cdf, thresholds, right=True)
-    tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
-    return tokens, logprobs[row, tokens]
-
-
-def unique(lists):
-    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
-    numbers = {}
-    for ids in lists:
-        numbers.setdefault(tuple(ids), len(numbers))
-    return [*numbers], [numbers[tuple(ids)] for ids in lists]
-
-
-@torch.inference_mode()
-def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
-    """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
-
-    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
-    told of those that a step has finished.
-    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
-    since that copies the cache.
-    """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    device, vocabulary = model.device, len(head.weight)
-    draws = uniform(seeds, max_new_tokens).to(device)  # (B, T)
-    prompts, row = unique(prompts)
-    # Of each response that has not been removed: its row, its index among all, and whether it has ended.
-    row = torch.tensor(row, device=device)  # (live,)
-    live = torch.arange(len(row), device=device)
-    done = torch.zeros_like(row, dtype=torch.bool)
-    tokens = pad(prompts, 0, device, left=True)  # (rows, P), later (rows, 1)
-    mask = pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True)  # (rows, all so far)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=decoder.config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = GrowingLayer()
-    ids = torch.full((len(row), max_new_tokens), -1, device=device)
-    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
-    eos = torch.tensor(eos, device=device)
-    num_done = 0
-    alone = len(prompts) == len(row)  # each response has a row of its own
-    # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
-    ask_every = 1 if device.type == "cpu" else 8
-    for t in range(max_new_tokens):
-        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                         use_cache=True).last_hidden_state[:, -1]  # (rows, H)
-        if not cache.is_initialized:  # by a recurrent architecture, such as Mamba
-            raise EngineError("sampling needs a cache of keys and values, and this model has another")
-        token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
-        ids[live, t] = token.masked_fill(done, -1)
-        logprobs[live, t] = logprob.masked_fill(done, 0.0)
-        done = done | torch.isin(token, eos)
-        if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
-            was_done, num_done = num_done, int(done.sum())
-            if count:
-                count(num_done - was_done)
-        if t + 1 == max_new_tokens or num_done == len(done):
-            break
-        if num_done > len(done) // 8:
-            going_on = ~done
-            live, row = live[going_on], row[going_on]
-            token, done = token[going_on], done[going_on]
-            num_done = 0
-        if alone and len(row) == len(mask):  # and none was removed
-            tokens = token[row.argsort()][:, None]
-        else:
-            # A new row for each different pair of an old row and a token; a pair is one number.
-            pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
-            parent = pairs // vocabulary  # (rows,): the old row of each new one
-            tokens = (pairs % vocabulary)[:, None]
-            alone = len(pairs) == len(row)
-            if not torch.equal(parent, torch.arange(len(mask), device=device)):
-                mask, position = mask[parent], position[parent]
-                cache.reorder_cache(parent)
-        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        position = position[:, -1:] + 1
-    ids = ids[:, :t + 1]
-    lengths = (ids >= 0).sum(1).tolist()
-    rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
-    return [(tokens[:length], values[:length]) for tokens, values, length in rows]
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values in buffers with spare room: a decode step writes one column and copies nothing."""
-
-    length = 0  # columns in use
-
-    def get_seq_length(self):
-        return self.length
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        if not self.is_initialized:
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.is_initialized = True
-        start, end = self.length, self.length + key_states.shape[2]
-        missing = end - self.keys.shape[2]
-        if missing > 0:
-            padding = (0, 0, 0, missing + max(8, end // 2))  # columns behind the last one
-            self.keys = torch.nn.functional.pad(self.keys, padding)
-            self.values = torch.nn.functional.pad(self.values, padding)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
 class EngineError(OSError):
     """The sampler failed or disagrees with the trainer, whose own state is intact."""
 
@@ -1362,6 +1283,60 @@ class Engine:
 
     def sleep(self):
         """Free the device's memory until the next sync_weights."""
+
+
+# What rounding never makes of mismatch/kl [nats/token] and, six standard errors aside, of the mean ratio
+# less 1 and of the slope. docs/engines.md has the sizes of rounding and of faults.
+LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
+
+
+@functools.cache
+def warn_once(text):
+    print_rank_0(f"warning: {text}")
+
+
+def check_sampler(trainer, sampler, limits):
+    """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
+
+    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
+    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
+    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
+    where the sampler has another temperature or older weights.
+    """
+    both = torch.stack([trainer, sampler]).double().cpu().numpy()
+    both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
+    difference = both[0] - both[1]
+    ratio = np.exp(difference)
+    mean = ratio.mean()
+    error = ratio.std() / math.sqrt(len(ratio))
+    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
+    kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
+    # Equal tokens after equal texts are rounded alike: they count once.
+    trainer, sampler = np.unique(both, axis=1)
+    difference = trainer - sampler
+    difference -= difference.mean()
+    level = (trainer + sampler) / 2
+    level -= level.mean()
+    square = (level**2).sum() + 1e-9
+    slope = (level * difference).sum() / square
+    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
+    residual = (difference - slope * level) / (1 - level**2 / square)
+    slope_error = np.sqrt((level**2 * residual**2).sum()) / square
+    most_kl, most_off, most_slope = limits
+    enough = len(level) >= 100
+    fault = ""
+    if not kl <= most_kl:  # it may be nan
+        fault = f"mismatch/kl is {kl:.2g} nats per token; expected {most_kl:.2g} at most"
+    elif enough and abs(mean - 1) > most_off + 6 * error:
+        fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
+    elif enough and abs(slope) > most_slope + 6 * slope_error:
+        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature, older weights?"
+    if fault:
+        raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
+    if kl > most_kl / 10:
+        warn_once(f"mismatch/kl is over {most_kl / 10:.2g}, which is much for rounding (docs/engines.md)")
+    return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
+            "mismatch/slope": float(slope)}
 
 
 class HfEngine(Engine):
@@ -2131,11 +2106,12 @@ def main(args):
             generated = sum(r.num_sampled for r in rollouts)
             run.counters = dict(iteration=iteration, opt_steps=run.counters["opt_steps"] + steps,
                                 env_steps=run.counters["env_steps"] + generated)
-            # A segment's advantages are equal.
-            advantages = gather([segment.advantages[-1] for segment in itertools.chain(*groups)])
+            advantages = []  # of each sampled token
+            for segment in itertools.chain(*groups):
+                advantages += itertools.compress(segment.advantages, segment.response_mask)
             failed = {r.order[0] for r in rollouts if r.termination == "error"}
             metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
-            metrics |= spread("critic/advantages", advantages)
+            metrics |= spread("critic/advantages", gather(advantages))
             metrics |= {"train/weight_norm": float(weight_norm), "train/learning_rate": rate,
                         "rollout/groups_submitted": len(rollouts) // args.group_size,
                         "rollout/groups_trainable": num_trainable, "rollout/groups_incomplete": len(failed)}
