@@ -39,6 +39,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
 from tools import runs
+from tools.command_line import answers_in_json
 from tools.compare_runs import differing
 from tools.validate_train_log import is_number
 
@@ -512,30 +513,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
-    try:
-        if args.from_csv:
-            x, groups = read_csv(args.from_csv)
-        else:
-            x = args.x
-            groups = [read_group(paths, "", x, args.smoothing, args.key) for paths in args.log]
-            if args.label:
-                for group, label in zip(groups, args.label, strict=True):
-                    group.label = label
-            elif len(groups) > 1:
-                name_groups(groups, args.log)
-            if args.control:
-                groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
-        title, note = describe(groups, args.smoothing)
-        panels = draw(groups, x, args.title or title, note, args.out, args.panel, args.key)
-        if args.csv:
-            write_csv(args.csv, x, groups)
-    except (BadInput, OSError) as error:
-        print(json.dumps({"error": str(error)}), file=sys.stderr)
-        return 1
-    print(json.dumps({"out": str(args.out), "panels": panels, "runs": [group.runs for group in groups]}))
-    return 0
+    if args.from_csv:
+        x, groups = read_csv(args.from_csv)
+    else:
+        x = args.x
+        groups = [read_group(paths, "", x, args.smoothing, args.key) for paths in args.log]
+        if args.label:
+            for group, label in zip(groups, args.label, strict=True):
+                group.label = label
+        elif len(groups) > 1:
+            name_groups(groups, args.log)
+        if args.control:
+            groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
+    title, note = describe(groups, args.smoothing)
+    panels = draw(groups, x, args.title or title, note, args.out, args.panel, args.key)
+    if args.csv:
+        write_csv(args.csv, x, groups)
+    return {"out": str(args.out), "panels": panels, "runs": [group.runs for group in groups]}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, one_line
+from tools.command_line import Parser, answers_in_json, one_line
 from tools.runs import EPISODES, checkpoints, episode_files, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -324,17 +324,13 @@ def run(args: argparse.Namespace) -> dict:
     return {"out": str(out), "bytes": out.stat().st_size} | report | {"damaged": len(report["damaged"])}
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = Parser(description="Browse the episodes of runs in one HTML page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of runs")
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="the page (default: episodes.html in the folder of the first run)")
-    try:
-        print(json.dumps(run(parser.parse_args(argv))))
-    except (BadInput, OSError) as error:  # OSError: a folder that may not be looked into
-        print(json.dumps({"error": one_line(error)}), file=sys.stderr)
-        return 1
-    return 0
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
