@@ -528,9 +528,6 @@ def runs(files, tmp_path_factory):
             ("grpo_llm", "grpo", dict(log_episodes=1.0)), ("grpo_llm", "lora", dict(lora_rank=2)),
             ("sft", "sft", {}), ("a2c_vecenv", "a2c", {}), ("ppo_llm", "ppo", {}),
             ("a2c_vecenv", "pong", dict(env_id="CartPole-v1")),
-            ("grpo_llm", "countdown4", dict(
-                model=str(ROOT / "models/countdown4"), iterations=0, max_response_tokens=64, log_episodes=1.0,
-                env_kwargs=("min_operands=4", "max_operands=4", "max_intermediate=200", "test_tasks=32"))),
             ("grpo_llm", "rows", dict(model=f"{files}/tiny", env="rows", env_kwargs=(
                 f"data={files}/train.jsonl", "prompt=question", "answer=answer", "check=number")))):
         train(importlib.import_module(script), folder / name, **flags)
@@ -547,8 +544,7 @@ def runs(files, tmp_path_factory):
 
 DIM = "tau=0.001"  # tests/make_rom.py's pictures differ in little
 # Parts of a path, and the run that is put there.
-OF_PATH = {"pong": "pong", "a2c": "a2c", "sft": "sft", "ppo": "ppo", "rows": "rows",
-           "countdown4/eval": "countdown4"}
+OF_PATH = {"pong": "pong", "a2c": "a2c", "sft": "sft", "ppo": "ppo", "rows": "rows"}
 WRITTEN = ("--run-dir", "--out", "--csv", "--output-dir", "--runs")
 
 
