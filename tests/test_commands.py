@@ -212,7 +212,7 @@ PROGRAM = re.compile(
     r"|for|make_\w+\.sh|\.ci/run)(?= |$)")
 NO_COMMAND = re.compile(r"(diff --git a/|for \S+(, \S+)? in .*:$|for .*\)$)")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-VALUES = {"$seed": "1", "$s": "1", "$prompt": "short", "$name": "one"}
+VALUES = {"$seed": "1", "$s": "1"}
 
 
 class Command(NamedTuple):
@@ -435,8 +435,6 @@ def files(tmp_path_factory):
     (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
     shutil.copy(ROOT / "docs/results/grpo_llm.csv", folder / "grpo.csv")
     shutil.copy(ROOT / "envs/arcagi3/session.json", folder / "look/session.jsonl")
-    (folder / "short.txt").write_text("Mend it.")
-    (folder / "long.txt").write_text("Find what is wrong, and mend it.")
     (folder / "way.txt").write_text("B UP*3 A RIGHT DOWN")
     (folder / "game.gb").write_bytes(make_rom.rom())
     return folder
