@@ -81,7 +81,7 @@ class Config:
     style: Literal["compact", "r1", "plain"] = "compact"
     """form of prompt and reply: for small word-level models, for chat models, for base models"""
     draw: Literal["game", "uniform"] = "game"
-    """game: the target is the result of random play; uniform: numbers, up to four, are drawn until they make it"""
+    """game: the target is the result of random play; uniform: it is drawn first, then up to four numbers"""
     held_out: Literal["problems", "parts"] = "problems"
     """what test tasks have that training tasks do not: problems; or parts, targets and sets of numbers"""
     trace: Literal["solution", "search", "tries"] = "solution"

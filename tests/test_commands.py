@@ -134,7 +134,6 @@ ELSEWHERE = {
         "test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again": [
             "torchrun --max-restarts N",
         ],
-        "test_two_processes_train_as_one_does": ["torchrun --nproc-per-node 2"],
     },
     "tests/test_engines.py": {
         "test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_exact": [
@@ -175,7 +174,6 @@ CANNOT = {
     "srun *": "gpu",
     "*--cudagraphs*": "gpu",
     "*--vllm-kwargs *": "gpu",
-    "*data=Jiayi-Pan/*": "hub",
     "* --dataset OWNER/NAME *": "hub",
     "python tools/convert_sft.py --data OWNER/NAME *": "hub",
     "python -m nltk.downloader *": "network",

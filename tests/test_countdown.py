@@ -1,7 +1,6 @@
 """Countdown: tasks, splits, verifier, solver, traces and data files, against evaluators written apart."""
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
