@@ -11,7 +11,7 @@ has a solution. Three styles of prompt and reply:
 
 Whether a problem belongs to train or test is a hash of the problem itself, so no options, seeds or machines
 bring a test problem into training. A reply is read by a strict grammar and computed exactly; no text is ever
-executed. docs/countdown.md has the options, the rules of the verifier and figures.
+executed. docs/countdown.md has the options and the rules of the verifier.
 """
 
 from __future__ import annotations
