@@ -171,7 +171,7 @@ MUTANTS = {
         "two terminators are learned": ("    return ends[0]\n", "    return ends[-1]\n"),
         "half a character stays": ('text = re.sub("[\\ud800-\\udfff]"', 're.sub("[\\ud800-\\udfff]"'),
         "repeated rows are held out": ("np.flatnonzero(~repeated)", "np.arange(len(val))"),
-        "a log is not on the disk": (', named, self.dir / "train_log.jsonl")', ", named)"),
+        "a log is not on the disk": (', pointer, self.dir / "train_log.jsonl")', ", pointer)"),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (
