@@ -199,7 +199,7 @@ def test_the_innermost_function_tells_which_part_of_the_memory_was_full(called, 
     folder = altered(tmp_path, fails)
     (folder / "receipts" / "a").mkdir(parents=True)
     frames = [f'  File "x.py", line 1, in {name}\n    code\n' for name in called.split()]
-    (folder / "receipts" / "a" / "receipt.json").write_text(json.dumps(dict(traceback=frames)))
+    (folder / "receipts" / "a" / "traceback.txt").write_text("".join(frames))
     assert says in look(folder, capsys)[1]["memory"]
 
 

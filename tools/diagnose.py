@@ -472,8 +472,8 @@ def part_of(run: Run, error: dict) -> str:
     """Which part of the memory was full, by the traceback in the receipt."""
     text = ""
     with contextlib.suppress(*DAMAGE):
-        receipt = run.folder / "receipts" / Path(str(error["receipt"])).name / "receipt.json"
-        text = "".join(json.loads(receipt.read_text(errors="replace"))["traceback"])
+        receipt = run.folder / "receipts" / Path(str(error["receipt"])).name
+        text = (receipt / "traceback.txt").read_text(errors="replace")
     called = [line.rpartition(" in ")[2].strip() for line in text.splitlines()
               if line.lstrip().startswith('File "')]
     for name in reversed(called):
