@@ -298,12 +298,12 @@ def record(run, target):
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     (target / "train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    for receipt in run.glob("receipts/*/receipt.json"):
-        called = re.findall(r", line \d+, in (\w+)", "".join(json.loads(receipt.read_text())["traceback"]))
+    for receipt in run.glob("receipts/*/traceback.txt"):
+        called = re.findall(r", line \d+, in (\w+)", receipt.read_text())
         place = target / receipt.relative_to(run)
         place.parent.mkdir(parents=True)
         frames = [f'  File "script.py", line 1, in {name}\n' for name in called]
-        place.write_text(json.dumps(dict(traceback=frames)) + "\n")
+        place.write_text("".join(frames))
     for path in sorted(run.glob("episodes/*.jsonl"))[-1:] if run.name == "fooled" else []:
         episodes = [json.loads(line) for line in path.read_text().splitlines()]
         few = [dict(task_id=e["task_id"], correct=e["correct"], messages=e["messages"])

@@ -107,6 +107,16 @@ def test_on_either_side_of_a_threshold(key, start, silent, seen, symptom, tmp_pa
     assert symptom in found
 
 
+def test_a_script_that_was_changed_between_two_commits_is_told(tmp_path, capsys):
+    def changed(number, line):
+        inside = line.get("meta") or line.get("resume")
+        if inside:
+            inside |= dict(git_sha="same", script_sha256=f"script{number}")
+
+    says = look(altered(tmp_path, changed, "resumed"), capsys)[1]["resumed"]
+    assert "other code: a script of hash script" in says and says.endswith("before that script0")
+
+
 def test_rewards_that_differ_later_do_not_stay(tmp_path, capsys):
     def differs(number, line):
         if line.get("iteration", 0) > 10:
@@ -199,7 +209,7 @@ def test_the_innermost_function_tells_which_part_of_the_memory_was_full(called, 
     folder = altered(tmp_path, fails)
     (folder / "receipts" / "a").mkdir(parents=True)
     frames = [f'  File "x.py", line 1, in {name}\n    code\n' for name in called.split()]
-    (folder / "receipts" / "a" / "receipt.json").write_text(json.dumps(dict(traceback=frames)))
+    (folder / "receipts" / "a" / "traceback.txt").write_text("".join(frames))
     assert says in look(folder, capsys)[1]["memory"]
 
 

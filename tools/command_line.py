@@ -16,7 +16,7 @@ from envs import BadInput
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:1000]
+    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:500]
 
 
 class Parser(argparse.ArgumentParser):

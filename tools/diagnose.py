@@ -437,11 +437,12 @@ def sampler_differs(run: Run) -> str | None:
 
 
 def resumed_otherwise(run: Run) -> str | None:
-    before = run.meta.get("git_sha")
     for resume in run.resumes:
-        if before and resume.get("git_sha") and resume["git_sha"] != before:
-            return (f"it was taken up at iteration {clean(resume.get('iteration'))} with other code: commit "
-                    f"{clean(resume['git_sha'])[:9]}, before that {clean(before)[:9]}")
+        for name, what in (("git_sha", "commit"), ("script_sha256", "a script of hash")):
+            before, after = run.meta.get(name), resume.get(name)
+            if before and after and before != after:
+                return (f"it was taken up at iteration {clean(resume.get('iteration'))} with other code: {what} "
+                        f"{clean(after)[:9]}, before that {clean(before)[:9]}")
     return None
 
 
@@ -472,8 +473,8 @@ def part_of(run: Run, error: dict) -> str:
     """Which part of the memory was full, by the traceback in the receipt."""
     text = ""
     with contextlib.suppress(*DAMAGE):
-        receipt = run.folder / "receipts" / Path(str(error["receipt"])).name / "receipt.json"
-        text = "".join(json.loads(receipt.read_text(errors="replace"))["traceback"])
+        receipt = run.folder / "receipts" / Path(str(error["receipt"])).name
+        text = (receipt / "traceback.txt").read_text(errors="replace")
     called = [line.rpartition(" in ")[2].strip() for line in text.splitlines()
               if line.lstrip().startswith('File "')]
     for name in reversed(called):

@@ -44,7 +44,7 @@ META_ROM = _keys(text="rom_path rom_sha256", text_or_null="state_path state_sha2
                  count="release_after_frames")
 RESUME = _keys(text="run_id trace_id checkpoint", count="iteration env_steps opt_steps",
                text_or_null="git_sha", utc="at")
-RESUME_OPTIONAL = _keys(flag_or_null="git_dirty")  # in newer logs
+RESUME_OPTIONAL = _keys(flag_or_null="git_dirty", text="script_sha256")  # in newer logs
 ERROR = _keys(text="type", string="message", text_or_null="receipt")
 
 # Metrics of a record: name -> (kind, meaning). One whose kind has a ? need not be there. After the kind come
