@@ -158,7 +158,7 @@ FIGURES = (
            "learning", 2, (
                A2C[0],
                f"python tools/dump_policy_gif.py --run {RUNS}/a2c/s1 --greedy --episodes 3 --seed 2 "
-               f"--scale 3 --out {RUNS}/a2c/look",
+               f"--scale 3 --env-kwargs menu_prob=1 --out {RUNS}/a2c/look",
                f"cp {RUNS}/a2c/look/rollout.gif docs/figures/a2c_vecenv.gif")),
     curve("a2c_pong", "a2c_vecenv.py envs/pixels/atari.py", 170, PONG,
           f"--log {RUNS}/a2c/pong --panel return --title 'Pong, one seed, one core'", needs="ale_py"),
