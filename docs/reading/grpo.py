@@ -15,9 +15,8 @@ no KL penalty, a small entropy bonus.
     python docs/reading/grpo.py    # Countdown on a laptop CPU, in a few minutes
     python docs/reading/grpo.py --scale-rewards --clip-high 0.2 --kl-coef 0.04
 
-This is grpo_llm.py on one device, for one turn, without resume: the same flags
-and defaults and, with the same random numbers, the same rewards and losses.
-README.md beside it compares the two.
+This is grpo_llm.py on one device, for one turn, without resume: with the same
+flags it logs the same rewards and losses. README.md compares the two.
 """
 
 import collections
@@ -41,22 +40,22 @@ import envs
 @dataclass
 class Args:
     # Task, model and sampling
-    env: str = "countdown"  # of one turn: a name that envs.make knows, or path/to/file.py:Class
+    env: str = "countdown"  # an environment of one turn: a name, or path/to/file.py:Class
     env_kwargs: tuple[str, ...] = ()  # its options, as key=value
     model: str = "models/countdown-tiny"  # folder or hub id of the model to start from
     prompts_per_iteration: int = 64  # different prompts in an iteration
     group_size: int = 8  # responses sampled per prompt; a group is its baseline
     max_response_tokens: int = 16  # longest reply, eos included [tokens]
-    temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
+    temperature: float = 1.0  # the sampler and the trainer divide logits by it
 
     # Optimisation
-    seed: int = 1  # of everything random
+    seed: int = 1  # decides all random numbers
     iterations: int = 500  # rollouts, each followed by its updates
-    epochs: int = 1  # optimiser steps on an iteration's responses
+    epochs: int = 1  # optimiser steps, each on all responses of an iteration
     microbatch_tokens: int = 4096  # response tokens per pass; changes memory alone [tokens]
     learning_rate: float = 5e-4  # peak learning rate of Adam
     warmup_iterations: int = 10  # linear warm-up [iterations]
-    final_learning_rate: float = 0.1  # share of the peak that the decay ends at
+    final_learning_rate: float = 0.1  # where the decay ends, as a share of the peak
     beta2: float = 0.95  # Adam's second decay rate; the first is 0.9
     max_grad_norm: float = 1.0  # gradient clipping, by global norm
 
@@ -68,13 +67,14 @@ class Args:
     entropy_coef: float = 0.02  # weight of the entropy bonus [1/nats]
 
     # Evaluation and log
-    eval_every: int = 50  # between evaluations [iterations]; 0: only first and last
+    eval_every: int = 50  # iterations between evaluations; 0: first and last alone
     eval_tasks: int = 512  # held-out tasks, always the same ones
     eval_samples: int = 16  # responses per task, for pass@1 and pass@n
     run_dir: str = ""  # folder of log and trained model (default: a new one)
 
 
-PADDING = -1  # among token ids: on the left of prompts, on the right of responses
+# Marks the left of prompts and the right of responses. A pad token's id would not do: it may be that of eos.
+PADDING = -1  # a model gets 0 in its place, masked
 SHOWN = ("iteration", "train/reward", "train/grad_norm", "val/")  # printed
 
 
@@ -97,8 +97,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
 
 
 def k3(log_ratio):
-    """Unbiased estimator of KL(p || q) from samples of p, never negative; log_ratio = log q/p."""
-    return torch.expm1(log_ratio) - log_ratio  # GRPO eq. 4
+    """KL(p || q) estimated from samples of p, unbiased, never negative; log_ratio = log q - log p."""
+    return torch.expm1(log_ratio) - log_ratio  # GRPO eq. 4; joschu.net/blog/kl-approx.html calls it k3
 
 
 def token_logprobs(model, batch, temperature):
@@ -119,8 +119,8 @@ def token_logprobs(model, batch, temperature):
 def learning_rate(iteration, args):
     """Linear warm-up, then linear decay to a share of the peak in the last iteration."""
     warmup = min(iteration / max(args.warmup_iterations, 1), 1.0)
-    decaying = args.iterations - args.warmup_iterations
-    progress = max(iteration - args.warmup_iterations, 0) / max(decaying, 1)
+    decay_iterations = args.iterations - args.warmup_iterations
+    progress = max(iteration - args.warmup_iterations, 0) / max(decay_iterations, 1)
     return args.learning_rate * warmup * (1 - (1 - args.final_learning_rate) * progress)
 
 
@@ -137,10 +137,10 @@ def batch_loss(model, reference, batch, args):
     if args.kl_coef:
         with torch.no_grad():
             ref_logprobs, _ = token_logprobs(reference, batch, args.temperature)
-        kl = k3(ref_logprobs - logprobs)
+        kl = k3(ref_logprobs - logprobs)  # KL(policy || reference)
     loss = per_token + args.kl_coef * kl - args.entropy_coef * entropy  # GRPO eq. 3, and the bonus
     logged = {"train/policy_loss": per_token, "train/kl_loss": kl, "train/entropy": entropy,
-              "train/clipfrac": clipped, "train/approx_kl": k3(logprobs - old_logprobs)}
+              "train/clipfrac": clipped, "train/approx_kl": k3(logprobs - old_logprobs)}  # KL(old || policy)
     sums = {name: (value.detach() * mask).sum().item() for name, value in logged.items()}
     return (loss * mask).sum(), sums
 
@@ -172,16 +172,16 @@ def uniform(seeds, count):
     """Random numbers in [0, 1) from the hash of each seed's text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(seed.encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
-    return (bits & 2**53 - 1).double() * 2.0**-53
+    return (bits & (2**53 - 1)).double() * 2.0**-53
 
 
-def sample(logits, temperature, uniform):
-    """A token for each row of logits (B, V).  uniform (B,) in [0, 1) -> tokens, logprobs (B,)"""
+def sample(logits, temperature, draws):
+    """A token for each row of logits (B, V).  draws (B,) in [0, 1) -> tokens, logprobs (B,)"""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
-        # The first token whose cumulative probability exceeds the number; float64 keeps a vocabulary's tail.
+        # The first token whose cumulative probability exceeds the draw; in float32 long sums lose their tail.
         cdf = logprobs.exp().double().cumsum(-1)
-        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        tokens = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)
         tokens = tokens.clamp(max=cdf.shape[1] - 1)  # (B, 1)
     else:
         tokens = logprobs.argmax(-1, keepdim=True)
@@ -192,7 +192,7 @@ def sample(logits, temperature, uniform):
 def generate(model, prompt_ids, seeds, temperature, eos, max_new_tokens):
     """Sample a response to each prompt (B, P), up to eos.  -> response_ids, logprobs (B, T)
 
-    seeds: a text for each response, on which alone its random numbers depend.
+    seeds: a text for each response; its random numbers depend on nothing else.
     """
     draws = uniform(seeds, max_new_tokens).to(model.device)  # (B, max_new_tokens)
     tokens = prompt_ids  # (B, P); after the first pass the newest ones, (B, 1)
@@ -217,19 +217,19 @@ def generate(model, prompt_ids, seeds, temperature, eos, max_new_tokens):
     return torch.stack(response_ids, 1), torch.stack(logprobs, 1)
 
 
-def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, first=0):
-    """Sample and score a response to each task for each of numbers.  -> {name: tensor}
+def rollout(model, tokenizer, env, tasks, samples, temperature, args, split, start=0):
+    """Sample and score responses to each task.  -> {name: tensor}
 
-    Its kind ("train" or "val"), its task's number, from first, and its own seed a response.
+    samples: the numbers of a task's responses; start: the number of the first task. Both seed the draws.
     """
     prompts = []
     seeds = []
-    for position, task in enumerate(tasks, first):
+    for task_number, task in enumerate(tasks, start):
         prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
-        for number in numbers:
+        for number in samples:
             prompts.append(prompt)
-            # 0 0: the first try and turn, of which there are more in the full script.
-            seeds.append(f"{args.seed} {kind} {position} {number} 0 0")
+            # The zeros are attempt and turn, which the full script counts.
+            seeds.append(f"{args.seed} {split} {task_number} {number} 0 0")
     encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True)
     prompt_ids = encoded.input_ids.masked_fill(encoded.attention_mask == 0, PADDING)
     prompt_ids = prompt_ids.to(model.device)
@@ -241,7 +241,7 @@ def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, firs
     for row, ids in enumerate(response_ids.tolist()):
         if eos in ids:  # a response that the length limit has cut is worth nothing
             text = tokenizer.decode(ids[:ids.index(eos)], skip_special_tokens=True)
-            episode = env.start(tasks[row // len(numbers)], args.seed)
+            episode = env.start(tasks[row // len(samples)], args.seed)
             step = episode.step(text)
             episode.close()
             rewards[row] = step.reward
@@ -266,7 +266,7 @@ def evaluate(model, tokenizer, env, args):
                for number in range(args.eval_samples)]
     correct = torch.stack(sampled, 1)  # (tasks, n)
     greedy = rollout(model, tokenizer, env, tasks, [0], 0.0, args, "val")["correct"]
-    name = f"val/{tasks[0].source}"
+    name = f"val/{tasks[0].source}"  # such as val/countdown
     return {
         f"{name}/pass@1": correct.mean().item(),
         f"{name}/pass@{args.eval_samples}": correct.amax(1).mean().item(),
@@ -300,16 +300,16 @@ def main(args):
     meta = dict(schema_version=1, run_id=folder.name, algo="grpo", env=args.env, args=vars(args))
     log.write(json.dumps({"meta": meta}) + "\n")
     started = time.perf_counter()
-    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: tokens
+    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: sampled tokens
     record(log, counters | evaluate(model, tokenizer, env, args))
 
     for iteration in tqdm(range(1, args.iterations + 1), unit="it", disable=None):
         # 1. Rollout: group_size responses to each prompt, from the current policy.
-        first = (iteration - 1) * args.prompts_per_iteration
-        cursors = range(first, first + args.prompts_per_iteration)
-        tasks = [env.training_task(cursor, args.seed) for cursor in cursors]
+        start = (iteration - 1) * args.prompts_per_iteration
+        numbers = range(start, start + args.prompts_per_iteration)
+        tasks = [env.training_task(number, args.seed) for number in numbers]
         batch = rollout(model, tokenizer, env, tasks, range(args.group_size), args.temperature, args,
-                        "train", first)
+                        "train", start)
 
         # 2. Advantages: each reward against its group's. Groups whose rewards are all equal are dropped.
         rewards = batch["rewards"].view(-1, args.group_size)  # (groups, G)
@@ -337,7 +337,7 @@ def main(args):
             "response_length/mean": lengths.mean().item(),
             "rollout/groups_trainable": trainable.sum().item(),
         }
-        if iteration == args.iterations or args.eval_every and iteration % args.eval_every == 0:
+        if iteration == args.iterations or (args.eval_every and iteration % args.eval_every == 0):
             metrics |= evaluate(model, tokenizer, env, args)
         record(log, metrics)
 

@@ -12,9 +12,8 @@ critic has a backbone of its own, is fitted before the policy, and alone at firs
 
     python docs/reading/ppo.py    # Countdown on a laptop CPU, in a few minutes
 
-This is ppo_llm.py on one device, for one turn, without resume: the same flags
-and defaults and, with the same random numbers, the same rewards and losses.
-README.md beside it compares the two; `diff grpo.py ppo.py` the algorithms.
+This is ppo_llm.py on one device, for one turn, without resume: with the same
+flags it logs the same rewards and losses. README.md compares the two.
 """
 
 import collections
@@ -38,21 +37,21 @@ import envs
 @dataclass
 class Args:
     # Task, model and sampling
-    env: str = "countdown"  # of one turn: a name that envs.make knows, or path/to/file.py:Class
+    env: str = "countdown"  # an environment of one turn: a name, or path/to/file.py:Class
     env_kwargs: tuple[str, ...] = ()  # its options, as key=value
     model: str = "models/countdown-tiny"  # folder or hub id of the model to start from
     prompts_per_iteration: int = 512  # different prompts in an iteration
     max_response_tokens: int = 16  # longest reply, eos included [tokens]
-    temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
+    temperature: float = 1.0  # the sampler and the trainer divide logits by it
 
     # Optimisation
-    seed: int = 1  # of everything random
+    seed: int = 1  # decides all random numbers
     iterations: int = 160  # rollouts, each followed by its updates
     epochs: int = 1  # passes of the policy over an iteration's responses
     minibatches: int = 4  # the policy's optimiser steps per epoch
     learning_rate: float = 5e-4  # the policy's peak, of Adam
     warmup_iterations: int = 10  # linear warm-up of each rate [iterations]
-    final_learning_rate: float = 0.1  # share of the peak that the decay ends at
+    final_learning_rate: float = 0.1  # where the decay ends, as a share of the peak
     beta2: float = 0.95  # Adam's second decay rate; the first is 0.9
 
     # Critic and loss
@@ -67,13 +66,14 @@ class Args:
     entropy_coef: float = 0.04  # weight of the entropy bonus [1/nats]
 
     # Evaluation and log
-    eval_every: int = 20  # between evaluations [iterations]; 0: only first and last
+    eval_every: int = 20  # iterations between evaluations; 0: first and last alone
     eval_tasks: int = 512  # held-out tasks, always the same ones
     eval_samples: int = 16  # responses per task, for pass@1 and pass@n
     run_dir: str = ""  # folder of log and trained model (default: a new one)
 
 
-PADDING = -1  # among token ids: on the left of prompts, on the right of responses
+# Marks the left of prompts and the right of responses. A pad token's id would not do: it may be that of eos.
+PADDING = -1  # a model gets 0 in its place, masked
 SHOWN = ("iteration", "train/reward", "critic/vf_explained_var", "val/")  # printed
 
 
@@ -151,8 +151,8 @@ def learning_rate(peak, iteration, start, args):
     """0 before iteration `start`, linear warm-up from there, then linear decay."""
     done = iteration - start + 1
     warmup = min(max(done / max(args.warmup_iterations, 1), 0.0), 1.0)
-    decaying = args.iterations - start + 1 - args.warmup_iterations
-    progress = max(done - args.warmup_iterations, 0) / max(decaying, 1)
+    decay_iterations = args.iterations - start + 1 - args.warmup_iterations
+    progress = max(done - args.warmup_iterations, 0) / max(decay_iterations, 1)
     return peak * warmup * (1 - (1 - args.final_learning_rate) * progress)
 
 
@@ -184,7 +184,7 @@ def policy_terms(model, batch, args):
     log_ratio = logprobs - batch["old_logprobs"]
     per_token, clipped = policy_loss(log_ratio, batch["advantages"], args.clip)
     logged = {"train/policy_loss": per_token, "train/entropy": entropy, "train/clipfrac": clipped,
-              "train/approx_kl": torch.expm1(log_ratio) - log_ratio}  # k3, never negative
+              "train/approx_kl": torch.expm1(log_ratio) - log_ratio}  # KL(old || policy), never negative
     return per_token - args.entropy_coef * entropy, logged
 
 
@@ -220,16 +220,16 @@ def uniform(seeds, count):
     """Random numbers in [0, 1) from the hash of each seed's text.  -> (seeds, count) float64"""
     data = b"".join(hashlib.shake_128(seed.encode()).digest(8 * count) for seed in seeds)
     bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
-    return (bits & 2**53 - 1).double() * 2.0**-53
+    return (bits & (2**53 - 1)).double() * 2.0**-53
 
 
-def sample(logits, temperature, uniform):
-    """A token for each row of logits (B, V).  uniform (B,) in [0, 1) -> tokens, logprobs (B,)"""
+def sample(logits, temperature, draws):
+    """A token for each row of logits (B, V).  draws (B,) in [0, 1) -> tokens, logprobs (B,)"""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature:
-        # The first token whose cumulative probability exceeds the number; float64 keeps a vocabulary's tail.
+        # The first token whose cumulative probability exceeds the draw; in float32 long sums lose their tail.
         cdf = logprobs.exp().double().cumsum(-1)
-        tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        tokens = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)
         tokens = tokens.clamp(max=cdf.shape[1] - 1)  # (B, 1)
     else:
         tokens = logprobs.argmax(-1, keepdim=True)
@@ -240,7 +240,7 @@ def sample(logits, temperature, uniform):
 def generate(model, prompt_ids, seeds, temperature, eos, max_new_tokens):
     """Sample a response to each prompt (B, P), up to eos.  -> response_ids, logprobs (B, T)
 
-    seeds: a text for each response, on which alone its random numbers depend.
+    seeds: a text for each response; its random numbers depend on nothing else.
     """
     draws = uniform(seeds, max_new_tokens).to(model.device)  # (B, max_new_tokens)
     tokens = prompt_ids  # (B, P); after the first pass the newest ones, (B, 1)
@@ -265,19 +265,19 @@ def generate(model, prompt_ids, seeds, temperature, eos, max_new_tokens):
     return torch.stack(response_ids, 1), torch.stack(logprobs, 1)
 
 
-def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, first=0):
-    """Sample and score a response to each task for each of numbers.  -> {name: tensor}
+def rollout(model, tokenizer, env, tasks, samples, temperature, args, split, start=0):
+    """Sample and score responses to each task.  -> {name: tensor}
 
-    Its kind ("train" or "val"), its task's number, from first, and its own seed a response.
+    samples: the numbers of a task's responses; start: the number of the first task. Both seed the draws.
     """
     prompts = []
     seeds = []
-    for position, task in enumerate(tasks, first):
+    for task_number, task in enumerate(tasks, start):
         prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
-        for number in numbers:
+        for number in samples:
             prompts.append(prompt)
-            # 0 0: the first try and turn, of which there are more in the full script.
-            seeds.append(f"{args.seed} {kind} {position} {number} 0 0")
+            # The zeros are attempt and turn, which the full script counts.
+            seeds.append(f"{args.seed} {split} {task_number} {number} 0 0")
     encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True)
     prompt_ids = encoded.input_ids.masked_fill(encoded.attention_mask == 0, PADDING)
     prompt_ids = prompt_ids.to(model.device)
@@ -289,7 +289,7 @@ def rollout(model, tokenizer, env, tasks, numbers, temperature, args, kind, firs
     for row, ids in enumerate(response_ids.tolist()):
         if eos in ids:  # a response that the length limit has cut is worth nothing
             text = tokenizer.decode(ids[:ids.index(eos)], skip_special_tokens=True)
-            episode = env.start(tasks[row // len(numbers)], args.seed)
+            episode = env.start(tasks[row // len(samples)], args.seed)
             step = episode.step(text)
             episode.close()
             rewards[row] = step.reward
@@ -314,7 +314,7 @@ def evaluate(model, tokenizer, env, args):
                for number in range(args.eval_samples)]
     correct = torch.stack(sampled, 1)  # (tasks, n)
     greedy = rollout(model, tokenizer, env, tasks, [0], 0.0, args, "val")["correct"]
-    name = f"val/{tasks[0].source}"
+    name = f"val/{tasks[0].source}"  # such as val/countdown
     return {
         f"{name}/pass@1": correct.mean().item(),
         f"{name}/pass@{args.eval_samples}": correct.amax(1).mean().item(),
@@ -350,15 +350,15 @@ def main(args):
     meta = dict(schema_version=1, run_id=folder.name, algo="ppo", env=args.env, args=vars(args))
     log.write(json.dumps({"meta": meta}) + "\n")
     started = time.perf_counter()
-    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: tokens
+    counters = {"iteration": 0, "env_steps": 0, "opt_steps": 0}  # env_steps: sampled tokens
     record(log, counters | evaluate(model, tokenizer, env, args))
 
     for iteration in tqdm(range(1, args.iterations + 1), unit="it", disable=None):
         # 1. Rollout: a response to each prompt, from the current policy.
-        first = (iteration - 1) * args.prompts_per_iteration
-        cursors = range(first, first + args.prompts_per_iteration)
-        tasks = [env.training_task(cursor, args.seed) for cursor in cursors]
-        batch = rollout(model, tokenizer, env, tasks, [0], args.temperature, args, "train", first)
+        start = (iteration - 1) * args.prompts_per_iteration
+        numbers = range(start, start + args.prompts_per_iteration)
+        tasks = [env.training_task(number, args.seed) for number in numbers]
+        batch = rollout(model, tokenizer, env, tasks, [0], args.temperature, args, "train", start)
 
         # 2. Advantages and returns of each token, from the critic's values before its update.
         metrics = estimate_advantages(critic, reference, batch, args)
@@ -388,7 +388,7 @@ def main(args):
             "train/reward": batch["rewards"].mean().item(),
             "response_length/mean": lengths.mean().item(),
         }
-        if iteration == args.iterations or args.eval_every and iteration % args.eval_every == 0:
+        if iteration == args.iterations or (args.eval_every and iteration % args.eval_every == 0):
             metrics |= evaluate(model, tokenizer, env, args)
         record(log, metrics)
 
