@@ -102,7 +102,7 @@ class Figure(NamedTuple):
     name: str
     outputs: tuple[str, ...]
     sources: tuple[str, ...]  # the files and folders that it is a figure of
-    kind: str  # learning; picture; cost: of time, memory or speed
+    kind: str  # learning: curves of training runs; cost: time, memory or speed; drawn, or counted
     minutes: float  # of one core
     commands: tuple[str, ...]  # in the root of the repository, one after the other
     needs: str = ""  # a package that requirements.txt does not have, or a folder that git does not
@@ -167,13 +167,14 @@ FIGURES = (
           "--title 'python grpo_llm.py, 3 seeds each'", needs="vllm"),
     Figure("losses", ("docs/results/losses.csv", "docs/figures/losses.png"),
            ("grpo_llm.py", "docs/variants/stale.diff"), "learning", 480, (
-               "rm -f docs/results/losses.csv",
+               f"rm -rf {RUNS}/losses docs/results/losses.csv",
                *(f"python benchmarks/losses.py --stage {stage} --runs {RUNS}/losses"
                  for stage in ("rates", "grid", "knobs")), "python benchmarks/losses.py --plot")),
     Figure("smollm2",
            ("docs/results/smollm2.csv", "docs/figures/smollm2.png", "docs/figures/smollm2_readme.png"),
            ("grpo_llm.py", "sft.py", "ppo_llm.py", "docs/variants/shuffled.diff",
             "envs/adapters/reasoning_gym.py"), "learning", 360, (
+               f"rm -rf {RUNS}/smollm2",
                f"python benchmarks/smollm2.py --runs {RUNS}/smollm2",
                f"python benchmarks/smollm2.py --table --runs {RUNS}/smollm2",
                "python benchmarks/smollm2.py --plot"), needs="reasoning_gym"),
@@ -189,21 +190,22 @@ FIGURES = (
     curve("openspiel_grpo", "grpo_llm.py sft.py envs/openspiel", 20, OPENSPIEL,
           f"--log {three('hex')} --smoothing 10 --panel 'held out' "
           "--title 'GRPO on whole games of hex 4x4 against random play, 3 seeds'", needs="pyspiel"),
-    Figure("arcagi3", ("docs/figures/arcagi3.gif",), ("envs/arcagi3",), "picture", 0.2, (
+    Figure("arcagi3", ("docs/figures/arcagi3.gif",), ("envs/arcagi3",), "drawn", 0.2, (
         f"python tools/run_arc_eval.py --game-id maze-17 --scripted --out {RUNS}/arcagi3",
         f"cp {RUNS}/arcagi3/frames.gif docs/figures/arcagi3.gif")),
     Figure("pixel_goal", ("docs/figures/pixel_goal.png",),
-           ("envs/pixels/pixel_goal.py", "benchmarks/pixel_goal.py"), "picture", 0.2,
+           ("envs/pixels/pixel_goal.py", "benchmarks/pixel_goal.py"), "drawn", 0.2,
            ("python benchmarks/pixel_goal.py figure --out docs/figures/pixel_goal.png",)),
     Figure("sampler_updates", ("benchmarks/results/sampler_updates.csv",),
            ("grpo_llm.py", "benchmarks/sampler.py"), "learning", 150, (
+               f"rm -rf {RUNS}/sampler",
                f"python benchmarks/sampler.py updates --runs {RUNS}/sampler",
                f"python benchmarks/sampler.py updates --engine vllm --runs {RUNS}/sampler",
                f"python benchmarks/sampler.py table --runs {RUNS}/sampler"), needs="vllm"),
     Figure("sampler_faults", ("benchmarks/results/sampler_faults.csv",),
            ("grpo_llm.py", "benchmarks/sampler.py"), "learning", 60,
-           ("rm -f benchmarks/results/sampler_faults.csv",
-            f"python benchmarks/sampler.py faults --runs {RUNS}/sampler"), needs="models/smollm2-135m"),
+           (f"rm -rf {RUNS}/faults benchmarks/results/sampler_faults.csv",
+            f"python benchmarks/sampler.py faults --runs {RUNS}/faults"), needs="models/smollm2-135m"),
     cost("overlap_speed", "grpo_llm.py docs/variants/overlap.diff", 25,
          "overlap.py --width 192 --iterations 20", "overlap.py", needs="vllm"),
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
@@ -222,7 +224,7 @@ FIGURES = (
     cost("logic", "envs/logic", 2, "logic.py"),
     cost("openspiel", "envs/openspiel", 3, "openspiel.py", needs="pyspiel"),
     Figure("pixel_goal_players", ("benchmarks/results/pixel_goal_players.csv",),
-           ("envs/pixels/pixel_goal.py", "benchmarks/pixel_goal.py"), "picture", 0.5,
+           ("envs/pixels/pixel_goal.py", "benchmarks/pixel_goal.py"), "counted", 0.5,
            ("python benchmarks/pixel_goal.py players --out benchmarks/results/pixel_goal_players.csv",)),
     cost("pixel_goal_speed", "envs/pixels/pixel_goal.py", 1, "pixel_goal.py speed"),
 )
@@ -251,6 +253,7 @@ def lacks(figure: Figure) -> bool:
 
 
 def print_list(figures: list[Figure]) -> None:
+    """A line for each figure."""
     commits = read_commits(ROOT)
     print(f"{'figure':20} {'minutes':>7}  {'commit':8} state")
     for figure in figures:
@@ -264,6 +267,10 @@ def print_list(figures: list[Figure]) -> None:
         needs = f", needs {figure.needs}" if lacks(figure) else ""
         commit = commits.get(figure.name, {}).get("commit", "")
         print(f"{figure.name:20} {figure.minutes:7g}  {commit:8} {said}{readme}{needs}")
+
+
+class Failed(Exception):
+    """A command of a figure ended with another exit status than 0."""
 
 
 class Commands:
@@ -314,7 +321,7 @@ def run(command: str, log: Path) -> None:
     if done.returncode:
         last = (log.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
         where = log.relative_to(ROOT)
-        raise SystemExit(f"error: exit status {done.returncode} of {command}\n{last} (more in {where})")
+        raise Failed(f"exit status {done.returncode} of {command}\n    {last} (more in {where})")
 
 
 def chosen(options: argparse.Namespace) -> list[Figure]:
@@ -345,7 +352,8 @@ def stale_ones(figures: list[Figure]) -> list[Figure]:
     return found
 
 
-def refresh(figures: list[Figure], budget: float) -> None:
+def refresh(figures: list[Figure], budget: float) -> bool:
+    """-> whether all commands went well"""
     from tqdm import tqdm
     head = git(ROOT, "rev-parse", "--short", "HEAD").strip()
     (ROOT / RUNS).mkdir(parents=True, exist_ok=True)
@@ -353,7 +361,7 @@ def refresh(figures: list[Figure], budget: float) -> None:
         link = ROOT / RUNS / name
         if not link.is_symlink():
             link.symlink_to(ROOT / name)
-    began = time.monotonic()
+    began, well = time.monotonic(), True
     with tqdm(figures, unit="figure", disable=None) as bar:
         for figure in bar:
             minutes = (time.monotonic() - began) / 60
@@ -362,9 +370,15 @@ def refresh(figures: list[Figure], budget: float) -> None:
                 break
             bar.set_description(figure.name)
             started = time.monotonic()
-            commit = make(figure, head)
+            try:
+                commit = make(figure, head)
+            except Failed as error:
+                tqdm.write(f"{figure.name}: {error}")
+                well = False
+                continue
             write_commits(ROOT, read_commits(ROOT) | {figure.name: dict(commit=commit)})
             tqdm.write(f"{figure.name}: made, in {(time.monotonic() - started) / 60:.1f} minutes")
+    return well
 
 
 def main() -> None:
@@ -380,11 +394,12 @@ def main() -> None:
     if options.list:
         return print_list(figures)
     try:
-        refresh(stale_ones(figures), options.budget)
+        well = refresh(stale_ones(figures), options.budget)
     except CannotTell as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on")
+    sys.exit(0 if well else 1)
 
 
 if __name__ == "__main__":
