@@ -293,7 +293,7 @@ def score(reply):
     return 1.0  # at most
 '''
 DIFF = "--- a/sft.py\n+++ b/sft.py\n@@ -1,2 +1,2 @@\n context\n-old\n+new\n"
-LOG = '{"iteration": 1, "train/loss": 0.5, "val/loss": 1.0}\n'
+LOG = '{"iteration": 1, "train/loss": 0.5, "val/loss": 1.0, "rollout/turns": 2.0}\n'
 COMMANDS = 'FEW = "--few"\nRUNS = {"sft": (f"sft.py {FEW}", 6)}\n'
 OTHER_LOG, OTHER_COMMANDS = LOG.replace("0.5", "0.6"), COMMANDS.replace("few", "fewer")
 
@@ -321,6 +321,7 @@ def history(tmp_path):
     (dict(log=OTHER_LOG), "sft.py", "learning", "sft.py logs another train/loss"),
     (dict(log=LOG.replace(', "val/loss": 1.0', "")), "sft.py", "learning", ""),
     (dict(log=LOG.replace("}", ', "new": 1}')), "sft.py", "learning", ""),
+    (dict(log=LOG.replace("2.0", "3.0")), "sft.py", "learning", ""),
     (dict(log=OTHER_LOG, commands=OTHER_COMMANDS), "sft.py", "learning", ""),
     (dict(log=OTHER_LOG, commands=OTHER_COMMANDS, script="x = 2\n"),
      "sft.py", "learning", "sft.py changed with the command of its golden run sft"),
