@@ -15,10 +15,9 @@ the first iterations.
 
     python ppo_llm.py                                # Countdown on a laptop CPU, offline, under three minutes
     python ppo_llm.py --critic shared                # a value head on the policy's own last layer
-    python ppo_llm.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --dtype bfloat16 --lora-rank 16 \
+    python ppo_llm.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --lora-rank 16 \
         --env-kwargs style=r1 max_operands=4 max_number=100 max_target=1000 operators=+-*/ \
-        --max-response-tokens 1024 --learning-rate 1e-5 --critic-learning-rate 5e-5 --gae-lambda 1 \
-        --entropy-coef 0
+        --max-response-tokens 1024
 
 Expect greedy accuracy on held-out problems to climb from 0.61 to 0.99 and pass@1 at temperature 1 from 0.31
 to 0.96, while pass@16 ends at 0.99 or more. With --run-dir DIR the same command continues a stopped run.
@@ -70,7 +69,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
@@ -80,7 +79,7 @@ from envs.chat import check_calls, check_template, encode_within, opened_thought
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-# Pydantic checks types and ranges; tyro prints what is wrong.
+# Pydantic checks types and ranges, and refuses infinity and NaN; tyro prints what is wrong.
 @pydantic.dataclasses.dataclass(
     frozen=True, config=dict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True))
 class Args:
@@ -91,7 +90,7 @@ class Args:
 
     # Model
     model: str = "models/countdown-tiny"  # folder or hub id of the causal language model to start from
-    chat_template: str = "model"  # the tokenizer's; plain: the messages' bare text; or a file with a template
+    chat_template: str = "model"  # model: the tokenizer's; plain: the bare texts; or a file with a template
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights stay float32
     lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0 trains all weights
     lora_alpha: PositiveInt = 32  # LoRA scale: an adapter's output is multiplied by alpha / rank
@@ -101,11 +100,11 @@ class Args:
 
     # Engine
     engine: Literal["hf", "vllm"] = "hf"  # hf samples with the trained weights, vllm with a copy of them
-    # servers to sample from, such as http://127.0.0.1:8000, in place of vLLM in this process
+    # running servers to sample from, such as http://127.0.0.1:8000, in place of vLLM in this process
     vllm_url: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
     vllm_kwargs: tuple[str, ...] = ()  # more arguments of vllm.LLM, as key=value: gpu_memory_utilization=0.6
 
-    # The three sizes
+    # The three sizes: of a rollout and of a pass
     prompts_per_iteration: PositiveInt = 512  # different prompts in an iteration
     group_size: PositiveInt = 1  # responses sampled per prompt; the critic is the baseline, so one is enough
     microbatch_tokens: PositiveInt = 4096  # tokens per pass, padded [tokens]; affects memory, not gradients
@@ -117,10 +116,10 @@ class Args:
     max_concurrent: NonNegativeInt = 0  # episodes that run at once, sub-agents not counted; 0: all
     max_turns: NonNegativeInt = 0  # replies after which an episode ends; 0: the environment's own limit
     episode_timeout: NonNegativeFloat = 0.0  # time limit of an episode; 0: none [s]
-    train_sub_agents: bool = False  # train an episode's sub-agents too, with its reward
+    train_sub_agents: bool = False  # train the sub-agents that episodes call, too, with their reward
 
     # Optimisation
-    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of everything random; seed * 1_000_003 fits 64 bits
+    seed: Annotated[int, Field(ge=0, lt=2**40)] = 1  # of all that is random; 1_000_003 * seed fits 64 bits
     iterations: NonNegativeInt = 160  # rollouts, each followed by its updates; 0 evaluates the model and ends
     epochs: PositiveInt = 1  # passes of the policy over an iteration's responses
     minibatches: PositiveInt = 4  # the policy's optimiser steps per epoch, of one episode or more
@@ -338,7 +337,7 @@ class Segment:
         assert len(self.response_ids) == len(self.response_mask) == len(self.rollout_logprobs)
 
 
-# The fields of a segment that a pass has as tensors (B, T), where they are known.
+# The fields of Segment that become tensors (B, T) of a pass, where they are known.
 PER_TOKEN = ("response_mask", "rollout_logprobs", "old_logprobs", "advantages", "values", "returns")
 
 def trainable_episodes(rollouts, args):
@@ -357,7 +356,7 @@ def trainable_episodes(rollouts, args):
     return episodes
 
 
-def passes(segments, args, device):
+def microbatches(segments, args, device):
     """Sort this rank's segments by length and cut them into passes of at most --microbatch-tokens, prompts
     and padding included.  Yields (segments, their tensors).
 
@@ -389,34 +388,32 @@ def passes(segments, args, device):
 
 
 def hidden_states(decoder, batch):
-    """The decoder's state at the position before each response token, which predicts it.  -> (B, T, H)
-
-    That shift by one happens here and nowhere else.
-    """
-    tokens = torch.cat([batch["prompts"], batch["responses"][:, :-1]], 1)  # (B, P + T - 1)
+    """The decoder's state at the position before each response token, which predicts it.  -> (rows, T, H)"""
+    prompts, responses = batch["prompts"], batch["responses"]  # (rows, P), (rows, T)
+    tokens = torch.cat([prompts, responses[:, :-1]], 1)  # (rows, P + T - 1)
     valid = (tokens >= 0).long()  # padding is -1
     positions = (valid.cumsum(1) - 1).clamp(min=0)
     hidden = decoder(input_ids=tokens.clamp(min=0), attention_mask=valid, position_ids=positions,
                      use_cache=False).last_hidden_state
-    return hidden[:, batch["prompts"].shape[1] - 1:]
+    return hidden[:, prompts.shape[1] - 1:]  # the shift by one, here and nowhere else
 
 
 def token_logprobs(model, batch, temperature):
     """Log-probability and entropy of each response token; the state before it.  -> two (B, T), (B, T, H)."""
-    chosen = batch["response_mask"].bool()  # (B, T)
+    is_sampled = batch["response_mask"].bool()  # (B, T)
 
     def in_rows(values):
         """Values of the sampled tokens of all rows, one after the other (N,) -> (B, T), 0 elsewhere."""
-        rows = torch.zeros(chosen.shape, dtype=values.dtype, device=chosen.device)
-        return rows.masked_scatter(chosen, values)
+        rows = torch.zeros(is_sampled.shape, dtype=values.dtype, device=is_sampled.device)
+        return rows.masked_scatter(is_sampled, values)
 
     def of_pass():
         hidden = hidden_states(model.get_decoder(), batch)  # (B, T, H)
-        logprobs, entropies = selected_logprobs(hidden[chosen], model.get_output_embeddings(),
-                                                batch["responses"][chosen], temperature)
+        logprobs, entropies = selected_logprobs(hidden[is_sampled], model.get_output_embeddings(),
+                                                batch["responses"][is_sampled], temperature)
         return in_rows(logprobs), in_rows(entropies), hidden
 
-    return model.as_forward(of_pass)
+    return model.as_forward(of_pass)  # distribute() defines it: FSDP2 gathers the weights
 
 
 class Critic(torch.nn.Module):
@@ -447,7 +444,7 @@ class Critic(torch.nn.Module):
 @torch.no_grad()
 def store(model, critic, reference, episodes, args):
     """Write into the segments what the models compute for each response token before they are updated."""
-    for part, batch in passes([*itertools.chain(*episodes)], args, model.device):
+    for part, batch in microbatches([*itertools.chain(*episodes)], args, model.device):
         known = {}
         with precision(args, model.device):
             known["old_logprobs"], _, hidden = token_logprobs(model, batch, args.temperature)
@@ -540,60 +537,6 @@ def value_terms(values, batch):
                         "critic/vf_clipfrac": clipped, "critic/vpred_mean": values}
 
 
-# What rounding never makes of mismatch/kl [nats/token] and, six standard errors aside, of the mean ratio
-# less 1 and of the slope. docs/engines.md has the sizes of rounding and of faults.
-LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
-
-
-@functools.cache
-def warn_once(text):
-    print_rank_0(f"warning: {text}")
-
-
-def check_sampler(trainer, sampler, limits):
-    """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
-
-    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
-    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
-    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
-    where the sampler has another temperature or older weights.
-    """
-    both = torch.stack([trainer, sampler]).double().cpu().numpy()
-    both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
-    difference = both[0] - both[1]
-    ratio = np.exp(difference)
-    mean = ratio.mean()
-    error = ratio.std() / math.sqrt(len(ratio))
-    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
-    kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
-    # Equal tokens after equal texts are rounded alike: they count once.
-    trainer, sampler = np.unique(both, axis=1)
-    difference = trainer - sampler
-    difference -= difference.mean()
-    level = (trainer + sampler) / 2
-    level -= level.mean()
-    square = (level**2).sum() + 1e-9
-    slope = (level * difference).sum() / square
-    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
-    residual = (difference - slope * level) / (1 - level**2 / square)
-    slope_error = np.sqrt((level**2 * residual**2).sum()) / square
-    most_kl, most_off, most_slope = limits
-    enough = len(level) >= 100
-    fault = ""
-    if not kl <= most_kl:  # it may be nan
-        fault = f"mismatch/kl is {kl:.2g} nats per token; expected {most_kl:.2g} at most"
-    elif enough and abs(mean - 1) > most_off + 6 * error:
-        fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
-    elif enough and abs(slope) > most_slope + 6 * slope_error:
-        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature, older weights?"
-    if fault:
-        raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
-    if kl > most_kl / 10:
-        warn_once(f"mismatch/kl is over {most_kl / 10:.2g}, which is much for rounding (docs/engines.md)")
-    return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
-            "mismatch/slope": float(slope)}
-
-
 def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
     """All optimiser steps of an iteration, of the policy or of the critic. terms(batch) is its loss.
 
@@ -613,7 +556,7 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
         # Over the minibatch, however it is cut into passes and processes.
         num_tokens = int(all_reduce(torch.tensor(sum(sum(s.response_mask) for s in segments))))
         kl = torch.zeros((), dtype=torch.float64, device=device)
-        for _, batch in passes(segments, args, device):
+        for _, batch in microbatches(segments, args, device):
             mask = batch["response_mask"]
             with precision(args, device):
                 per_token, logged = terms(batch)
@@ -638,7 +581,7 @@ def update(terms, optimizer, rate, episodes, epochs, minibatches, args):
     return dict(zip(totals, means.tolist(), strict=True)), norm, len(norms)
 
 
-# Rollout: tasks to scored token sequences, one coroutine per episode
+# Sampling: prompts to responses
 
 
 class Sampling(NamedTuple):
@@ -647,8 +590,110 @@ class Sampling(NamedTuple):
     temperature: float  # 0: greedy
     seed: tuple  # numbers and texts; those of two replies in a run differ
 
-    def of(self, *more):
-        return Sampling(self.temperature, (*self.seed, *more))
+
+def uniform(seeds, count):
+    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
+    data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
+    bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
+    return (bits & (2**53 - 1)).double() * 2.0**-53  # float64 has 53 bits
+
+
+def sample(logits, row, temperature, uniform_numbers):
+    """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
+
+    logits (rows, V), of which a response reads those of its `row` (B,); uniform_numbers (B,) float64 in
+    [0, 1): one for each response.
+    """
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (rows, V)
+    if not temperature:
+        tokens = logprobs.argmax(-1)[row]
+        return tokens, logprobs[row, tokens]
+    # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
+    # float64, since the sum over a large vocabulary would lose its tail in float32.
+    cdf = logprobs.exp().double().cumsum(-1)[row]  # (B, V)
+    thresholds = uniform_numbers[:, None] * cdf[:, -1:]  # the sum is 1 only up to rounding
+    tokens = torch.searchsorted(cdf, thresholds, right=True)
+    tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
+    return tokens, logprobs[row, tokens]
+
+
+def unique(lists):
+    """-> the different lists, as tuples, in the order in which they first appear; the index of each list"""
+    numbers = {}
+    for ids in lists:
+        numbers.setdefault(tuple(ids), len(numbers))
+    return [*numbers], [numbers[tuple(ids)] for ids in lists]
+
+
+@torch.inference_mode()
+def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
+    """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
+
+    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
+    told of those that a step has finished.
+    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
+    once, and so is every common prefix (in the default run this saves up to three quarters of the time).
+    Finished responses are removed once they are an eighth of the batch, since that copies the cache.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    device, vocabulary = model.device, len(head.weight)
+    draws = uniform(seeds, max_new_tokens).to(device)  # (B, T)
+    prompts, row = unique(prompts)
+    # Of each response that has not been removed: its row, its index among all, and whether it has ended.
+    row = torch.tensor(row, device=device)  # (live,)
+    live = torch.arange(len(row), device=device)
+    done = torch.zeros_like(row, dtype=torch.bool)
+    tokens = pad(prompts, 0, device, left=True)  # (rows, P), later (rows, 1)
+    mask = pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True)  # (rows, all so far)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=decoder.config)
+    ids = torch.full((len(row), max_new_tokens), -1, device=device)
+    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
+    eos = torch.tensor(eos, device=device)
+    num_done = 0
+    all_differ = len(prompts) == len(row)  # each response has a row of its own
+    # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
+    ask_every = 1 if device.type == "cpu" else 8
+    for t in range(max_new_tokens):
+        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
+                         use_cache=True).last_hidden_state[:, -1]  # (rows, H)
+        if not cache.is_initialized:  # by a recurrent architecture, such as Mamba
+            raise EngineError("sampling needs a cache of keys and values: this model has another")
+        token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
+        ids[live, t] = token.masked_fill(done, -1)
+        logprobs[live, t] = logprob.masked_fill(done, 0.0)
+        done = done | torch.isin(token, eos)
+        if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
+            was_done, num_done = num_done, int(done.sum())
+            if count:
+                count(num_done - was_done)
+        if t + 1 == max_new_tokens or num_done == len(done):
+            break
+        if num_done > len(done) // 8:
+            going_on = ~done
+            live, row = live[going_on], row[going_on]
+            token, done = token[going_on], done[going_on]
+            num_done = 0
+        if all_differ and len(row) == len(mask):  # and none was removed
+            tokens = token[row.argsort()][:, None]
+        else:
+            # A new row for each different pair of an old row and a token; a pair is one number.
+            pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
+            parent = pairs // vocabulary  # (rows,): the old row of each new one
+            tokens = (pairs % vocabulary)[:, None]
+            all_differ = len(pairs) == len(row)
+            if not torch.equal(parent, torch.arange(len(mask), device=device)):
+                mask, position = mask[parent], position[parent]
+                cache.reorder_cache(parent)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        position = position[:, -1:] + 1
+    ids = ids[:, :t + 1]
+    lengths = (ids >= 0).sum(1).tolist()
+    rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
+    return [(tokens[:length], values[:length]) for tokens, values, length in rows]
+
+
+# Rollout: tasks to scored token sequences, one coroutine per episode
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -656,7 +701,7 @@ class Rollout:
     """One episode: its texts, its tokens (one segment, or more where the history forked) and its score."""
 
     task: envs.Task
-    order: tuple  # number of the task, number in its group; a sub-agent's begins with its parent's
+    order: tuple  # number of the task, number in its group; a sub-agent's has its parent's in front
     prompt_text: str  # the rendered messages of the task
     prompt_ids: list[int]
     messages: list[dict] = dataclasses.field(default_factory=list)
@@ -664,9 +709,11 @@ class Rollout:
     turns: list[tuple] = dataclasses.field(default_factory=list)  # (segment, start, end) of each reply
     steps: list[envs.Step] = dataclasses.field(default_factory=list)
     children: list["Rollout"] = dataclasses.field(default_factory=list)  # sub-agents
-    text: str = ""  # the last segment's, up to the last reply
-    start: int = 0  # index of the last segment's first message after the task's
-    reply: str = ""  # the last one, with the start of a thought that its prompt ends in
+    # For `observe`: the text of the last segment up to the last reply; that reply, with the thought that its
+    # prompt begins; the index of the first message after the task's that the segment holds.
+    text: str = ""
+    reply: str = ""
+    start: int = 0
     termination: str = "timeout"  # one of TERMINATIONS
     retries: int = 0
     reward: float = 0.0
@@ -703,14 +750,14 @@ class Rollout:
         return self.steps[-1].seat_rewards if self.steps else ()
 
     def seat_reward(self, seat) -> float:
-        """What a seat earned, the episode's own being 0; nothing where the game was cut off."""
+        """What a seat earned: seat 0 is the episode's own. Nothing where the game was cut off."""
         if seat == 0:
             return self.reward
         return float(self.seat_rewards[seat]) if self.seat_rewards else 0.0
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that it and its sub-agents sampled, in a failed attempt too."""
+        """Tokens that it and its sub-agents sampled, without those of an attempt that was given up."""
         return sum(sum(segment.response_mask) for member in self.family for segment in member.segments)
 
 
@@ -728,12 +775,6 @@ def episode_reward(rollout: Rollout) -> list[float]:
     never reaches the environment; Episode.end judges what was there before it.
     """
     return [step.reward for step in rollout.steps]
-
-
-def rewards_differ(rollouts):
-    """Whether episodes have different rewards, not by rounding alone; failed environments aside."""
-    rewards = [r.reward for r in rollouts if r.termination != "error"]
-    return bool(rewards) and max(rewards) - min(rewards) > 1e-9
 
 
 def set_reward(r, rewards):
@@ -755,27 +796,6 @@ def render(messages, tokenizer, args, tools=None):
         tqdm.write(f"--chat-template {args.chat_template}: {error!r:.300}", sys.stderr)
         return ""
     return text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates
-
-
-def check_prompts(env, tokenizer, args):
-    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
-    if args.iterations:
-        tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
-    else:
-        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
-    texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
-    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
-    if not all(prompts):
-        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
-    ids = [*itertools.chain(*prompts)]
-    unknown = ids.count(tokenizer.unk_token_id) / len(ids)
-    if unknown > 0.1:  # with a few, such as a rare character, a model can learn
-        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
-                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
-    shortest = min(map(len, prompts))
-    if shortest + args.max_response_tokens > args.max_context_tokens:
-        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
-                       f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
 def extension(text, r, tokenizer):
@@ -901,8 +921,8 @@ class Player:
             return "context"
         while True:
             segment, start = r.segments[-1], len(r.segments[-1].response_ids)
-            sampling = self.sampling.of(*r.order, r.retries, len(r.turns))
-            ids, logprobs = await self.engine.sample(segment.ids, sampling)
+            seed = (*self.sampling.seed, *r.order, r.retries, len(r.turns))
+            ids, logprobs = await self.engine.sample(segment.ids, self.sampling._replace(seed=seed))
             segment.append(ids, 1, logprobs)
             r.turns.append((len(r.segments) - 1, start, start + len(ids)))
             has_ended = ids[-1] in self.engine.eos
@@ -970,15 +990,16 @@ def score_groups(env, rollouts, num_samples):
 def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, first=0):
     """Play num_samples episodes of each task.  -> Rollouts, those of a task side by side
 
-    sampling: temperature and (seed of the run, "train" or "val"); with first, the number of the first task
-    among all of that kind, it seeds the replies.
+    sampling: its seed is (seed of the run, "train" or "val"). first: the number of the first of these tasks
+    among all of that kind, which seeds their replies, too.
     """
     player = Player(engine, tokenizer, env, args, sampling)
     rollouts = []
     for number, (task, text, ids) in enumerate(player.prompts(tasks), first):
         rollouts += [Rollout(task, (number, sample), text, ids) for sample in range(num_samples)]
     # vLLM draws from the global generators, and so may an environment or a reward function.
-    transformers.set_seed(int(2**32 * uniform([(*sampling.seed, first)], 1).item()))
+    (number,) = uniform([(*sampling.seed, first)], 1).tolist()
+    transformers.set_seed(int(2**32 * number[0]))
     problem = ""
     try:
         envs.run(player.play_all(rollouts))
@@ -1025,11 +1046,11 @@ def evaluate(engine, tokenizer, env, args, score):
     return metrics, sampled
 
 
-# Machinery: the model. It, its tokenizer and its adapter are loaded; what does not fit is one line of error.
+# Machinery: the model, its tokenizer and its adapter. What cannot be loaded ends the script in one line.
 
 
 def from_pretrained(kind, name, **options):
-    """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
+    """kind.from_pretrained; name: a folder, here or beside this script, or a hub id. Raises BadInput."""
     path = Path(name)
     beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     if beside.is_dir() and not path.is_dir():
@@ -1087,31 +1108,25 @@ def load_weights(name, dtype=torch.float32):
     return model
 
 
-def num_weights(name):
-    """Of a model, by its config alone; 0 where that cannot be read."""
-    try:
-        config = from_pretrained(AutoConfig, name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # what is wrong is said when the weights are loaded
-        return 0
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.no_grad()
-def check_cache(model, args):
-    """Refuse a model that a step from the cache takes elsewhere than the whole text does, such as Mamba."""
-    ids = torch.arange(8)[None] % len(model.get_output_embeddings().weight)  # any tokens
-    decoder = model.get_decoder()
-    with as_bad_input(f"--model {args.model}: sampling needs a cache of keys and values, and this "
-                      "architecture has another"):
-        whole = decoder(ids, use_cache=False).last_hidden_state[:, -1]
-        cache = DynamicCache(config=decoder.config)
-        decoder(ids[:, :-1], past_key_values=cache, use_cache=True)
-        step = decoder(ids[:, -1:], past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        difference = float((step - whole).norm() / whole.norm())
-        if not difference < 0.05:  # more than bfloat16's rounding
-            raise ValueError(f"a cached step differs by {difference:.0%}")
+def check_prompts(env, tokenizer, args):
+    """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
+    if args.iterations:
+        tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
+    else:
+        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
+    texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
+    prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
+    if not all(prompts):
+        raise BadInput(f"--env {args.env}, --chat-template {args.chat_template}: no prompt, or an empty one")
+    ids = [*itertools.chain(*prompts)]
+    unknown = ids.count(tokenizer.unk_token_id) / len(ids)
+    if unknown > 0.1:  # with a few, such as a rare character, a model can learn
+        raise BadInput(f"--model {args.model}: its tokenizer does not know {unknown:.0%} of the prompts' "
+                       f"tokens; expected a model for them, such as python sft.py --env {args.env} makes")
+    shortest = min(map(len, prompts))
+    if shortest + args.max_response_tokens > args.max_context_tokens:
+        raise BadInput(f"--max-context-tokens {args.max_context_tokens}: the shortest prompt has {shortest} "
+                       f"tokens, and a reply has up to {args.max_response_tokens}")
 
 
 def weights_sha256(model, adapter=""):
@@ -1214,135 +1229,8 @@ def pad(rows, value, device, left=False, dtype=torch.long):
 # `sync_weights` keeps the engine's weights those of the trainer.
 
 
-def uniform(seeds, count):
-    """Random numbers in [0, 1), by SHAKE128 (FIPS 202) of each seed's text.  -> (seeds, count) float64"""
-    data = b"".join(hashlib.shake_128(str(seed).encode()).digest(8 * count) for seed in seeds)
-    bits = torch.frombuffer(bytearray(data), dtype=torch.int64).view(len(seeds), count)
-    return (bits & (2**53 - 1)).double() * 2.0**-53  # float64 has 53 bits
-
-
-def sample(logits, row, temperature, uniform_numbers):
-    """A token for each response, the likeliest at temperature 0.  -> tokens, logprobs (B,).
-
-    logits (rows, V), of which a response reads those of its `row` (B,); uniform_numbers (B,) float64 in
-    [0, 1): one for each response.
-    """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (rows, V)
-    if not temperature:
-        tokens = logprobs.argmax(-1)[row]
-        return tokens, logprobs[row, tokens]
-    # Inverse transform sampling: the first token whose cumulative probability exceeds a uniform number.
-    # float64, since the sum over a large vocabulary would lose its tail in float32.
-    cdf = logprobs.exp().double().cumsum(-1)[row]  # (B, V)
-    thresholds = uniform_numbers[:, None] * cdf[:, -1:]  # the sum is 1 only up to rounding
-    tokens = torch.searchsorted(cdf, thresholds, right=True)
-    tokens = tokens.squeeze(1).clamp(max=cdf.shape[1] - 1)
-    return tokens, logprobs[row, tokens]
-
-
-def unique(lists):
-    """-> the different lists, as tuples, in the order of their first appearance; of each list its number"""
-    numbers = {}
-    for ids in lists:
-        numbers.setdefault(tuple(ids), len(numbers))
-    return [*numbers], [numbers[tuple(ids)] for ids in lists]
-
-
-@torch.inference_mode()
-def generate(model, prompts, max_new_tokens, temperature, eos, seeds, count=None):
-    """Sample a response to each prompt (lists of ids), up to an id of eos.  -> [(response_ids, logprobs)]
-
-    seeds: a text or a number for each response, on which alone its random numbers depend. count(replies) is
-    told of those that a step has finished.
-    Responses that are equal so far share a row of the batch and of the cache: a group's prompt is computed
-    once, and so is every common prefix. Finished responses are removed once they are an eighth of the batch,
-    since that copies the cache.
-    """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    device, vocabulary = model.device, len(head.weight)
-    draws = uniform(seeds, max_new_tokens).to(device)  # (B, T)
-    prompts, row = unique(prompts)
-    # Of each response that has not been removed: its row, its index among all, and whether it has ended.
-    row = torch.tensor(row, device=device)  # (live,)
-    live = torch.arange(len(row), device=device)
-    done = torch.zeros_like(row, dtype=torch.bool)
-    tokens = pad(prompts, 0, device, left=True)  # (rows, P), later (rows, 1)
-    mask = pad([[1] * len(prompt) for prompt in prompts], 0, device, left=True)  # (rows, all so far)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=decoder.config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = GrowingLayer()
-    ids = torch.full((len(row), max_new_tokens), -1, device=device)
-    logprobs = torch.zeros(len(row), max_new_tokens, device=device)
-    eos = torch.tensor(eos, device=device)
-    num_done = 0
-    alone = len(prompts) == len(row)  # each response has a row of its own
-    # Asking which have ended makes the host wait for the device, so a GPU is asked at every eighth token.
-    ask_every = 1 if device.type == "cpu" else 8
-    for t in range(max_new_tokens):
-        hidden = decoder(input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-                         use_cache=True).last_hidden_state[:, -1]  # (rows, H)
-        token, logprob = sample(head(hidden), row, temperature, draws[live, t])  # (live,)
-        ids[live, t] = token.masked_fill(done, -1)
-        logprobs[live, t] = logprob.masked_fill(done, 0.0)
-        done = done | torch.isin(token, eos)
-        if (t + 1) % ask_every == 0 or t + 1 == max_new_tokens:
-            was_done, num_done = num_done, int(done.sum())
-            if count:
-                count(num_done - was_done)
-        if t + 1 == max_new_tokens or num_done == len(done):
-            break
-        if num_done > len(done) // 8:
-            going_on = ~done
-            live, row = live[going_on], row[going_on]
-            token, done = token[going_on], done[going_on]
-            num_done = 0
-        if alone and len(row) == len(mask):  # and none was removed
-            tokens = token[row.argsort()][:, None]
-        else:
-            # A new row for each different pair of an old row and a token; a pair is one number.
-            pairs, row = torch.unique(row * vocabulary + token, return_inverse=True)
-            parent = pairs // vocabulary  # (rows,): the old row of each new one
-            tokens = (pairs % vocabulary)[:, None]
-            alone = len(pairs) == len(row)
-            if not torch.equal(parent, torch.arange(len(mask), device=device)):
-                mask, position = mask[parent], position[parent]
-                cache.reorder_cache(parent)
-        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        position = position[:, -1:] + 1
-    ids = ids[:, :t + 1]
-    lengths = (ids >= 0).sum(1).tolist()
-    rows = zip(ids.tolist(), logprobs.tolist(), lengths, strict=True)
-    return [(tokens[:length], values[:length]) for tokens, values, length in rows]
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values in buffers with spare room: a decode step writes one column and copies nothing."""
-
-    length = 0  # columns in use
-
-    def get_seq_length(self):
-        return self.length
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """key_states, value_states (B, heads, new, D) -> all so far (B, heads, T, D)."""
-        if not self.is_initialized:
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.is_initialized = True
-        start, end = self.length, self.length + key_states.shape[2]
-        missing = end - self.keys.shape[2]
-        if missing > 0:
-            padding = (0, 0, 0, missing + max(8, end // 2))  # columns behind the last one
-            self.keys = torch.nn.functional.pad(self.keys, padding)
-            self.values = torch.nn.functional.pad(self.values, padding)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
 class EngineError(OSError):
-    """The sampler failed or disagrees with the trainer, whose own state is intact."""
+    """The sampler failed or disagrees with the trainer, whose own state is intact. It ends in one line."""
 
 
 Request = collections.namedtuple("Request", "prompt_ids sampling future")
@@ -1351,13 +1239,13 @@ Request = collections.namedtuple("Request", "prompt_ids sampling future")
 class Engine:
     """A sampler. Episodes await `sample`; the task `serve` runs beside them and answers their requests."""
 
-    bar = tqdm(disable=True)  # of the replies of a rollout
-
     def __init__(self, model, tokenizer, args, folder=None):
         """folder: where weights are written for servers to read."""
         self.model = model
         self.args = args
         self.folder = folder
+        self.bar = tqdm(disable=True)  # of the replies of a rollout
+        self.begin_rollout(0)
         more = model.generation_config.eos_token_id  # that end a reply: one, several or None
         if not isinstance(more, list):
             more = [] if more is None else [more]
@@ -1398,6 +1286,53 @@ class Engine:
 
     def sleep(self):
         """Free the device's memory until the next sync_weights."""
+
+
+# What rounding never makes of mismatch/kl [nats/token] and, six standard errors aside, of the mean ratio
+# less 1 and of the slope. docs/engines.md has the sizes of rounding and of faults.
+LIMITS = dict(float32=(1e-6, 1e-5, 1e-3), bfloat16=(0.1, 0.002, 0.01))
+
+
+def check_sampler(trainer, sampler, limits):
+    """Raise EngineError where tokens were not sampled from the policy; before the first update.  -> metrics
+
+    trainer, sampler (N,): log-probabilities of the sampled tokens of this process, which rounding makes
+    differ. But the mean of trainer / sampler stays 1, since the tokens are the sampler's: it is less where
+    that draws from fewer words (top-p). And the difference does not grow with the log-probability, as it does
+    where the sampler has another temperature or older weights.
+    """
+    both = torch.stack([trainer, sampler]).double().cpu().numpy()
+    both = np.concatenate(gather([both]), 1)  # (2, N) of all processes
+    difference = both[0] - both[1]
+    ratio = np.exp(difference)
+    mean = ratio.mean()
+    error = ratio.std() / math.sqrt(len(ratio))
+    # As if they agreed on 100 tokens more, so that a few cannot raise an alarm.
+    kl = (ratio - 1 - difference).sum() / (len(ratio) + 100)
+    # Equal tokens after equal texts are rounded alike: they count once.
+    trainer, sampler = np.unique(both, axis=1)
+    difference = trainer - sampler
+    difference -= difference.mean()
+    level = (trainer + sampler) / 2
+    level -= level.mean()
+    square = (level**2).sum() + 1e-9
+    slope = (level * difference).sum() / square
+    # MacKinnon's and White's standard error (HC3): rare tokens are rounded more, and have more weight.
+    residual = (difference - slope * level) / (1 - level**2 / square)
+    slope_error = np.sqrt((level**2 * residual**2).sum()) / square
+    most_kl, most_off, most_slope = limits
+    enough = len(level) >= 100
+    fault = ""
+    if not kl <= most_kl:  # it may be nan
+        fault = f"mismatch/kl is {kl:.2g} nats per token; expected {most_kl:.2g} at most"
+    elif enough and abs(mean - 1) > most_off + 6 * error:
+        fault = f"the mean of trainer / sampler is {mean:.4f}, not 1: it draws from other words (top-p?)"
+    elif enough and abs(slope) > most_slope + 6 * slope_error:
+        fault = f"its log-probabilities are {slope:+.1%} off in scale: another temperature, older weights?"
+    if fault:
+        raise EngineError(f"the sampler is not the policy: {fault} (docs/engines.md)")
+    return {"mismatch/ratio_max": float(ratio.max()), "mismatch/ratio_mean": float(mean),
+            "mismatch/slope": float(slope)}
 
 
 class HfEngine(Engine):
@@ -1448,10 +1383,7 @@ class VllmEngine(Engine):
                 largest = max(8, config.r, *config.rank_pattern.values())
                 rank = 2 ** math.ceil(math.log2(largest))  # rounded up: vLLM has powers of 2
                 options |= dict(enable_lora=True, max_lora_rank=rank)
-            for name, text in envs.parse_options(args.vllm_kwargs).items():
-                options[name] = text
-                with contextlib.suppress(ValueError):  # what is not JSON is a text
-                    options[name] = json.loads(text)
+            options |= envs.json_options(args.vllm_kwargs)
             self.llm = vllm.LLM(
                 model.name_or_path, skip_tokenizer_init=True, generation_config="vllm", dtype=args.dtype,
                 max_model_len=args.max_context_tokens, seed=args.seed % 2**32,
@@ -1476,9 +1408,12 @@ class VllmEngine(Engine):
                     running[name] = request.future
                 while running and not self.changed.is_set():
                     for output in engine.step():
-                        if output.finished and not (future := running.pop(output.request_id)).done():
-                            reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
-                            self.bar.update()
+                        if not output.finished:
+                            continue
+                        reply = output.outputs[0]  # its logprobs are vLLM's FlatLogprobs: one list
+                        future = running.pop(output.request_id)
+                        self.bar.update()
+                        if not future.done():  # else its episode timed out
                             future.set_result((list(reply.token_ids), reply.logprobs.logprobs))
                     await asyncio.sleep(0)  # let episodes go on and request before the next step
         except Exception as error:
@@ -1533,6 +1468,7 @@ class VllmServers(Engine):
         servers = itertools.cycle(self.args.vllm_url)
         async with asyncio.TaskGroup() as posting:  # a failed request ends all
             while True:
+                # Sorted by seed, requests of a group are neighbours.
                 for _, group in itertools.groupby(await self.next_requests(), same_request):
                     posting.create_task(self.answer(next(servers), [*group]))
 
@@ -1711,7 +1647,7 @@ TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoi
 # Beginnings of the names of metrics that Run.record prints.
 SHOWN = ("train/reward", "train/pass@1", "train/grad_norm", "response_length/clip_ratio", "critic/vf_",
          "val/")
-# Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
+# Of a sharded model: whole tensors on the CPU, without frozen ones. strict: a checkpoint lacks those.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
@@ -1728,21 +1664,19 @@ def flush_to_disk(*paths):
 
 
 def take_lock(file):
-    """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
-    if RANK:
-        return ""
+    """Lock a file until this process ends, however it does. BadInput where another process has it."""
     import fcntl  # not on Windows
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        return file.read() or "another process"
+        other = file.read() or "another process"
+        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
     except OSError as error:
         print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
-    return ""
 
 
 class Run:
@@ -1760,9 +1694,8 @@ class Run:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
             self.lock = (self.dir / "lock").open("a+")  # locked while it is open
             self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
-        other = gather([take_lock(self.lock)])[0]
-        if other:
-            raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
+        if RANK == 0:  # where it fails, torchrun ends the others
+            take_lock(self.lock)
         self.log.seek(0)
         first_line = self.log.readline()
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
@@ -1784,6 +1717,8 @@ class Run:
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
             was = old | old["args"]
+            if old.get("script_sha256") not in (None, sha256(Path(__file__))):
+                print_rank_0(f"warning: {Path(__file__).name} is not what began {self.dir}: it was changed")
         now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
@@ -1795,16 +1730,8 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def hash_without(self, flags):
-        """Of what decides the result, flags and what a continued run must share, but for these flags."""
-        what = self.meta | self.meta["args"]
-        if not what.get("model"):  # random weights, which follow from the seed
-            flags = flags | {"model_sha256"}
-        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
-        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
-
     def load_state(self):
-        """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
+        """-> the trainer's state in the newest checkpoint that is whole; damaged ones leave the list."""
         if not self.checkpoints:
             return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints:
@@ -1829,9 +1756,11 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
+        what = self.meta | self.meta["args"]
+        kept = {name: what[name] for name in sorted(what.keys() - self.args.may_change - {"args", "run_id"})}
         self.meta |= dict(
-            config_hash=self.hash_without(self.args.may_change),
-            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
+            config_hash=hashlib.sha256(json.dumps(kept).encode()).hexdigest(),
+            script_sha256=sha256(Path(__file__)),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1840,7 +1769,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'  # as fail and open begin
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # as these lines begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -1848,16 +1777,16 @@ class Run:
         self.log.writelines(lines)
         start = self.counters["iteration"]
         if self.checkpoint:
-            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
-                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+            self.write({"resume": self.header | dict(
+                git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
+                script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
-    def place(self):
-        trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
-        return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
+    def header(self):
+        run_id = self.meta["run_id"]
+        return dict(run_id=run_id, trace_id=f"{run_id}:{self.counters['opt_steps']}") | self.counters
 
     def begin_record(self, now):
         """From here on times and rates are those of the next record."""
@@ -1892,7 +1821,7 @@ class Run:
         scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
-        self.write(self.place | values)
+        self.write(self.header | values)
         shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
         self.progress.update(iteration - self.progress.n)
         tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
@@ -1906,7 +1835,7 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        named = folder.with_name(".state.json.writing")
+        pointer = folder.with_name(".state.json.writing")  # it names the last checkpoint
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
@@ -1916,12 +1845,12 @@ class Run:
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {p.name: sha256(p) for p in sorted(temporary.iterdir()) if p.name != "manifest.json"}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            named.write_text(json.dumps(names))
-            flush_to_disk(*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl")
+            pointer.write_text(json.dumps(names))
+            flush_to_disk(*temporary.iterdir(), temporary, pointer, self.dir / "train_log.jsonl")
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            named.rename(folder.with_name("state.json"))
+            pointer.rename(folder.with_name("state.json"))
         except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
@@ -1933,21 +1862,20 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        trace_id = self.place["trace_id"]
-        kind = type(error).__name__
-        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
-        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
-        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
+        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
+        trace_id = self.header["trace_id"]
+        path = self.dir / "receipts" / f"{trace_id}:{RANK}"
+        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
+            (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
+            (path / "meta.json").write_text(json.dumps(self.meta | self.header, indent=1))
+            for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Machinery: episodes in the log. Rollouts as JSON lines that tools/view_episodes.py shows, and as metrics.
@@ -1988,27 +1916,6 @@ def log_episodes(run, kind, rollouts, args):
         print_rank_0("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in " | ".join(texts)))
 
 
-def why_rewards_are_equal(rollouts):
-    """The figures of episodes that teach nothing which say why."""
-    ends = collections.Counter(r.termination for r in rollouts)
-    cut = (ends["length"] + ends["context"]) / len(rollouts)
-    means = envs.means([r.info | dict(correct=r.correct) for r in rollouts])
-    form = means.get("format", 1.0)
-    failed = ends["error"] / len(rollouts)
-    return (f"{means['correct']:.0%} of the replies are right, {cut:.0%} cut off by --max-response-tokens or "
-            f"--max-context-tokens, {form:.0%} have the form that the environment reads, and in {failed:.0%} "
-            "of the episodes it failed (docs/symptoms.md)")
-
-
-def warn_if_nothing_differs(samples, args):
-    """After the first evaluation: where all replies to a task earn the same, there is nothing to learn."""
-    starts = range(0, len(samples), args.eval_samples)
-    groups = [samples[start:start + args.eval_samples] for start in starts]
-    if args.eval_samples > 1 and not any(map(rewards_differ, groups)):
-        print_rank_0("warning: no task of the evaluation has replies of different reward, so there is "
-                     f"nothing to learn from: {why_rewards_are_equal(samples)}")
-
-
 def spread(name, values):
     """{name/mean, name/max, name/min}, zeros when there is nothing."""
     values = np.array(values or [0.0])
@@ -2029,8 +1936,7 @@ def rollout_metrics(rollouts, throughput):
     lengths = [sum(len(s.response_ids) for s in r.segments) for r in played]
     metrics = {
         "train/reward": mean(rewards), "train/pass@1": mean(r.correct for r in played),
-        **spread("critic/score", rewards), **spread("critic/rewards", rewards),
-        **spread("response_length", lengths),
+        **spread("critic/score", rewards), **spread("response_length", lengths),
         "response_length/clip_ratio": (ends["length"] + ends["context"]) / num_played,
         **spread("prompt_length", [len(r.segments[0].prompt_ids) for r in played if r.segments]),
         "rollout/throughput": throughput, "rollout/finished": ends["done"] / len(rollouts),
@@ -2069,7 +1975,6 @@ def main(args):
     if last >= size:
         raise BadInput(f"--model {args.model}: its tokenizer has ids up to {last}, its embedding {size} rows;"
                        " expected one for each token (resize_token_embeddings)")
-    check_cache(model, args)
     source = envs.source_of(score) + str(tokenizer.chat_template) + env.identity
     run = Run(args, "ppo", args.env, reward_and_template_sha256=hashlib.sha256(source.encode()).hexdigest(),
               model=args.model, model_sha256=weights_sha256(model, args.lora_adapter_path))
@@ -2121,7 +2026,7 @@ def main(args):
     else:  # the backbone serves both, if there is a critic
         optimizers["optimizer"] = adamw(policy_weights + critic_weights, betas=(0.9, args.beta2))
     state = run.state if run.checkpoint else dict(metrics={}, kl_coef=args.kl_coef)
-    metrics = state["metrics"]  # not logged yet
+    metrics = state["metrics"]  # of the last iteration, if it was saved before they were logged
     kl_coef = state["kl_coef"]  # of the penalty, as adapted so far
     if run.checkpoint:
         dcp.set_model_state_dict(critic, state.pop("critic"), options=FULL)
@@ -2132,9 +2037,8 @@ def main(args):
     iteration = saved = run.counters["iteration"]
     num_trained = sum(parameter.numel() for parameter in policy_weights + critic_weights)
     print_rank_0(f"{run.dir}\nFrom iteration {iteration + 1} on {args.prompts_per_iteration} prompts x "
-                 f"{args.group_size} replies, in passes of {args.microbatch_tokens} tokens; {num_trained:,} "
-                 f"weights are trained on {device}; evaluations, of which the first comes now, have "
-                 f"{min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
+                 f"{args.group_size} replies; {num_trained:,} weights are trained on {device}; first an "
+                 f"evaluation of {min(args.eval_tasks, held_out)} tasks x ({args.eval_samples} + 1) replies")
     if env.about:
         print_rank_0(env.about)
     rollouts = []
@@ -2156,7 +2060,7 @@ def main(args):
             run.save(state,
                      functools.partial(model.save_pretrained, state_dict=tensors), tokenizer.save_pretrained)
 
-    def after_update():
+    def finish_iteration():
         """Sync the sampler's weights; evaluate, log and save when it is time.  -> whether to end"""
         nonlocal metrics, saved
         is_last = iteration >= args.iterations
@@ -2168,8 +2072,6 @@ def main(args):
                 evaluation, samples = evaluate(engine, tokenizer, env, args, score)
             metrics |= evaluation
             log_episodes(run, "val", samples, args)
-            if iteration == 0:
-                warn_if_nothing_differs(samples, args)
         if metrics:  # none where a resumed run begins: they are in the log
             run.record(metrics)
         metrics = {}
@@ -2182,7 +2084,7 @@ def main(args):
         return is_last or stopped
 
     try:
-        ended = after_update()  # of the starting model, or of the iteration that a resumed run begins with
+        ended = finish_iteration()  # that of the starting model; of a resumed run, the one it was saved in
         while not ended:
             # 1. Rollout: group_size responses to each prompt, from the current policy.
             cursor = iteration * args.prompts_per_iteration
@@ -2204,9 +2106,9 @@ def main(args):
                 store(model, critic, reference, episodes, args)
                 measured |= estimate_advantages(episodes, kl_coef, args)
                 if learned:  # stale weights, a wrong head or a stale prefix cache show here
-                    chosen = sampled_tokens(episodes, "response_mask") > 0
-                    measured |= check_sampler(sampled_tokens(episodes, "old_logprobs")[chosen],
-                                              sampled_tokens(episodes, "rollout_logprobs")[chosen],
+                    is_sampled = sampled_tokens(episodes, "response_mask") > 0
+                    measured |= check_sampler(sampled_tokens(episodes, "old_logprobs")[is_sampled],
+                                              sampled_tokens(episodes, "rollout_logprobs")[is_sampled],
                                               LIMITS[args.dtype])
 
                 # 3. Fit the critic to the returns; one that shares the policy's backbone is trained in 4.
@@ -2240,15 +2142,16 @@ def main(args):
             run.counters = dict(iteration=iteration, opt_steps=opt_steps,
                                 env_steps=run.counters["env_steps"] + generated)
             metrics = rollout_metrics(rollouts, generated / run.times["time/rollout"]) | measured
-            metrics |= {"train/policy_steps": steps, "train/global_step": opt_steps}
+            metrics["train/policy_steps"] = steps
             log_episodes(run, "train", rollouts, args)
-            num_idle = 0 if rewards_differ(rollouts) else num_idle + 1
-            if num_idle == 5:
-                print_rank_0("warning: five iterations in which all episodes had the same reward: "
-                             f"{why_rewards_are_equal(rollouts)}")
+            rewards = [r.reward for r in rollouts if r.termination != "error"]
+            num_idle = 0 if rewards and max(rewards) - min(rewards) > 1e-9 else num_idle + 1
+            if num_idle == 3:
+                print_rank_0("warning: three iterations in which all episodes had the same reward: "
+                             f"python tools/diagnose.py {run.dir} says why")
 
             # 6. Sync the sampler's weights; evaluate, log, checkpoint.
-            ended = after_update()
+            ended = finish_iteration()
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
@@ -2256,28 +2159,33 @@ def main(args):
         run.fail(error, {"evidence.json": envs.to_json([*map(describe_episode, rollouts[:64])])})
 
 
+def num_weights(name):
+    """The number of weights of a model, from its config alone; 0 where that cannot be read."""
+    try:
+        config = from_pretrained(AutoConfig, name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # what is wrong is said when the weights are loaded
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def parse_flags():
-    """The flags, with the defaults for a model of this size. Which ones, and why, is printed."""
+    """The flags. A model of REAL_SIZE weights or more has other defaults, which are printed."""
     args = tyro.cli(Args)
     size = num_weights(args.model)
     if size < REAL_SIZE:
-        print_rank_0(f"--model {args.model} has {size:,} weights: defaults of small models, under "
-                     f"{REAL_SIZE:,}")
         return args
-    real = dict(REAL_MODEL)
-    if args.lora:
-        real |= REAL_LORA
+    real = REAL_MODEL | REAL_LORA if args.lora else dict(REAL_MODEL)
     if torch.cuda.is_available():
         real["dtype"] = "bfloat16"
-    text = f"--model {args.model} has {size:,} weights: defaults of real models, {REAL_SIZE:,} or more, are"
-    for name, value in real.items():
-        text += f" --{name.replace('_', '-')} {value}"
-    print_rank_0(text)
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in real.items())
+    print_rank_0(f"--model {args.model} has {size:,} weights; defaults for {REAL_SIZE:,} or more: {words}")
     return tyro.cli(Args, default=Args(**real))
 
 
 if __name__ == "__main__":
-    # A reply may hold what the terminal's encoding has not; a file gets each line at once.
+    # A reply may hold characters that the terminal cannot show; a file gets each line at once.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         main(parse_flags())

@@ -671,11 +671,11 @@ def accuracy(model, tokenizer, env, args):
     return metrics
 
 
-# Machinery: the model. It, its tokenizer and its adapter are loaded; what does not fit is one line of error.
+# Machinery: the model, its tokenizer and its adapter. What cannot be loaded ends the script in one line.
 
 
 def from_pretrained(kind, name, **options):
-    """kind.from_pretrained of a folder, one beside this script, or a hub id. Raises BadInput."""
+    """kind.from_pretrained; name: a folder, here or beside this script, or a hub id. Raises BadInput."""
     path = Path(name)
     beside = Path(__file__).parent / name  # so that the default model is found from any working directory
     if beside.is_dir() and not path.is_dir():
@@ -1011,7 +1011,7 @@ def unsharded(model):
 
 TIMES = ("time/rollout", "time/update", "time/sync", "time/eval", "time/checkpoint")  # measured by Run.timed
 SHOWN = ("train/loss", "train/grad_norm", "val/")  # names that begin like this are printed
-# Of a sharded model: whole tensors on the CPU, without frozen ones, which a checkpoint does not hold.
+# Of a sharded model: whole tensors on the CPU, without frozen ones. strict: a checkpoint lacks those.
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
@@ -1028,21 +1028,19 @@ def flush_to_disk(*paths):
 
 
 def take_lock(file):
-    """On rank 0 lock a file until this process ends, however it does.  -> who else has it, or ''"""
-    if RANK:
-        return ""
+    """Lock a file until this process ends, however it does. BadInput where another process has it."""
     import fcntl  # not on Windows
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no child that outlives us has it
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        return file.read() or "another process"
+        other = file.read() or "another process"
+        raise BadInput(f"--run-dir {Path(file.name).parent}: {other} is running in it") from None
     except OSError as error:
         print_rank_0(f"warning: {file.name} cannot be locked ({error}): a second run there goes unnoticed")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
-    return ""
 
 
 class Run:
@@ -1060,9 +1058,8 @@ class Run:
             (self.dir / "checkpoints").mkdir(parents=True, exist_ok=bool(args.run_dir or UNDER_TORCHRUN))
             self.lock = (self.dir / "lock").open("a+")  # locked while it is open
             self.log = (self.dir / "train_log.jsonl").open("a+", 1, errors="replace")  # flushed at each line
-        other = gather([take_lock(self.lock)])[0]
-        if other:
-            raise BadInput(f"--run-dir {self.dir}: {other} is running in it; expected a folder of one's own")
+        if RANK == 0:  # where it fails, torchrun ends the others
+            take_lock(self.lock)
         self.log.seek(0)
         first_line = self.log.readline()
         numbered = (p for p in self.dir.glob("checkpoints/step_*") if p.name[5:].isdecimal())  # no copies
@@ -1084,6 +1081,8 @@ class Run:
             old = json.loads(first_line)["meta"]
             self.meta["run_id"] = old["run_id"]
             was = old | old["args"]
+            if old.get("script_sha256") not in (None, sha256(Path(__file__))):
+                print_rank_0(f"warning: {Path(__file__).name} is not what began {self.dir}: it was changed")
         now = self.meta | self.meta["args"]
         # Either may lack a flag: a variant of this script has others.
         flags = {name: f"--{name.replace('_', '-')}" for name in was["args"] | now["args"]}
@@ -1095,16 +1094,8 @@ class Run:
         if differ:
             raise BadInput(f"{', '.join(differ[:5])}: use another --run-dir than {self.dir}, or its own")
 
-    def hash_without(self, flags):
-        """Of what decides the result, flags and what a continued run must share, but for these flags."""
-        what = self.meta | self.meta["args"]
-        if not what.get("model"):  # random weights, which follow from the seed
-            flags = flags | {"model_sha256"}
-        kept = {name: what[name] for name in sorted(what.keys() - flags - {"args", "run_id"})}
-        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
-
     def load_state(self):
-        """-> the trainer's state in the newest checkpoint that is whole; newer ones no longer count."""
+        """-> the trainer's state in the newest checkpoint that is whole; damaged ones leave the list."""
         if not self.checkpoints:
             return dict(iteration=0, env_steps=0, opt_steps=0, elapsed=0.0, log_bytes=0)
         while self.checkpoints:
@@ -1129,9 +1120,11 @@ class Run:
                              capture_output=True, cwd=Path(__file__).parent).stdout.strip()  # "": no git
         modules = [name for name in ("torch", "numpy", "transformers", "vllm") if name in sys.modules]
         versions = {name: sys.modules[name].__version__ for name in modules}
+        what = self.meta | self.meta["args"]
+        kept = {name: what[name] for name in sorted(what.keys() - self.args.may_change - {"args", "run_id"})}
         self.meta |= dict(
-            config_hash=self.hash_without(self.args.may_change),
-            experiment_hash=self.hash_without(self.args.may_change | {"seed"}),
+            config_hash=hashlib.sha256(json.dumps(kept).encode()).hexdigest(),
+            script_sha256=sha256(Path(__file__)),
             git_sha=git.removesuffix("-dirty") or None, git_dirty=git.endswith("-dirty") if git else None,
             versions=versions | dict(python=sys.version.split()[0], cuda=torch.version.cuda or "none"),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else os.uname().machine,
@@ -1140,7 +1133,7 @@ class Run:
             return
         # Records after the checkpoint are cut off; errors stay, and resumes from a checkpoint that is left.
         self.log.seek(self.state["log_bytes"])
-        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else '{"trace_id"'  # as fail and open begin
+        kept = ('{"trace_id"', '{"resume"') if self.checkpoint else ('{"trace_id"',)  # as these lines begin
         lines = [line for line in self.log if line.startswith(kept) and line.endswith("\n")]
         self.log.truncate(self.state["log_bytes"])
         if not self.checkpoint:
@@ -1148,16 +1141,16 @@ class Run:
         self.log.writelines(lines)
         start = self.counters["iteration"]
         if self.checkpoint:
-            self.write({"resume": self.place | dict(git_sha=self.meta["git_sha"], at=self.meta["started_at"],
-                                                    checkpoint=f"checkpoints/step_{start:06d}")})
+            self.write({"resume": self.header | dict(
+                git_sha=self.meta["git_sha"], git_dirty=self.meta["git_dirty"], at=self.meta["started_at"],
+                script_sha256=self.meta["script_sha256"], checkpoint=f"checkpoints/step_{start:06d}")})
         self.writer = SummaryWriter(self.dir, purge_step=start + bool(self.checkpoint))
-        self.writer.add_text("experiment_hash", self.meta["experiment_hash"], start)
         self.progress = tqdm(total=total, initial=start, unit="it", disable=None)  # in a terminal alone
 
     @property
-    def place(self):
-        trace_id = f"{self.meta['run_id']}:{self.counters['opt_steps']}"
-        return dict(run_id=self.meta["run_id"], trace_id=trace_id) | self.counters
+    def header(self):
+        run_id = self.meta["run_id"]
+        return dict(run_id=run_id, trace_id=f"{run_id}:{self.counters['opt_steps']}") | self.counters
 
     def begin_record(self, now):
         """From here on times and rates are those of the next record."""
@@ -1192,7 +1185,7 @@ class Run:
         scalars = [dict(tag=k, simple_value=v) for k, v in values.items() if not isinstance(v, list)]
         self.writer.file_writer.add_summary(Summary(value=scalars), iteration)
         self.writer.flush()
-        self.write(self.place | values)
+        self.write(self.header | values)
         shown = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith(SHOWN)]
         self.progress.update(iteration - self.progress.n)
         tqdm.write(f"{iteration}/{self.progress.total}, {values['wall_time_s']:.0f} s: {', '.join(shown)}")
@@ -1206,7 +1199,7 @@ class Run:
             return
         folder = self.dir / "checkpoints" / f"step_{self.counters['iteration']:06d}"
         temporary = folder.with_name(f".{folder.name}.writing")
-        named = folder.with_name(".state.json.writing")
+        pointer = folder.with_name(".state.json.writing")  # it names the last checkpoint
         state |= self.counters | dict(elapsed=time.perf_counter() - self.started, log_bytes=self.log.tell())
         names = {"last": folder.name} | ({"best": state["best"]} if state.get("best") else {})  # sft.py's
         try:
@@ -1216,12 +1209,12 @@ class Run:
             torch.save(state, temporary / "trainer_state.pt")
             manifest = {p.name: sha256(p) for p in sorted(temporary.iterdir()) if p.name != "manifest.json"}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            named.write_text(json.dumps(names))
-            flush_to_disk(*temporary.iterdir(), temporary, named, self.dir / "train_log.jsonl")
+            pointer.write_text(json.dumps(names))
+            flush_to_disk(*temporary.iterdir(), temporary, pointer, self.dir / "train_log.jsonl")
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
             flush_to_disk(folder.parent)
-            named.rename(folder.with_name("state.json"))
+            pointer.rename(folder.with_name("state.json"))
         except Exception as error:  # a full disk: each library raises its own
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"{folder} could not be written ({error}); earlier checkpoints stay") from error
@@ -1233,21 +1226,20 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt with the files of `evidence` ({name: bytes}); exit with a non-zero status."""
-        trace_id = self.place["trace_id"]
-        kind = type(error).__name__
-        path = self.dir / "receipts" / (f"{trace_id}:{RANK}" if RANK else trace_id)
-        what = dict(type=kind, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        receipt = self.meta | self.place | what | dict(traceback=traceback.format_exception(error))
-        files = evidence | {"receipt.json": json.dumps(receipt, indent=1).encode()}
+        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
+        trace_id = self.header["trace_id"]
+        path = self.dir / "receipts" / f"{trace_id}:{RANK}"
+        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
+            (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
+            (path / "meta.json").write_text(json.dumps(self.meta | self.header, indent=1))
+            for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
         if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
             raise error
-        raise SystemExit(f"error: {kind}: {error} (rank {RANK}; receipt: {path})")
+        raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
 
 # Main: set-up, then the loop
@@ -1398,7 +1390,7 @@ def main(args):
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                 new_tokens = env_steps - run.env_steps_before  # since the last record
                 metrics = {
-                    "train/loss": mean_loss, "train/grad_norm": mean_norm, "train/global_step": step,
+                    "train/loss": mean_loss, "train/grad_norm": mean_norm,
                     "train/weight_norm": float(weight_norm), "train/learning_rate": rate,
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,

@@ -392,6 +392,15 @@ def parse_options(pairs: typing.Iterable[str]) -> dict[str, str]:
     return options
 
 
+def json_options(pairs: typing.Iterable[str]) -> dict[str, typing.Any]:
+    """("key=value", ...) -> {"key": value}, where value is what its text is as JSON, or else the text."""
+    options = parse_options(pairs)
+    for key, text in options.items():
+        with contextlib.suppress(ValueError):
+            options[key] = json.loads(text)
+    return options
+
+
 def load_object(spec: str, flag: str):
     """The object that `path/to/file.py:name` or `package.module:name` names; `flag` is named in errors."""
     place, _, name = spec.rpartition(":")

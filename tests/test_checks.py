@@ -28,6 +28,7 @@ import sft
 from envs import BadInput
 from tests.run_folders import TINY, log_lines, records, slow_but, train, write_jsonl
 from tests.test_sft import write_model
+from tools import diagnose
 from tools.validate_train_log import validate
 
 RL = [grpo_llm, ppo_llm]
@@ -459,9 +460,9 @@ def test_a_gguf_file_is_refused_with_the_name_of_the_tool(script, tmp_path):
         train(script, tmp_path / "run", model=str(tmp_path / "model.gguf"))
 
 
-WARNINGS = {  # flags, what is said of the evaluation
-    "cut": (dict(max_response_tokens=3), "100% cut off by --max-response-tokens"),
-    "hard": (dict(reward_fn=f"{__file__}:nothing"), "0% of the replies are right, 0% cut"),
+WARNINGS = {  # flags, what tools/diagnose.py says
+    "cut": (dict(max_response_tokens=3), "100% are cut off by --max-response-tokens 3"),
+    "hard": (dict(reward_fn=f"{__file__}:nothing"), "0% of the replies are right, 0% are cut"),
     "form": (dict(reward_fn=f"{__file__}:nothing", env=f"{__file__}:Formless", env_kwargs=("test_tasks=32",)),
              " 0% have the form"),
 }
@@ -491,25 +492,11 @@ class Formless(envs.load_object("envs.countdown:Countdown", "--env")):
 @pytest.mark.parametrize("script", OF_PPO_SLOW)
 def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
     flags, says = WARNINGS[name]
-    train(script, tmp_path, iterations=6, eval_every=0, **flags)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(lines) == 2 and all(says in line for line in lines)
-    assert "evaluation" in lines[0] and "five iterations" in lines[1]
-
-
-def test_the_figures_of_episodes_that_teach_nothing():
-    def episodes(*given):
-        found = []
-        for reward, termination, correct in given:
-            r = grpo_llm.Rollout(envs.Task("t", "s", [], {}), (0, 0), "", [], reward=reward,
-                                 termination=termination)
-            r.steps = [envs.Step([], reward, True, False, {"correct": correct})]
-            found.append(r)
-        return grpo_llm.why_rewards_are_equal(found)
-
-    assert "in 100% of the episodes it failed" in episodes((0.0, "error", 0.0))
-    said = episodes((1.0, "done", 1.0), (1.0, "done", 1.0), (0.0, "length", 0.0), (0.0, "context", 0.0))
-    assert said.startswith("50% of the replies are right, 50% cut off") and "in 0% of the" in said
+    train(script, tmp_path, iterations=3, eval_every=0, **flags)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "three iterations" in line and f"python tools/diagnose.py {tmp_path} says why" in line
+    assert diagnose.main([str(tmp_path)]) == 1
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.slow

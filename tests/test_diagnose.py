@@ -56,8 +56,10 @@ def test_every_run_is_recorded_and_every_symptom_has_one():
 @pytest.mark.parametrize("name, says", [
     ("always_0", "(mean 0): no reply is right: the tasks are too hard"),
     ("always_1", "(mean 1): every reply is right: the tasks are too easy, or the verifier says yes"),
-    ("cut", "100% of the replies are cut by a length limit"),
-    ("ppo_always_0", "33% of the replies have the form"),
+    ("cut", "replies are cut off before their answer (0% of the replies are right, 100% are cut off by "
+            "--max-response-tokens 5 or --max-context-tokens, the environment failed in 0% of the episodes)"),
+    ("ppo_always_0", "replies lack the form that the environment reads (0% of the replies are right, 5% are "
+                     "cut off by --max-response-tokens 16 or --max-context-tokens, 33% have the form"),
     ("no_step", "29 optimiser steps with gradients of 0.2"),
     ("lora_rate_low", "have changed the norm of the adapter by 4"),
     ("hotter", "the run's own check ended it: the sampler is not the policy: mismatch/kl is 0.016"),
@@ -111,6 +113,46 @@ def test_rewards_that_differ_later_do_not_stay(tmp_path, capsys):
             line |= {"critic/score/max": 1.0, "rollout/groups_trainable": 20}
 
     assert look(altered(tmp_path, differs, "always_0"), capsys) == (0, {})
+
+
+@pytest.mark.parametrize("record, says", [
+    ({"rollout/termination/error": 0.75}, "the environment fails (0% of the replies are right"),
+    ({"train/pass@1": 0.5}, "the reward function does not pay for right replies (50% of the replies"),
+    ({"train/pass@1": 0.5, "critic/score/max": 1.0}, "they differ between tasks, but not between the"),
+    ({"train/countdown/format": 0.2}, "replies lack the form that the environment reads (0% of")])
+def test_the_figures_of_episodes_that_teach_nothing(record, says, tmp_path, capsys):
+    """After three iterations, as the scripts warn; also of a run that has learned before."""
+    lines = [json.loads(line) for line in (DATA / "always_0" / "train_log.jsonl").read_text().splitlines()]
+    head, trained = lines[:2], [line | record for line in lines if "train/reward" in line]
+    learning = [line | {"rollout/groups_trainable": 9, "critic/score/max": 1.0} for line in trained[:5]]
+    for kept in (trained[:3], [*learning, *trained[5:8]]):
+        write_jsonl(tmp_path / "train_log.jsonl", [*head, *kept])
+        code, found = look(tmp_path, capsys)
+        assert code == 1 and says in found["reward_stays"]
+
+
+EVEN = dict(task_id="t", reward=0.0, correct=0, termination="length", messages=[])
+
+
+@pytest.mark.parametrize("metrics, episodes, says", [
+    ({}, [], "are not: no reply is right: the tasks are too hard, or the verifier does not find the answers "
+             "(0% of the replies are right)"),
+    ({"val/countdown/format": 0.25}, [], "replies lack the form that the environment reads (0% of the "
+                                         "replies are right, 25% have the form that the environment reads)"),
+    ({}, [EVEN, EVEN, EVEN | dict(termination="done")], "before their answer (0% of the replies are right, "
+                                                        "67% are cut off by --max-response-tokens 16"),
+    ({}, [EVEN | dict(termination="error")], "the environment fails (0% of the replies are right, 0% are"),
+    ({"val/countdown/pass@1": 1.0, "val/countdown/pass@16": 1.0}, [], "every reply is right"),
+    ({"val/countdown/pass@1": 0.5, "val/countdown/pass@16": 0.5}, [], "they differ between tasks"),
+    ({"val/countdown/pass@1": 0.5, "val/countdown/pass@16": 0.6}, [], None),
+    ({}, [EVEN, EVEN | dict(reward=0.1)], None)])  # for something else than to be right
+def test_a_first_evaluation_in_which_nothing_differs_says_why(metrics, episodes, says, tmp_path, capsys):
+    meta, first, *_ = (json.loads(line) for line in (DATA / "always_0" / "train_log.jsonl").open())
+    write_jsonl(tmp_path / "train_log.jsonl", [meta, first | metrics])
+    (tmp_path / "episodes").mkdir()
+    write_jsonl(tmp_path / "episodes" / "val_step_000000.jsonl", episodes)
+    code, found = look(tmp_path, capsys)
+    assert code == bool(says) and (says or "") in found.get("reward_stays", "")
 
 
 def test_the_newest_replies_count(tmp_path, capsys):
@@ -224,11 +266,11 @@ META = json.dumps(dict(meta=dict(algo="grpo", args={}))).encode()
 
 
 @pytest.mark.parametrize("content, says", [
-    (None, "expected a run's folder, which holds train_log.jsonl"), (b"", "expected a meta line first"),
-    (META, "expected a meta line first"), (b"{}\n", "expected a meta line first"),
+    (None, "expected a run folder, with a meta line first"), (b"", "expected a run folder"),
+    (META[:-1], "expected a run folder"), (b"{}\n", "expected a run folder"),
     (META + b"\n{\n", "train_log.jsonl, line 2: expected a JSON object"),
     (META + b"\n[1]\n", "line 2"), (b"\xff\x00\n", "line 1"), (b"[" * 100_000 + b"\n", "line 1"),
-    (b'{"meta": {"args": 3}}\n', "expected a meta line first")])
+    (b'{"meta": {"args": 3}}\n', "expected a run folder")])
 def test_a_damaged_or_empty_log_is_one_line(content, says, tmp_path, capsys):
     if content is not None:
         (tmp_path / "train_log.jsonl").write_bytes(content)

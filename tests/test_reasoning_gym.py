@@ -2,13 +2,11 @@
 
 import os
 import random
-import sys
 import time
 
 import pytest
 
 import envs
-from tests.run_folders import ROOT
 
 DATA_SETS = ["ab", "base_conversion", "binary_alternation", "caesar_cipher", "calendar_arithmetic",
              "chain_sum",
@@ -126,34 +124,3 @@ def test_bad_options_are_one_line(gym, options, message):
     with pytest.raises(envs.BadInput, match=message) as found:
         make(**options)
     assert "\n" not in str(found.value)
-
-
-@pytest.mark.slow
-def test_what_the_adapter_costs(gym):
-    """512 replies: beside the data set's own scoring little, and of that scoring's order."""
-    env = make(task="chain_sum,spell_backward")
-    tasks = [env.task("train", k // 8) for k in range(512)]
-    replies = [env.solution(task) for task in tasks]
-    step, own = [], []
-    for _ in range(5):
-        start = time.perf_counter()
-        for task, reply in zip(tasks, replies, strict=True):
-            env.start(task, 1).step(reply)
-        step.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for _ in range(100):  # as many, and a hundred times
-            for task, reply in zip(tasks[:512], replies, strict=True):
-                env.chunk(task.data["name"], 0).score_answer(reply, env.entry(*task.data.values()))
-        own.append(time.perf_counter() - start)
-    assert min(step) < min(own)  # 7 ms; a hundred scorings take 80
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    for module in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(envs.BadInput,
-                       match="environment reasoning-gym needs the package reasoning_gym: pip install "
-                                            "-r requirements-envs.txt"):
-        make(task="chain_sum")
-    assert (ROOT / "requirements-envs.txt").is_file()

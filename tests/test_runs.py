@@ -55,6 +55,7 @@ from tests.run_folders import (
     weights_of,
     write_jsonl,
 )
+from tools.runs import experiment_hash
 from tools.validate_train_log import COMMON, METRICS, keys_of, name_of, validate
 
 RL = [grpo_llm, ppo_llm]
@@ -176,7 +177,6 @@ def test_the_counters_and_rates_of_the_log_add_up(script, more, finished):
         else:
             updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
         assert record["opt_steps"] - before["opt_steps"] == updates
-        assert record["train/global_step"] == record["opt_steps"]
         rewards = [e["reward"] for e in played]
         assert record["train/reward"] == pytest.approx(sum(rewards) / num_episodes)
         assert record["train/pass@1"] == pytest.approx(summary["correct_sum"] / num_episodes)
@@ -394,7 +394,7 @@ ONE = {  # what makes a run of one step short
 def hashes(script, folder, **flags):
     short = ONE.get(script.__name__, dict(iterations=0, eval_tasks=1, eval_samples=1))
     meta = log_lines(train(script, folder, **short | flags))[0]["meta"]
-    return meta["config_hash"], meta["experiment_hash"]
+    return meta["config_hash"], experiment_hash(meta)
 
 
 @pytest.mark.parametrize("script", slow_but((sft, a2c), ALL))

@@ -23,7 +23,7 @@ import requests
 import envs
 from envs.code import doubles, sandbox, swe, testing
 from tests import forgeries
-from tools import double_shares, executor_server, export_predictions
+from tools import executor_server, export_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {row["instance_id"]: row for _, row in envs.read_rows(str(swe.BUNDLED / "rows.jsonl"), "rows")}
@@ -573,17 +573,6 @@ def test_which_tests_have_doubles(source, real):
     made = doubles.versions(source, random.Random(1), 2)
     assert made.real.keys() == made.must == real
     assert made.real.get("TestB::test_c") == made.real.get("TestA::test_c")
-
-
-def test_the_share_of_tests_with_doubles_is_counted(tmp_path, capsys):
-    (tmp_path / "test_a.py").write_text("def test_a(): assert 1 == 1\ndef test_b(): assert 1 < 2\n"
-                                        "class TestC:\n def test_c(self): pass\n")
-    (tmp_path / "test_b.py").write_text("import pytest\n@pytest.mark.xfail\ndef test_a(): assert 1 == 2\n")
-    assert double_shares.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("| 2 | 4 | 25.0% | 25.0% | 25.0% | 25.0% |\n")
-    (tmp_path / "none").mkdir()
-    for name, says in (("no_package", "expected a package"), (str(tmp_path / "none"), "expected modules")):
-        assert double_shares.main([name]) == 2 and says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("copies, expected, forged", [

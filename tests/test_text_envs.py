@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import random
+import sys
 import time
 import warnings
 
@@ -138,6 +139,18 @@ def test_any_text_gets_a_verdict_at_once_and_always_the_same(case):
             again = env.start(task, 7).step(text)
             assert (again.reward, again.info["correct"]) == (step.reward, step.info["correct"])
     assert right < 90
+
+
+@pytest.mark.parametrize("name, package", [
+    ("reasoning-gym", "reasoning_gym"), ("textarena", "textarena"), ("verifiers", "verifiers")])
+def test_a_package_that_is_missing_is_one_line_that_says_what_to_install(name, package, monkeypatch):
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    options = dict(taskset="tests/letters_taskset.py") if name == "verifiers" else {}
+    with pytest.raises(envs.BadInput, match=f"^environment {name} needs the package {package}: pip install "
+                                            r"-r requirements-envs\.txt \(.*\)$"):
+        envs.make(name, **options)
 
 
 @ALL

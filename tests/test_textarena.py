@@ -256,13 +256,6 @@ def test_arguments_have_the_types_of_the_functions_defaults():
             arguments(function, text, "it", {"size": 5})
 
 
-def test_without_the_package_there_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(BadInput, match="environment textarena needs the package textarena: pip install -r "
-                                       "requirements-envs.txt"):
-        envs.make("textarena")
-
-
 # ---- TextArena's games
 
 

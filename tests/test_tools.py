@@ -17,8 +17,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from envs import BadInput
 from tests.run_folders import ROOT, slow_but, write_jsonl
-from tools import compare_runs, plot_train_log, track_run
+from tools import compare_runs, plot_train_log, runs, track_run
 from tools import validate_train_log as contract
 from tools.validate_train_log import name_of, validate
 
@@ -126,12 +127,12 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     ("a2c", RECORD, {"dist_p10": 0.3, "dist_p50": 0.2, "dist_p90": 0.1}, "dist_p10"),
     ("a2c", RECORD, {"dist_p10": 0.9}, "dist_p10"),
     ("a2c", RECORD, {"reward_p10": 0.3, "reward_p50": 0.2, "reward_p90": 0.3}, "reward_p10"),
-    ("sft", 1, {"experiment_hash": 5}, "meta.experiment_hash"),
+    ("sft", 1, {"script_sha256": 5}, "meta.script_sha256"),
 
     *((algo, 5, {key: 0}, key) for algo in ALGOS for key in contract.COUNTERS),
     ("grpo", 5, {"wall_time_s": 0.01}, "wall_time_s"),
     *(("grpo", RECORD, {key: -1}, key) for key in (*contract.COUNTERS, "wall_time_s", "sps")),
-    *(("grpo", RECORD, {key: 5.5}, key) for key in (*contract.COUNTERS, "train/global_step")),
+    *(("grpo", RECORD, {key: 5.5}, key) for key in contract.COUNTERS),
     ("grpo", RECORD, {"run_id": "another"}, "run_id"),
     ("grpo", RECORD, {"opt_steps": 5}, "trace_id"),
     ("grpo", RECORD, {"note": {"deep": [1, {"er": math.nan}]}}, "note.deep.er"),
@@ -154,6 +155,7 @@ BROKEN = [  # algorithm, line, changes, the field that is named
     *(("grpo", RESUME_LINE, {key: 1}, f"resume.{key}") for key in contract.COUNTERS),
     ("grpo", RESUME_LINE, {"run_id": "another"}, "resume.run_id"),
     ("grpo", RESUME_LINE, {"at": "later"}, "resume.at"),
+    ("grpo", RESUME_LINE, {"git_dirty": "no"}, "resume.git_dirty"),
     ("grpo", ERROR_LINE, {"trace_id": "no number"}, "trace_id"),
     ("grpo", ERROR_LINE, {"error": "text"}, "error"),
     ("grpo", ERROR_LINE, {"error": {"type": "OSError", "message": "full"}}, "error.receipt"),
@@ -267,7 +269,7 @@ def test_the_command_prints_json_and_exits_0_or_1(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("{}\n", "expected a run folder, with a meta line"), ("[1]\n", "expected lines of JSON objects"),
+    ("{}\n", "expected a run folder, with a meta line"), ("[1]\n", "line 1: expected a JSON object"),
     ('{"meta": 5}\n', "expected a run folder, with a meta line"),
     ('{"meta": null}\n', "expected a run folder, with a meta line"),
     ('{"meta": {"run_id": "a", "args": {}}}\n', "pip install wandb")])
@@ -291,7 +293,7 @@ def episode(number, *messages, **more):
 def episodes_run(tmp_path):
     """A run folder with episodes, of which two are of training, and a checkpoint that is the best."""
     lines = sample_log("grpo")
-    lines[0]["meta"] |= dict(experiment_hash="0123456789abcdef", argv=["--key", "token-1"])
+    lines[0]["meta"] |= dict(argv=["--key", "token-1"])
     write_jsonl(tmp_path / "train_log.jsonl", lines)
     (tmp_path / "episodes").mkdir()
     task = dict(role="user", content=ODD)
@@ -341,6 +343,7 @@ class FakeWandb:
 
 
 REDACT = ("--redact", r"token-\d+")
+GROUP = f"grpo-{runs.experiment_hash(sample_log('grpo', seed=2)[0]['meta'])}"
 
 
 def test_episodes_become_tables_without_what_must_not_leave(episodes_run, monkeypatch):
@@ -360,7 +363,7 @@ def test_episodes_become_tables_without_what_must_not_leave(episodes_run, monkey
     assert json.loads(second[5]) == {"[redacted]": CLEAN, "termination": "done"}
     assert all(int(row[1]) % 2 == 0 for row in others)  # each task's first attempt before a second one
     begun = fake.begun
-    assert begun["name"] == "20261121_041501__grpo__countdown__s1" and begun["group"] == "grpo-0123456789ab"
+    assert begun["name"] == "20261121_041501__grpo__countdown__s1" and begun["group"] == GROUP
     assert begun["config"]["argv"] == ["--key", "[redacted]"] and begun["settings"]["x_disable_meta"]
     folder = str(episodes_run / "checkpoints" / "step_000012")
     assert fake.artifacts == [("run-last", folder, ["latest", "step_000012"])]
@@ -414,7 +417,7 @@ def test_wandb_gets_tables_names_groups_and_checkpoints(episodes_run):
     assert done.returncode == 0, done.stderr
     found = [*wandb_records(episodes_run)]
     (run,) = [record.run for record in found if record.HasField("run")][:1]
-    assert (run.project, run.display_name, run.run_group) == ("from-file", "mine", "grpo-0123456789ab")
+    assert (run.project, run.display_name, run.run_group) == ("from-file", "mine", GROUP)
     tables = {}
     for path in episodes_run.glob("wandb/offline-run-*/files/media/table/**/*.table.json"):
         tables[path.parent.name] = json.loads(path.read_text())
@@ -598,9 +601,8 @@ def test_any_logged_number_is_drawn_by_its_key(tmp_path, plot):
 
 
 def experiment(folder, number, seed, **flags):
-    """A log whose meta line tells its experiment."""
+    """A log with these flags."""
     lines = sample_log("grpo", seed)
-    lines[0]["meta"] |= dict(experiment_hash=f"e{number}", config_hash=f"c{number}{seed}")
     lines[0]["meta"]["args"] |= flags | dict(seed=seed, run_dir=f"{number}{seed}")
     lines = [{key: line[key] for key in line if "/" not in key or key in FEW} for line in lines]
     for line in lines:
@@ -643,6 +645,46 @@ def test_a_group_of_different_experiments_is_told_with_the_flags_that_differ(und
     assert line["differ"] == {"--learning-rate": [0.1, 0.2]}
 
 
+def test_what_is_read_of_a_run_folder(tmp_path):
+    """A line that is still being written does not count; one that is damaged is named, or left out."""
+    log = Path(write_jsonl(tmp_path / "train_log.jsonl", sample_log("grpo")))
+    found = runs.read(tmp_path)
+    assert [len(lines) for lines in (found.records, found.resumes, found.errors)] == [13, 1, 1]
+    log.write_bytes(log.read_bytes()[:-9])
+    assert runs.read(log).records == found.records[:-1]
+    log.write_bytes(log.read_bytes() + b"\n")
+    with pytest.raises(BadInput, match=r"train_log.jsonl, line 16: expected a JSON object"):
+        runs.read(log)
+    damaged = []
+    assert runs.read(log, damaged).records == found.records[:-1] and len(damaged) == 1
+    for name in ("step_000002", "step_1000000", "step_999999", ".step_3.writing", "step_copy"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name[5:] for path in runs.checkpoints(tmp_path)] == ["000002", "999999", "1000000"]
+    for name in ("val_step_1000000", "val_step_000010", "train_step_000010", "val_step_x"):
+        (tmp_path / "episodes").mkdir(exist_ok=True)
+        (tmp_path / "episodes" / f"{name}.jsonl").touch()
+    files = [(iteration, kind) for iteration, kind, _ in runs.episode_files(tmp_path)]
+    assert files == [(10, "train"), (10, "val"), (1000000, "val")]
+
+
+def test_an_experiment_is_its_flags_and_files_but_for_the_seed_and_the_code():
+    """Also in logs of before, whose meta line had another hash under this name."""
+    meta = dict(sample_log("grpo")[0]["meta"], model="m", script_sha256="a", experiment_hash="b")
+    meta["args"] = dict(meta["args"], model="m", seed=1, iterations=5, final_learning_rate=0.1)
+    one = runs.experiment_hash(meta)
+    for changes in (dict(seed=2), dict(script_sha256="c"), dict(git_sha="d"), dict(run_id="e")):
+        assert runs.experiment_hash(meta | changes) == one
+    assert runs.experiment_hash(meta | {"model_sha256": "g"}) != one
+    assert runs.experiment_hash(meta | {"reward_and_template_sha256": "g"}) != one
+
+    def with_flags(**flags):
+        return runs.experiment_hash(meta | {"args": meta["args"] | flags})
+
+    assert with_flags(seed=2, run_dir="x", vllm_url=["y"]) == one
+    assert with_flags(iterations=6) != one and with_flags(temperature=0.9) != one
+    assert with_flags(iterations=6, final_learning_rate=1) == with_flags(iterations=5, final_learning_rate=1)
+
+
 def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path, capsys):
     runs = [experiment(tmp_path, number, 1, learning_rate=0.1 * (number + 1)) for number in (0, 1)]
     lines = [json.loads(line) for line in (runs[1] / "train_log.jsonl").read_text().splitlines()]
@@ -654,7 +696,8 @@ def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path
     write_jsonl(runs[1] / "train_log.jsonl", [*lines, b'{"half a'])
     assert compare_runs.main([*map(str, runs), "--form", "csv"]) == 0
     one, other = csv.DictReader(capsys.readouterr().out.splitlines())
-    assert (one["run"], other["experiment_hash"], other["--learning-rate"]) == ("run01", "e1", "0.2")
+    assert (one["run"], other["--learning-rate"]) == ("run01", "0.2")
+    assert len(one["experiment_hash"]) == 12 and one["experiment_hash"] != other["experiment_hash"]
     assert "--seed" not in one and "--run-dir" not in one
     key = "val/countdown/pass@1"
     assert float(other[f"{key} best"]) == 0.899 and other[f"{key} best at"] == "0"
@@ -713,19 +756,23 @@ def test_a_missing_key_is_warned_of(algo, keys, panel, kept, undrawn, tmp_path, 
     assert set(warnings[0]["keys"]) <= {*keys, "val/<source>/pass@1"} and warnings[0]["keys"]
 
 
+UNUSABLE = ("meta alone", "no x", "no numbers")
+
+
 def test_what_cannot_be_drawn_says_why(undrawn, tmp_path, plot):
     good, out, number = DATA / "grpo.jsonl", tmp_path / "a.png", {"env_steps": 1, "train/reward": 1.0}
     (tmp_path / "other").write_text("a,b\n1,2\n")
     (tmp_path / "blank").write_text("\n")
     logs = {
         "empty": [], "meta alone": SAMPLE[:1], "no meta": SAMPLE[1:], "not JSON": [b"x", b"{", b"\xff"],
-        "no x": [SAMPLE[0], {"train/reward": 1.0}], "unknown": [{"meta": {"algo": ["grpo"]}}, number],
+        "no x": [SAMPLE[0], {"train/reward": 1.0}], "no args": [{"meta": {"algo": "grpo"}}, number],
         "no numbers": [SAMPLE[0], {"env_steps": 1, "train/reward": math.inf, "train/entropy": True}],
     }
-    broken = [write_jsonl(tmp_path / name, lines) for name, lines in logs.items()]
+    broken = [Path(write_jsonl(tmp_path / name, lines)) for name, lines in logs.items()]
     for words, says in (
-        *((["--log", path], "no ") for path in broken),
-        (["--log", tmp_path / "missing"], "cannot be read"),
+        *((["--log", path], "no usable record") for path in broken if path.name in UNUSABLE),
+        *((["--log", path], "with a meta line first") for path in broken if path.name not in UNUSABLE),
+        (["--log", tmp_path / "missing"], "with a meta line first"),
         (["--log", good, DATA / "sft.jsonl"], "different algorithms"),
         (["--log", good, "--out", good / "a.png"], "cannot be written"),
         *((["--from-csv", tmp_path / name], "not a CSV of this tool") for name in ("other", "blank", "none")),

@@ -3,12 +3,10 @@
 import asyncio
 import json
 import os
-import time
 
 import pytest
 
 import envs
-from envs.adapters import seeded
 
 SHOP = '''
 import random
@@ -187,29 +185,6 @@ def test_classes_that_break_their_word_are_named(shop):
     env = shop("Late")
     with pytest.raises(envs.BadInput, match="get_reward: expected a number, got 'good'"):
         env.start(env.task("train", 0), 1).step("x")
-
-
-def test_what_the_adapter_costs(shop):
-    """512 episodes of a call and an answer: not much more than the same by hand, reset with a seed."""
-    env = shop("Counter")
-    task = env.task("train", 0)
-    by_adapter, by_hand = [], []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(512):
-            episode = env.start(task, 1)
-            episode.step("", [call("is_larger", than=3)])
-            episode.step("so", [])
-        by_adapter.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for number in range(512):
-            with seeded(str(number)):
-                game = env.make()
-                game.reset(**task.data["row"])
-            game.is_larger(than=3)
-            game.get_reward()
-        by_hand.append(time.perf_counter() - start)
-    assert min(by_adapter) < 4 * min(by_hand)  # 1.4
 
 
 @pytest.mark.slow

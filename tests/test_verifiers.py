@@ -30,15 +30,6 @@ def env(vf):
     return envs.make("verifiers", taskset=LETTERS, tasks="1000", correct="exact", timeout="1")
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    for module in ("verifiers.v1", "verifiers.v1.utils.loaders"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(envs.BadInput, match="needs the package verifiers: .*requirements-envs.txt") as told:
-        envs.make("verifiers", taskset=LETTERS)
-    assert "\n" not in str(told.value)
-
-
 @pytest.mark.parametrize("options, said", [
     ({}, "taskset"), ({"taskset": LETTERS, "weight": 1}, "unknown option 'weight'.*known: taskset, options"),
     ({"taskset": LETTERS, "tasks": "many"}, "option tasks: expected int")])

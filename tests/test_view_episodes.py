@@ -180,7 +180,7 @@ def test_the_tokenizer_is_that_of_the_newest_checkpoint_or_of_the_model(tmp_path
     """With neither, a token is its number."""
     turn = dict(segment=0, start=0, end=3, reward=1.0)
     write(tmp_path, "val_step_000001", episode(turns=[turn], segments=[segment([5, 6, 2], [-1.0] * 3)]))
-    meta = json.dumps(dict(meta=dict(model="models/countdown-tiny")))
+    meta = json.dumps(dict(meta=dict(args={}, model="models/countdown-tiny")))
 
     for prepare, texts, says in (
             (lambda: None, ["\u27e85\u27e9", "\u27e86\u27e9", "\u27e82\u27e9"], ["no tokenizer"]),

@@ -1,10 +1,12 @@
-"""What the command lines of tools have in common: numbers with bounds, and errors of one line."""
+"""What the command lines of tools share: numbers with bounds, answers and errors of one line, whole files."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from envs import BadInput
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:300]
+    return (text if isinstance(error, BadInput) else f"{type(error).__name__}: {text}")[:1000]
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,6 +43,29 @@ def ends_in_one_line(main):
             return 0
 
     return guarded
+
+
+def answers_in_json(main):
+    """Of a tool that does one thing: what main returns becomes a line of JSON on standard output; bad input
+    is one on standard error, and exit status 1.
+    """
+    @functools.wraps(main)
+    def guarded(argv: list[str] | None = None) -> int:
+        try:
+            print(json.dumps(main(argv)))
+        except (BadInput, OSError, MemoryError) as error:
+            print(json.dumps({"error": one_line(error)}), file=sys.stderr)
+            return 1
+        return 0
+
+    return guarded
+
+
+def flush_to_disk(path: Path) -> None:
+    """What was written to a file, or a name in a folder, outlives a power cut from here on."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def at_least(least: float, kind=int, most: float = math.inf):

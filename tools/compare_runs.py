@@ -19,48 +19,18 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput
-from tools import golden
+from tools import golden, runs
 from tools.command_line import Parser, ends_in_one_line
+from tools.validate_train_log import is_number
 
 HELD_OUT = re.compile(r"val/.+/(greedy|pass@\d+)|val/loss|eval/(greedy_)?(success_rate|return)")
-# Flags that name a run or its folder and never its result.
-OF_THE_FOLDER = {"run_dir", "experiment", "checkpoint_every", "keep_checkpoints", "log_episodes",
-                 "print_samples", "max_concurrent", "vllm_url", "vllm_kwargs"}
-FACTS = ("algo", "env", "config_hash", "experiment_hash", "git_sha")  # of the meta line, shown of every run
+FACTS = ("algo", "env", "config_hash", "experiment_hash", "git_sha")  # shown of every run
 BOLD, PLAIN = "\033[1m", "\033[0m"
-
-
-@dataclass
-class Log:
-    """What a table needs of a run."""
-
-    name: str
-    meta: dict
-    records: list[dict]  # in order
-
-
-def read_log(path: Path) -> Log:
-    """Raises BadInput where there is no meta line. Lines that are half written are left out."""
-    file = path / "train_log.jsonl" if path.is_dir() else path
-    lines = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    lines = [line for line in lines if isinstance(line, dict)]
-    meta = lines[0].get("meta") if lines else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
-        raise BadInput(f"{path}: expected a run folder, or its train_log.jsonl, with a meta line first")
-    return Log(file.absolute().parent.name, meta, [line for line in lines if "iteration" in line])
 
 
 def differing(metas: list[dict], but=frozenset()) -> dict[str, list]:
@@ -88,7 +58,7 @@ def held_out(records: list[dict]) -> dict[str, tuple]:
     found = {}
     for record in records:
         for key, value in record.items():
-            if not HELD_OUT.fullmatch(key) or isinstance(value, bool) or not isinstance(value, int | float):
+            if not HELD_OUT.fullmatch(key) or not is_number(value):
                 continue
             _, best, at = found.get(key, (value, value, record["iteration"]))
             better = value < best if key == "val/loss" else value > best
@@ -98,9 +68,9 @@ def held_out(records: list[dict]) -> dict[str, tuple]:
     return found
 
 
-def table(logs: list[Log]) -> dict[str, list]:
+def table(logs: list[runs.Log]) -> dict[str, list]:
     """{name of a row: its value in each run, None where there is none}"""
-    metas = [log.meta for log in logs]
+    metas = [log.meta | {"experiment_hash": runs.experiment_hash(log.meta)} for log in logs]
     rows = {name: [meta.get(name) for meta in metas] for name in FACTS}
     rows["iterations"] = [max((record["iteration"] for record in log.records), default=0) for log in logs]
     rows |= differing(metas, but={"run_dir"})
@@ -169,8 +139,8 @@ def as_csv(names: list[str], rows: dict[str, list]) -> str:
 
 
 def compare(paths: list[Path], form: str, bold: bool) -> str:
-    logs = [read_log(path) for path in paths]
-    names = [log.name for log in logs]
+    logs = [runs.read(path, damaged=[]) for path in paths]
+    names = [log.folder.name for log in logs]
     if len(set(names)) < len(names):  # folders of one name in different places
         names = [str(path) for path in paths]
     rows = table(logs)

@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, check_names_once, first_line, from_arrow, from_json, without_nulls
 from envs.chat import is_wanted
+from tools.command_line import answers_in_json, flush_to_disk
 
 COLUMNS = ("instance_id", "messages", "model_patch", "run_name")
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "response", "instance_id", "run_name")])
@@ -307,12 +308,6 @@ def write(placed: Iterable, paths: list[Path]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
 def check(args: argparse.Namespace) -> list[Path]:
     """-> the paths of the output.  BadInput for what is wrong before anything is read"""
     if not 0 <= args.val_ratio < 1:
@@ -380,7 +375,8 @@ def run(args: argparse.Namespace) -> dict:
                 if kind not in ("text", "tool_use", "tool_result")}}}
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="Convert chat rows to prompts and responses for sft.py.")
     parser.add_argument("--data", nargs="+", required=True, metavar="PATH_OR_ID",
                         help=".parquet and .jsonl files, folders made by save_to_disk, hub ids")
@@ -409,12 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    try:
-        print(json.dumps(run(args)))
-    except (BadInput, OSError, MemoryError) as error:  # OSError: a folder that may not be looked into
-        print(json.dumps({"error": " ".join(str(error).split()) or "out of memory"}), file=sys.stderr)
-        return 1
-    return 0
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("grpo_llm.py", "ppo_llm.py", "sft.py", "a2c_vecenv.py")
 # Names that two scripts may define differently, because the algorithms differ there.
 DIFFER = {"Args", "REAL_MODEL", "REAL_LORA", "TIMES", "SHOWN", "PER_TOKEN", "main", "evaluate", "rollout",
-          "update", "learning_rate", "gae", "Segment", "episode_reward", "token_logprobs", "hidden_states",
-          "passes", "if __name__ == '__main__'"}
+          "update", "learning_rate", "gae", "Segment", "episode_reward", "token_logprobs", "microbatches",
+          "if __name__ == '__main__'"}
 
 
 def definitions(source: str) -> dict[str, tuple[int, int]]:

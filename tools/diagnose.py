@@ -21,12 +21,13 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from envs import BadInput
+from tools import runs
 from tools.command_line import Parser, ends_in_one_line
 from tools.validate_train_log import COUNTERS, PASS_AT, is_number
-from tools.view_episodes import DAMAGE, step_files
+from tools.view_episodes import DAMAGE
 from tools.watch_run import run_processes
 
 PAGE = "docs/symptoms.md"
@@ -103,41 +104,35 @@ class Run:
 
 def read(folder: Path) -> Run:
     """Raises BadInput, naming the line, for what is no log."""
-    log = folder / "train_log.jsonl" if folder.is_dir() else folder
-    if not log.is_file():
-        raise BadInput(f"{folder}: expected a run's folder, which holds train_log.jsonl")
-    raw = log.read_bytes().splitlines(keepends=True)
-    if raw and not raw[-1].endswith(b"\n"):
-        raw.pop()  # it is still being written, or a kill cut it
-    lines = []
-    for number, line in enumerate(raw, 1):
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            kind = type(error).__name__
-            raise BadInput(f"{log}, line {number}: expected a JSON object ({kind})") from error
-    meta = lines[0].get("meta") if lines else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
-        raise BadInput(f"{log}: expected a meta line first, with the run's args")
-    records = [line for line in lines if all(is_number(line.get(name)) for name in COUNTERS)
+    log = runs.read(folder)
+    records = [line for line in log.records if all(is_number(line.get(name)) for name in COUNTERS)
                and "wall_time_s" in line]
     trained = [r for r in records if "train/reward" in r or "train/loss" in r or "reward_mean" in r]
     evaluations = [r for r in records if any(key.startswith("val/") for key in r)]
-    return Run(log.parent, meta, trained, evaluations, [line["error"] for line in lines
-               if isinstance(line.get("error"), dict)], [line["resume"] for line in lines
-               if isinstance(line.get("resume"), dict)])
+    return Run(log.folder, log.meta, trained, evaluations, log.errors, log.resumes)
 
 
-def replies_of(path: Path) -> list[tuple[str, str, bool]]:
-    """(task, last reply, whether it was judged right) of a file of episodes; damaged lines are left out."""
+class Reply(NamedTuple):
+    """The end of an episode."""
+
+    task: str
+    text: str
+    is_right: bool
+    reward: float
+    termination: str
+
+
+def replies_of(path: Path) -> list[Reply]:
+    """The last replies in a file of episodes; damaged lines are left out."""
     found = []
-    with contextlib.suppress(OSError), path.open("rb") as lines:
-        for line in lines:
+    with contextlib.suppress(OSError):
+        for episode in runs.objects(path, damaged=[]):
             with contextlib.suppress(*DAMAGE):
-                episode = json.loads(line)
                 said = [m.get("content") for m in episode["messages"] if m.get("role") == "assistant"]
-                if said:
-                    found.append((clean(episode["task_id"]), clean(said[-1]), episode["correct"] == 1))
+                reward = episode.get("reward")
+                found.append(Reply(clean(episode["task_id"]), clean(said[-1] if said else ""),
+                                   episode["correct"] == 1, reward if is_number(reward) else 0.0,
+                                   clean(episode.get("termination"))))
     return found
 
 
@@ -158,40 +153,88 @@ def rate(run: Run) -> str:
 # the function that reads them, each with the healthy figure that it was set against.
 
 SAME = 1e-9  # rewards that differ by less are equal, as in the scripts
+IDLE = 3  # iterations, the first or the last, in which no rewards differ: then the scripts name this program
 SHARE_SAME = 0.9  # of the iterations; the default run ends with 5 of 64 groups that differ, so with none idle
 
 
 def reward_stays(run: Run) -> str | None:
-    """All rewards are equal, from the beginning on: no advantage, nothing to learn."""
-    same = []
-    for record in run.records:
-        high, low = record.get("critic/score/max"), record.get("critic/score/min")
-        if is_number(high) and is_number(low):
-            same.append(high - low <= SAME or record.get("rollout/groups_trainable") == 0)
-    if len(same) < FEWEST or not all(same[:FEWEST - 1]) or sum(same) < SHARE_SAME * len(same):
+    """All rewards are equal, from the beginning on or by now: no advantage, nothing to learn."""
+    needed = ("train/reward", "critic/score/max", "critic/score/min")
+    trained = [record for record in run.records if all(is_number(record.get(name)) for name in needed)]
+    same = [not differ(record) or record.get("rollout/groups_trainable") == 0 for record in trained]
+    if len(same) < IDLE:
+        return first_evaluation_is_even(run) if all(same) else None
+    stays = all(same[:IDLE]) and sum(same) >= SHARE_SAME * len(same)
+    has_come = all(same[-IDLE:]) and not reward_falls(run)
+    if not stays and not has_come:
         return None
-    last = run.records[-1]
+    last = trained[-1]
+    facts = dict(right=last.get("train/pass@1"), cut=last.get("response_length/clip_ratio"),
+                 form=form_of(last, "train"), failed=last.get("rollout/termination/error"))
     return (f"rewards do not differ in {sum(same)} of {len(same)} iterations (mean "
-            f"{show(last['train/reward'])}): {why_rewards_are_equal(run, last)}")
+            f"{show(last['train/reward'])}): {why_rewards_are_equal(run, facts, differ(last))}")
 
 
-def why_rewards_are_equal(run: Run, last: dict) -> str:
-    cut = last.get("response_length/clip_ratio", 0.0)
-    correct = last.get("train/pass@1", 0.0)
-    forms = [value for key, value in last.items() if key.startswith("train/") and key.endswith("/format")]
-    if last.get("rollout/termination/error", 0.0) > 0.5:
-        return f"the environment failed in {last['rollout/termination/error']:.0%} of the episodes"
-    if cut > 0.5:
-        return f"{cut:.0%} of the replies are cut by a length limit, before their answer"
-    if last["critic/score/max"] - last["critic/score/min"] > SAME:
-        return "they differ between tasks, but not between the replies to one"
-    if correct > 1 - SAME:
-        return "every reply is right: the tasks are too easy, or the verifier says yes to all"
-    if correct > SAME:
-        return f"{correct:.0%} of the replies are right, and the reward function does not pay for it"
-    if forms and is_number(forms[0]) and forms[0] < 0.5:
-        return f"{forms[0]:.0%} of the replies have the form that the environment reads"
-    return "no reply is right: the tasks are too hard, or the verifier does not find the answers"
+def differ(record: dict) -> bool:
+    return record["critic/score/max"] - record["critic/score/min"] > SAME
+
+
+def form_of(record: dict, kind: str) -> float | None:
+    """Share of the replies in the form that the environment reads, where it tells."""
+    names = [name for name in record if name.startswith(f"{kind}/") and name.endswith("/format")]
+    values = [record[name] for name in names if is_number(record[name])]
+    return statistics.fmean(values) if values else None
+
+
+def first_evaluation_is_even(run: Run) -> str | None:
+    """Before there is training to judge: no task of the first evaluation has right and wrong replies."""
+    best = run.accuracies("pass@n")
+    once = run.accuracies("pass@1")
+    if run.meta.get("algo") not in ("grpo", "ppo") or not best or best.keys() != once.keys():
+        return None
+    if any(best[source][0] - once[source][0] > SAME for source in best):
+        return None
+    first = run.evaluations[0]
+    episodes = replies_of(run.folder / "episodes" / f"val_step_{int(first['iteration']):06d}.jsonl")
+    for is_right in (True, False):
+        rewards = [reply.reward for reply in episodes if reply.is_right == is_right]
+        if rewards and max(rewards) - min(rewards) > SAME:
+            return None  # there is more to earn than to be right
+    right = statistics.fmean(values[0] for values in once.values())
+    facts = dict(right=right, form=form_of(first, "val"))
+    if episodes:
+        ends = collections.Counter(reply.termination for reply in episodes)
+        facts |= dict(cut=(ends["length"] + ends["context"]) / len(episodes),
+                      failed=ends["error"] / len(episodes))
+    return ("no task of the first evaluation has replies that are right and others that are not: "
+            + why_rewards_are_equal(run, facts, SAME < right < 1 - SAME))
+
+
+def why_rewards_are_equal(run: Run, facts: dict, tasks_differ: bool) -> str:
+    """The likely cause, and the figures that speak for it."""
+    numbers = {name: value for name, value in facts.items() if is_number(value)}
+    right = numbers.get("right", 0.0)
+    if numbers.get("failed", 0.0) > 0.5:
+        cause = "the environment fails"
+    elif numbers.get("cut", 0.0) > 0.5:
+        cause = "replies are cut off before their answer"
+    elif tasks_differ:
+        cause = "they differ between tasks, but not between the replies to one"
+    elif right > 1 - SAME:
+        cause = "every reply is right: the tasks are too easy, or the verifier says yes to all"
+    elif right > SAME:
+        cause = "the reward function does not pay for right replies"
+    elif numbers.get("form", 1.0) < 0.5:
+        cause = "replies lack the form that the environment reads"
+    else:
+        cause = "no reply is right: the tasks are too hard, or the verifier does not find the answers"
+    limit = clean(run.args.get("max_response_tokens"))
+    figures = dict(right="{:.0%} of the replies are right",
+                   cut=f"{{:.0%}} are cut off by --max-response-tokens {limit} or --max-context-tokens",
+                   form="{:.0%} have the form that the environment reads",
+                   failed="the environment failed in {:.0%} of the episodes")
+    said = [text.format(numbers[name]) for name, text in figures.items() if name in numbers]
+    return f"{cause} ({', '.join(said)})"
 
 
 STEPS_TO_MOVE = 10  # optimiser steps after which weights have to have moved
@@ -491,10 +534,10 @@ def verifier_is_fooled(run: Run) -> str | None:
         if reward[1] - reward[0] > WRONG_WAY * span > 0 and correct[0] - correct[1] > LOST:
             return (f"the reward rises from {show(reward[0])} to {show(reward[1])}, while the share of right "
                     f"replies falls from {show(correct[0])} to {show(correct[1])}")
-    for path in reversed(step_files(run.folder)):
-        replies = replies_of(path)
-        if len({task for task, *_ in replies}) >= TASKS:  # the newest file with enough of them
-            right = collections.Counter(reply for _, reply, is_right in replies if is_right)
+    for _, _, path in reversed(runs.episode_files(run.folder)):
+        replies = [reply for reply in replies_of(path) if reply.text]
+        if len({reply.task for reply in replies}) >= TASKS:  # the newest file with enough of them
+            right = collections.Counter(reply.text for reply in replies if reply.is_right)
             reply, count = max(right.items(), key=lambda pair: pair[1], default=("", 0))
             if count < SAME_REPLY * len(replies):
                 return None

@@ -39,6 +39,7 @@ from a2c_vecenv import Agent, Args, choose_actions, make_env, sha256
 from envs import BadInput
 from envs.pixels import VEC_ENVS, derive_seed
 from tools.command_line import Parser, at_least, one_line
+from tools.runs import checkpoints
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would stand before the JSON
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,8 +54,7 @@ FIRST_AND_LAST = 800  # how long an episode's two ends are shown at least [ms]
 
 def newest_checkpoint(run: Path) -> tuple[Path, dict, dict, list[str]]:
     """-> the newest one that is complete, its meta line and state; the names of damaged newer ones"""
-    numbered = (path for path in (run / "checkpoints").glob("step_*") if path.name[5:].isdigit())
-    folders = sorted(numbered, key=lambda path: int(path.name[5:]))
+    folders = checkpoints(run)
     if not folders:
         raise BadInput(f"--run {run}: no checkpoints/step_* in it")
     damaged = []

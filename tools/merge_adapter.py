@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput, first_line
-from tools.convert_sft import flush_to_disk
+from tools.command_line import answers_in_json, flush_to_disk
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -253,7 +253,8 @@ def run(args: argparse.Namespace) -> dict:
     return {"out": str(args.output_dir)} | report | write(model, types, tokens, merged, folder, args)
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="Merge a LoRA adapter into its base model.")
     parser.add_argument("--adapter", type=Path, required=True, metavar="DIR",
                         help="folder of the adapter, such as a checkpoint of a run with --lora-rank")
@@ -267,14 +268,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what PEFT warns of is refused: keys that differ, ties that part
-            print(json.dumps(run(args)))
-    except (BadInput, OSError) as error:  # OSError: a folder that may not be looked into
-        print(json.dumps({"error": " ".join(str(error).split())}), file=sys.stderr)
-        return 1
-    return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT warns of is refused: keys that differ, ties that part
+        return run(args)
 
 
 if __name__ == "__main__":

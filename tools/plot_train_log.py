@@ -37,7 +37,11 @@ import numpy as np
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.compare_runs import OF_THE_FOLDER, differing
+from envs import BadInput
+from tools import runs
+from tools.command_line import answers_in_json
+from tools.compare_runs import differing
+from tools.validate_train_log import is_number
 
 # An environment's name is text, whatever dollars it holds.
 matplotlib.rcParams["text.parse_math"] = False
@@ -50,10 +54,6 @@ X_LABELS = {"iteration": "iteration", "env_steps": "", "opt_steps": "optimiser s
 ENV_STEPS = {"a2c": "environment steps", "sft": "trained tokens", "ppo": "generated tokens",
              "grpo": "generated tokens"}
 CSV_COLUMNS = ("metric", "mean", "low", "high", "n", "group", "algo")  # after the first, named as x is
-
-
-class NoPlot(ValueError):
-    """Why there is no figure, in one line."""
 
 
 @dataclass(frozen=True)
@@ -153,95 +153,77 @@ def warn(what: str, **details) -> None:
     print(json.dumps({"warning": what, **details}), file=sys.stderr)
 
 
-def number(value) -> float | None:
-    """A JSON value as a finite float; None for anything else."""
-    try:
-        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return None
-    return float(value) if usable else None
-
-
-def read_run(path: str, x: str) -> Run:
-    """The records of a log. Lines that cannot be read are skipped with a warning; NoPlot if none is left."""
-    path = Path(path)
-    try:
-        path = path / "train_log.jsonl" if path.is_dir() else path
-        raw_lines = path.read_bytes().split(b"\n")
-    except (OSError, ValueError) as error:
-        raise NoPlot(f"{path}: cannot be read ({type(error).__name__})") from error
-    meta, records, resumes, skipped = {}, [], [], 0
-    for raw in filter(bytes.strip, raw_lines):
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict):
-            skipped += 1
-        elif isinstance(line.get("meta"), dict):
-            meta = meta or line["meta"]
-        elif isinstance(line.get("resume"), dict):
-            # A resume line has no wall-clock time: the last record's stands for it.
-            source = records[-1] if x == "wall_time_s" and records else line["resume"]
-            resumes.append(number(source.get(x)))
-        elif number(line.get(x)) is not None:
-            records.append({key: number(value) for key, value in line.items() if number(value) is not None})
-    if skipped:
-        warn("lines skipped: not JSON objects", log=str(path), lines=skipped)
-    algo = meta.get("algo")
+def read_run(path: Path, x: str) -> Run:
+    """The records of a log. Damaged lines are skipped with a warning; BadInput if none is left."""
+    damaged = []
+    log = runs.read(path, damaged)
+    if damaged:
+        warn("lines skipped: not JSON objects", log=str(path), lines=len(damaged))
+    algo = log.meta.get("algo")
     if not isinstance(algo, str) or algo not in PANELS:
-        raise NoPlot(f"{path}: no meta line that names an algorithm ({', '.join(sorted(PANELS))})")
+        raise BadInput(f"{path}: no meta line that names an algorithm ({', '.join(sorted(PANELS))})")
+    records = []
+    for record in log.records:
+        if is_number(record.get(x)):
+            records.append({key: float(value) for key, value in record.items() if is_number(value)})
     if not records:
-        raise NoPlot(f"{path}: no usable record (one with a finite {x})")
-    marks = [at for at in resumes if at is not None]
-    return Run(path, algo, str(meta.get("env") or ""), records, marks, meta)
+        raise BadInput(f"{path}: no usable record (one with a finite {x})")
+    marks = []
+    for resume in log.resumes:
+        at = resume.get(x)
+        if x == "wall_time_s":  # which a resume line has not: that of the last record before it
+            end = resume.get("iteration")
+            before = [record[x] for record in records if is_number(end) and record["iteration"] <= end]
+            at = before[-1] if before else None
+        if is_number(at):
+            marks.append(float(at))
+    return Run(path, algo, str(log.meta.get("env") or ""), records, marks, log.meta)
 
 
 def read_group(paths: list[str], label: str, x: str, smoothing: int, patterns: list[str]) -> Group:
-    """The usable logs among `paths`, combined; the others are warned of. Raises NoPlot when none is left.
+    """The usable logs among `paths`, combined; the others are warned of. Raises BadInput when none is left.
 
     patterns: of the keys that are wanted; none: those of the panels.
     """
-    runs, reasons = [], []
+    members, reasons = [], []
     for path in paths:
         try:
-            runs.append(read_run(path, x))
-        except NoPlot as error:
+            members.append(read_run(Path(path), x))
+        except (BadInput, OSError) as error:
             reasons.append(str(error))
-    if not runs:
-        raise NoPlot("; ".join(reasons))
+    if not members:
+        raise BadInput("; ".join(reasons))
     for reason in reasons:
         warn("log left out", reason=reason)
-    if len({run.algo for run in runs}) > 1:
-        found = ", ".join(f"{run.path} is {run.algo}" for run in runs)
-        raise NoPlot(f"logs of different algorithms do not make one curve: {found}")
-    warn_of_different(runs)
-    ends = [run.records[-1][x] for run in runs]
+    if len({run.algo for run in members}) > 1:
+        found = ", ".join(f"{run.path} is {run.algo}" for run in members)
+        raise BadInput(f"logs of different algorithms do not make one curve: {found}")
+    warn_of_different(members)
+    ends = [run.records[-1][x] for run in members]
     if min(ends) < 0.9 * max(ends):
         warn("runs of different length: the curves stop with the shortest", x=x, ends=ends)
-    keys = sorted({key for run in runs for record in run.records for key in record})
+    keys = sorted({key for run in members for record in run.records for key in record})
     wanted = matching(keys, patterns)
     if not patterns:
         wanted = [key for key in keys if key in WANTED or ACCURACY.fullmatch(key)]
-    series = {key: combine([points(run, key, x, smoothing) for run in runs]) for key in wanted}
+    series = {key: combine([points(run, key, x, smoothing) for run in members]) for key in wanted}
     found = {key: value for key, value in series.items() if value is not None}
     if not found:
-        raise NoPlot(f"{', '.join(map(str, paths))}: no usable record (one with a key of any panel)")
-    resumes = sorted({at for run in runs for at in run.resumes})
-    return Group(label, runs[0].algo, runs[0].env, found, resumes, [run.meta for run in runs])
+        raise BadInput(f"{', '.join(map(str, paths))}: no usable record (one with a key of any panel)")
+    resumes = sorted({at for run in members for at in run.resumes})
+    return Group(label, members[0].algo, members[0].env, found, resumes, [run.meta for run in members])
 
 
 def differing_flags(metas: list[dict]) -> dict[str, list]:
     """Those that make runs different experiments: the seed does not."""
-    metas = [meta | {"args": meta["args"] if isinstance(meta.get("args"), dict) else {}} for meta in metas]
-    return differing(metas, but=OF_THE_FOLDER | {"seed"})
+    return differing(metas, but=runs.OF_THE_FOLDER | {"seed"})
 
 
-def warn_of_different(runs: list[Run]) -> None:
-    """Where the runs of a group say that they are not seeds of one experiment."""
-    if len({run.meta.get("experiment_hash") for run in runs} - {None}) > 1:
-        warn("runs of different experiments in one group", logs=[str(run.path) for run in runs],
-             differ=differing_flags([run.meta for run in runs]))
+def warn_of_different(members: list[Run]) -> None:
+    """Where the runs of a group are not seeds of one experiment."""
+    if len({runs.experiment_hash(run.meta) for run in members}) > 1:
+        warn("runs of different experiments in one group", logs=[str(run.path) for run in members],
+             differ=differing_flags([run.meta for run in members]))
 
 
 def name_groups(groups: list[Group], paths: list[list[str]]) -> None:
@@ -259,13 +241,13 @@ def name_groups(groups: list[Group], paths: list[list[str]]) -> None:
 
 
 def matching(keys: list[str], patterns: list[str]) -> list[str]:
-    """The keys that patterns such as train/rows/* name. NoPlot for one that names none."""
+    """The keys that patterns such as train/rows/* name. BadInput for one that names none."""
     found = []
     for pattern in patterns:
         named = [key for key in keys if fnmatch.fnmatchcase(key, pattern)]
         if not named:
             close = difflib.get_close_matches(pattern, keys, n=3, cutoff=0.3)
-            raise NoPlot(f"--key {pattern}: no record has it; the closest are {', '.join(close)}")
+            raise BadInput(f"--key {pattern}: no record has it; the closest are {', '.join(close)}")
         found += [key for key in named if key not in found]
     return found
 
@@ -335,14 +317,14 @@ def read_csv(path: Path) -> tuple[str, list[Group]]:
             point = tuple(map(float, (x, mean, low, high)))
             columns.setdefault((label, algo), {}).setdefault((key, int(n)), []).append(point)
     except (OSError, ValueError, IndexError, csv.Error) as error:
-        raise NoPlot(f"{path}: not a CSV of this tool ({error})") from error
+        raise BadInput(f"{path}: not a CSV of this tool ({error})") from error
     groups = []
     for (label, algo), series in columns.items():
         groups.append(Group(label, algo))
         for (key, n), found in series.items():
             groups[-1].series[key] = Series(*np.array(found).T, n)
     if not groups or groups[0].algo not in PANELS:
-        raise NoPlot(f"{path}: no usable row")
+        raise BadInput(f"{path}: no usable row")
     return header[0], groups
 
 
@@ -379,14 +361,14 @@ def curves_of(panel: Panel, group: Group) -> list[Curve]:
 
 def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: str = "",
          patterns: list[str] = ()) -> list[str]:
-    """Writes the figure; returns the titles of its panels. Raises NoPlot when there is nothing to draw."""
+    """Writes the figure; returns the titles of its panels. Raises BadInput when there is nothing to draw."""
     main = groups[0]
     chosen = [Panel(key, "", (Curve(key),)) for key in matching(sorted(main.series), patterns)]
     panels = {panel: curves for panel in chosen or layout(main)
               if only in panel.title and (curves := curves_of(panel, main))}
     if not panels:
         wanted = f"a panel with {only!r} in its title" if only else "any panel"
-        raise NoPlot(f"no usable record: none has a key of {wanted}")
+        raise BadInput(f"no usable record: none has a key of {wanted}")
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}.get(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(max(4.0 * columns, 6), 2.9 * rows + 0.8),
@@ -406,7 +388,7 @@ def draw(groups: list[Group], x: str, title: str, note: str, out: Path, only: st
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture format
-        raise NoPlot(f"{out}: cannot be written ({error})") from error
+        raise BadInput(f"{out}: cannot be written ({error})") from error
     finally:
         plt.close(figure)
     return [panel.title for panel in panels]
@@ -531,30 +513,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
-    try:
-        if args.from_csv:
-            x, groups = read_csv(args.from_csv)
-        else:
-            x = args.x
-            groups = [read_group(paths, "", x, args.smoothing, args.key) for paths in args.log]
-            if args.label:
-                for group, label in zip(groups, args.label, strict=True):
-                    group.label = label
-            elif len(groups) > 1:
-                name_groups(groups, args.log)
-            if args.control:
-                groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
-        title, note = describe(groups, args.smoothing)
-        panels = draw(groups, x, args.title or title, note, args.out, args.panel, args.key)
-        if args.csv:
-            write_csv(args.csv, x, groups)
-    except (NoPlot, OSError) as error:
-        print(json.dumps({"error": str(error)}), file=sys.stderr)
-        return 1
-    print(json.dumps({"out": str(args.out), "panels": panels, "runs": [group.runs for group in groups]}))
-    return 0
+    if args.from_csv:
+        x, groups = read_csv(args.from_csv)
+    else:
+        x = args.x
+        groups = [read_group(paths, "", x, args.smoothing, args.key) for paths in args.log]
+        if args.label:
+            for group, label in zip(groups, args.label, strict=True):
+                group.label = label
+        elif len(groups) > 1:
+            name_groups(groups, args.log)
+        if args.control:
+            groups.append(read_group(args.control, args.control_label, args.x, args.smoothing, args.key))
+    title, note = describe(groups, args.smoothing)
+    panels = draw(groups, x, args.title or title, note, args.out, args.panel, args.key)
+    if args.csv:
+        write_csv(args.csv, x, groups)
+    return {"out": str(args.out), "panels": panels, "runs": [group.runs for group in groups]}
 
 
 if __name__ == "__main__":

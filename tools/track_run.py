@@ -26,22 +26,14 @@ from dotenv import load_dotenv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, at_least, ends_in_one_line, one_line
+from tools import runs
+from tools.command_line import Parser, at_least, ends_in_one_line
 
 COLUMNS = ["prompt", "response", "reward", "is_correct", "data_source", "metrics_json"]  # of a table
 MOST_TEXT = 20_000  # characters of a cell
 # What wandb sends of its own accord and --redact could not look at: command line, host, commit, console.
 PRIVATE = dict(console="off", disable_git=True, disable_code=True, x_disable_meta=True,
                x_disable_machine_info=True, x_save_requirements=False)
-
-
-def log_lines(log: Path) -> list[dict]:
-    """The complete lines: the last one may still be being written."""
-    lines = [line for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    try:
-        return [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"{log}: expected lines of JSON objects ({one_line(error)})") from error
 
 
 def safe(value, patterns):
@@ -73,7 +65,7 @@ def episodes_of(folder: Path, kind: str, iteration: int) -> list[dict]:
     path = folder / "episodes" / f"{kind}_step_{iteration:06d}.jsonl"
     if not path.is_file():
         return []
-    found = [line for line in log_lines(path) if isinstance(line.get("messages"), list)]
+    found = [line for line in runs.objects(path) if isinstance(line.get("messages"), list)]
     return sorted(found, key=lambda episode: episode.get("number") or 0)
 
 
@@ -121,8 +113,8 @@ def begin(folder: Path, meta: dict, args):
         known = meta["run_id"].translate(str.maketrans(":;,#?/'", "-------"))  # those wandb refuses
         name = args.name or os.environ.get("WANDB_NAME") or meta["run_id"]
         group = None  # wandb's own variable
-        if not os.environ.get("WANDB_RUN_GROUP") and "experiment_hash" in meta:
-            group = f"{meta['algo']}-{meta['experiment_hash'][:12]}"
+        if not os.environ.get("WANDB_RUN_GROUP"):
+            group = f"{meta['algo']}-{meta['experiment_hash']}"
         config = meta["args"] | {key: value for key, value in meta.items() if key != "args"}
         settings = wandb.Settings(**PRIVATE) if args.redact else None
         return wandb.init(id=known, name=safe(name, args.redact), dir=folder, resume="allow", group=group,
@@ -146,12 +138,12 @@ def tables(args, iteration: int) -> dict:
     return found
 
 
-def send(run, lines: list[dict], after: int, args) -> int:
+def send(run, records: list[dict], after: int, args) -> int:
     """Send the records of iterations after that one.  -> the last one's iteration"""
-    for line in lines:
-        if line.get("iteration", -1) > after and "wall_time_s" in line:
-            after = line["iteration"]
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    for record in records:
+        if record["iteration"] > after and "wall_time_s" in record:
+            after = record["iteration"]
+            numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
             run.log(safe(numbers, args.redact) | tables(args, after), after)
     return after
 
@@ -197,17 +189,17 @@ def main(argv: list[str] | None = None) -> int:
                         help="what must not leave the machine; may be given several times")
     parser.add_argument("--artifacts", choices=("last", "best"), help="send this checkpoint, too")
     args = parser.parse_args(argv)
-    log = args.run / "train_log.jsonl"
-    while not (lines := log_lines(log)) and not args.once:
+    while not runs.objects(args.run / "train_log.jsonl") and not args.once:
         time.sleep(args.every)  # the run is still loading
-    if not (lines and isinstance(meta := lines[0].get("meta"), dict) and "args" in meta):
-        raise BadInput(f"{args.run}: expected a run folder, with a meta line in train_log.jsonl")
+    meta = runs.read(args.run).meta
+    meta["experiment_hash"] = runs.experiment_hash(meta)
     if args.artifacts == "best" and meta.get("algo") != "sft":
         raise BadInput(f"--artifacts best: {meta.get('algo')} keeps none, as sft does; expected last")
     run, after, sent = begin(args.run, meta, args), -1, ""
     try:
         while True:
-            after = send(run, log_lines(log), max(after, run.starting_step - 1), args)
+            records = runs.read(args.run).records
+            after = send(run, records, max(after, run.starting_step - 1), args)
             if args.artifacts:
                 sent = send_checkpoint(run, meta, sent, args)
             if args.once:

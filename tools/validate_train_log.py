@@ -36,7 +36,7 @@ def _keys(**names: str) -> dict[str, str]:
 META = _keys(count="schema_version", text="run_id algo config_hash device", text_or_null="env git_sha",
              flag_or_null="git_dirty", integer="seed", object="args versions", texts="argv", utc="started_at")
 VERSIONS = _keys(text="python torch numpy")
-META_OPTIONAL = _keys(text="experiment_hash")  # in newer logs
+META_OPTIONAL = _keys(text="script_sha256")  # in newer logs
 META_LLM = _keys(string="model", text="model_sha256")  # model is "" when it starts from random weights
 META_A2C = _keys(count="num_envs num_actions", count_or_null="frames_per_step stack_k",
                  text_or_null="action_codec_id goal_dir goal_sha256")
@@ -44,6 +44,7 @@ META_ROM = _keys(text="rom_path rom_sha256", text_or_null="state_path state_sha2
                  count="release_after_frames")
 RESUME = _keys(text="run_id trace_id checkpoint", count="iteration env_steps opt_steps",
                text_or_null="git_sha", utc="at")
+RESUME_OPTIONAL = _keys(flag_or_null="git_dirty")  # in newer logs
 ERROR = _keys(text="type", string="message", text_or_null="receipt")
 
 # Metrics of a record: name -> (kind, meaning). One whose kind has a ? need not be there. After the kind come
@@ -86,14 +87,10 @@ _GRPO_AND_PPO = {
     "train/grad_norm": ("amount", "global gradient norm before clipping"),
     "train/weight_norm": ("amount?", "global norm of the policy's trained weights"),
     "train/learning_rate": ("number", "learning rate of the iteration"),
-    "train/global_step": ("count", "optimiser steps so far"),
     "train/pass@1": ("rate?", "share of the iteration's episodes that are correct"),
     "kl/k1": ("number?", "mean of logprobs - ref_logprobs, 0 without a reference [nats/token]"),
     "critic/score": (_SPREAD, "episode rewards: mean, max, min"),
-    "critic/rewards": (_SPREAD, "episode rewards after penalties (GRPO has none in the reward): mean, max, "
-                       "min"),
     "critic/advantages": (_SPREAD, "advantages of the trained responses: mean, max, min"),
-    "critic/returns": (_SPREAD, "the same (there is no critic): mean, max, min"),
     "response_length": (_SPREAD, "tokens after the prompt: mean, max, min [tokens]"),
     "response_length/clip_ratio": ("rate", "share of the responses that a length limit cut off"),
     "prompt_length": (_SPREAD, "tokens of the prompt: mean, max, min [tokens]"),
@@ -136,7 +133,6 @@ METRICS = {
                        "before [nats]"),
         "train/learning_rate": ("number", "learning rate of the last step"),
         "train/epoch": ("number", "rows seen over rows there are"),
-        "train/global_step": ("count", "optimiser steps so far"),
         "train/throughput": ("amount", "tokens per second, prompts included, padding not [tokens/s]"),
         "train/grad_norm": ("amount", "global gradient norm before clipping, mean since the record before"),
         "train/weight_norm": ("amount?", "global norm of the trained weights"),
@@ -179,7 +175,6 @@ METRICS = {
                             "[nats/token]"),
         "train/grad_norm": ("amount?", "global gradient norm of the policy before clipping"),
         "train/learning_rate": ("number?", "the policy's learning rate"),
-        "train/global_step": ("count", "optimiser steps so far, the critic's included"),
         "train/policy_steps": ("amount?", "optimiser steps of the policy in this iteration; --target-kl may "
                                "end them early"),
         "kl/k1": ("number?", "mean of logprobs - ref_logprobs before the update, 0 without a reference "
@@ -240,6 +235,7 @@ METRICS = {
     },
 }
 METRICS = {algo: metrics | _EVERY for algo, metrics in METRICS.items()}
+METRICS["ppo"]["opt_steps"] = ("count", "optimiser steps so far, the critic's included")
 
 
 def keys_of(name: str, kind: str) -> list[str]:
@@ -377,8 +373,7 @@ class Checker:
             return
         if line > 1:
             self.wrong(line, "meta", "the meta line must be line 1")
-        optional = META_OPTIONAL.keys() & meta.keys() if isinstance(meta, dict) else ()
-        if not self.keys(line, meta, META | {key: META_OPTIONAL[key] for key in optional}, "meta"):
+        if not self.keys(line, meta, META | present(META_OPTIONAL, meta), "meta"):
             return
         algo = meta.get("algo")
         if isinstance(algo, str) and algo not in ALGOS:
@@ -430,7 +425,7 @@ class Checker:
 
     def resume(self, line: int, resume) -> None:
         self.resumes += 1
-        if not self.keys(line, resume, RESUME, "resume"):
+        if not self.keys(line, resume, RESUME | present(RESUME_OPTIONAL, resume), "resume"):
             return
         self.same_run(line, "resume.run_id", resume.get("run_id"))
         self.trace(line, "resume.trace_id", resume)
@@ -520,6 +515,11 @@ def is_validation_only(record: dict, algo: str) -> bool:
     own = REQUIRED[algo].keys() - COMMON.keys()
     trained = own.__contains__ if algo == "a2c" else lambda key: key.startswith("train/")
     return any(key.startswith(("val/", "data/")) for key in record) and not any(map(trained, record))
+
+
+def present(kinds: dict[str, str], value) -> dict[str, str]:
+    """Those of the keys that `value` has."""
+    return {key: kind for key, kind in kinds.items() if isinstance(value, dict) and key in value}
 
 
 def optional_keys(record: dict, algo: str | None) -> dict[str, str]:

@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from envs import BadInput
-from tools.command_line import Parser, one_line
+from tools.command_line import Parser, answers_in_json, one_line
+from tools.runs import EPISODES, checkpoints, episode_files, read
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = Path(__file__).with_suffix(".html")
-FILE = re.compile(r"((train|val)_step_([0-9]{1,12}))\.jsonl")
 CHUNK = 2**18  # characters of JSON: what the page unpacks to show one episode
 PREVIEW = 120  # characters of the last reply, for the list
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -41,9 +41,7 @@ DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowE
 
 
 def step_files(run: Path) -> list[Path]:
-    found = [(int(match[3]), path.name, path) for path in (run / "episodes").glob("*_step_*")
-             if (match := FILE.fullmatch(path.name))]
-    return [path for *_, path in sorted(found)]
+    return [path for _, _, path in episode_files(run)]
 
 
 def find(path: Path) -> dict[Path, list[Path]]:
@@ -51,7 +49,7 @@ def find(path: Path) -> dict[Path, list[Path]]:
     if not path.exists():
         raise BadInput(f"{path}: there is no such folder")
     inside = path.resolve()
-    if FILE.fullmatch(inside.name) and inside.parent.name == "episodes":
+    if EPISODES.fullmatch(inside.name) and inside.parent.name == "episodes":
         return {inside.parent.parent: [inside]}
     for run in (inside, *inside.parents[:2]):  # episodes/ and checkpoints/step_000010/ lie in their run
         if files := step_files(run):
@@ -81,10 +79,9 @@ BYTES = {chr(byte): byte for byte in PRINTABLE} | {  # how byte-level vocabulari
 
 def load_tokenizer(run: Path):
     """The tokenizers.Tokenizer of a run's newest checkpoint, else of the model it started from; else None."""
-    places = sorted((run / "checkpoints").glob("step_*"), reverse=True)
+    places = checkpoints(run)[::-1]
     try:
-        with (run / "train_log.jsonl").open(encoding="utf-8") as log:
-            model = json.loads(log.readline())["meta"]["model"]
+        model = read(run, damaged=[]).meta["model"]
         places += [Path(model), ROOT / model] if model else []
     except DAMAGE:
         model = None
@@ -299,7 +296,7 @@ def elements(runs: dict[Path, list[Path]], report: dict):
         raise BadInput(f"{where}: no episode that can be read ({len(report['damaged'])} damaged lines)")
     report["episodes"] = len(rows)
     yield packed("index", as_json({
-        "runs": names, "files": [[name, *FILE.fullmatch(file.name).groups()] for name, _, file in files],
+        "runs": names, "files": [[name, *EPISODES.fullmatch(file.name).groups()] for name, _, file in files],
         "rows": rows, "sizes": sizes, "damaged": report["damaged"]}))
 
 
@@ -327,17 +324,13 @@ def run(args: argparse.Namespace) -> dict:
     return {"out": str(out), "bytes": out.stat().st_size} | report | {"damaged": len(report["damaged"])}
 
 
-def main(argv: list[str] | None = None) -> int:
+@answers_in_json
+def main(argv: list[str] | None = None) -> dict:
     parser = Parser(description="Browse the episodes of runs in one HTML page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of runs")
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="the page (default: episodes.html in the folder of the first run)")
-    try:
-        print(json.dumps(run(parser.parse_args(argv))))
-    except (BadInput, OSError) as error:  # OSError: a folder that may not be looked into
-        print(json.dumps({"error": one_line(error)}), file=sys.stderr)
-        return 1
-    return 0
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
