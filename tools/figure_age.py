@@ -8,8 +8,8 @@ A figure names the commit that it was made at and its sources. It is stale if a 
     any other file                                       another content
 
 Golden logs are compared from one commit that changed them to the next, up to the working tree: by the
-tolerances of tools/compare_runs.py --golden, in what both have of LEARNED. Where a commit changes the command of
-a golden run, its logs cannot be compared, which matters only if it changes the script as well.
+tolerances of tools/compare_runs.py --golden, in what both have of LEARNED. Where a commit changes the command
+of a golden run, its logs cannot be compared, which matters only if it changes the script as well.
 
 A clone without history knows no commits, and without git there is nothing to ask: CannotTell.
 """
@@ -30,8 +30,9 @@ from tools import golden
 SCRIPTS = ("grpo_llm.py", "ppo_llm.py", "sft.py", "a2c_vecenv.py")
 COMMANDS = "tools/golden.py"
 # What is sampled, learned and held out. Others may come to mean another thing, and the curves stay.
-LEARNED = re.compile(r"(val|eval)/.*|(train/|critic/)?(reward.*|.*loss|approx_kl|entropy.*|.*_norm|learning_rate)"
-                     r"|env_steps|response_length/.*|success_rate|episode_.*|dist_.*")
+LEARNED = re.compile(
+    r"(val|eval)/.*|(train/|critic/)?(reward.*|.*loss|approx_kl|entropy.*|.*_norm|learning_rate)"
+    r"|env_steps|response_length/.*|success_rate|episode_.*|dist_.*")
 NOW = ""  # in place of a commit: the working tree
 
 
@@ -137,13 +138,20 @@ def why_other_logs(root: Path, before: str, after: str, script: str) -> str:
         if command.split()[0] != script or old is None or new is None:
             continue
         if new_commands.get(name) == command:
-            for record, other in zip(old, new, strict=False):
-                for key in filter(LEARNED.fullmatch, record):
-                    if key in other and not golden.excess(key, record[key], other[key], record) <= 1:  # it may be nan
-                        at = f" since {after[:7]}" if after else ""
-                        return f"{script} logs another {key}{at} (golden run {name})"
+            if key := first_other(old, new):
+                at = f" since {after[:7]}" if after else ""
+                return f"{script} logs another {key}{at} (golden run {name})"
         elif why_written_otherwise(root, before, after, script):
             return f"{script} changed with the command of its golden run {name}, at {after[:7] or 'the end'}"
+    return ""
+
+
+def first_other(old: list[dict], new: list[dict]) -> str:
+    """The first metric of LEARNED that differs by more than rounding; empty where none does."""
+    for record, other in zip(old, new, strict=False):
+        for key in filter(LEARNED.fullmatch, record):
+            if key in other and not golden.excess(key, record[key], other[key], record) <= 1:  # it may be nan
+                return key
     return ""
 
 
