@@ -206,7 +206,7 @@ FIGURES = (
            ("grpo_llm.py", "benchmarks/sampler.py"), "learning", 60,
            (f"rm -rf {RUNS}/faults benchmarks/results/sampler_faults.csv",
             f"python benchmarks/sampler.py faults --runs {RUNS}/faults"), needs="models/smollm2-135m"),
-    cost("overlap_speed", "grpo_llm.py docs/variants/overlap.diff", 25,
+    cost("overlap_speed", "grpo_llm.py docs/variants/overlap.diff", 15,
          "overlap.py --width 192 --iterations 20", needs="vllm"),
     cost("step", "grpo_llm.py", 4, "grpo_vs_trl.py step", needs=".venv-trl"),
     cost("real", "grpo_llm.py", 60, "grpo_vs_trl.py real --repeats 5", needs=".venv-trl"),
