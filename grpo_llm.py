@@ -511,10 +511,8 @@ def store_logprobs(model, groups, name, args):
 
 
 def pass_loss(model, batch, num_tokens, num_segments, args):
-    """This pass's part of the minibatch's loss.
-
-    -> the loss; sums over tokens for the log (a new metric is added here, and its meaning in
-    tools/validate_train_log.py); the sampled tokens' log-probabilities, by trainer and by sampler (2, N)
+    """This pass's part of the minibatch's loss.  -> loss; sums over tokens for the log (of a new metric,
+    tools/validate_train_log.py has the meaning); log-probabilities of sampled tokens, by trainer and sampler
     """
     logprobs, entropy = token_logprobs(model, batch, args.temperature)  # (B, T)
     mask, advantages = batch["response_mask"], batch["advantages"]
@@ -557,7 +555,9 @@ def update(model, reference, optimizer, groups, args):
     minibatches = min(args.minibatches, max(gather([len(groups)])))
     orders = [torch.randperm(len(groups)).tensor_split(minibatches) for _ in range(args.epochs)]
     for numbers in itertools.chain(*orders):
-        segments = [*itertools.chain(*(groups[number] for number in numbers.tolist()))]
+        segments = []
+        for number in numbers.tolist():
+            segments += groups[number]
         lengths = gather([sum(s.response_mask) for s in segments])  # of the minibatch, in all processes
         num_tokens = sum(lengths)
         logprobs = []  # of each pass, of trainer and sampler
@@ -1101,10 +1101,11 @@ def load_weights(name, dtype=torch.float32):
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
+    tasks = []
     if args.iterations:
         tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
-    else:
-        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
+    elif env.num_tasks("test"):
+        tasks = [env.task("test", 0)]
     texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
     prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
     if not all(prompts):
@@ -1335,8 +1336,7 @@ class HfEngine(Engine):
             while True:
                 waiting = await self.next_requests(of_all=True)
                 longest = max(len(request.prompt_ids) for request in waiting) + self.args.max_response_tokens
-                # A cached token takes far less memory than a trained one, hence the factor.
-                size = max(1, 16 * self.args.microbatch_tokens // longest)
+                size = max(1, 16 * self.args.microbatch_tokens // longest)  # cached tokens take less memory
                 for start in range(0, len(waiting), size):
                     self.answer(waiting[start:start + size])
 

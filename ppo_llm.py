@@ -1110,10 +1110,11 @@ def load_weights(name, dtype=torch.float32):
 
 def check_prompts(env, tokenizer, args):
     """Refuse a model whose tokenizer or context does not fit the tasks of the first iteration."""
+    tasks = []
     if args.iterations:
         tasks = [env.training_task(n, args.seed) for n in range(args.prompts_per_iteration)]
-    else:
-        tasks = [env.task("test", n) for n in range(env.num_tasks("test"))[:1]]
+    elif env.num_tasks("test"):
+        tasks = [env.task("test", 0)]
     texts = [render(task.messages, tokenizer, args, task.tools) for task in tasks]
     prompts = tokenizer(texts, add_special_tokens=False).input_ids if texts else [[]]
     if not all(prompts):
@@ -1344,8 +1345,7 @@ class HfEngine(Engine):
             while True:
                 waiting = await self.next_requests(of_all=True)
                 longest = max(len(request.prompt_ids) for request in waiting) + self.args.max_response_tokens
-                # A cached token takes far less memory than a trained one, hence the factor.
-                size = max(1, 16 * self.args.microbatch_tokens // longest)
+                size = max(1, 16 * self.args.microbatch_tokens // longest)  # cached tokens take less memory
                 for start in range(0, len(waiting), size):
                     self.answer(waiting[start:start + size])
 

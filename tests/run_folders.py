@@ -285,6 +285,13 @@ def log_lines(folder):
     return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
 
 
+def receipt_of(folder):
+    """The one error of a log.  -> the error, its receipt's meta.json, traceback.txt and folder"""
+    (error,) = [line["error"] for line in log_lines(folder) if "error" in line]
+    path = folder / error["receipt"]
+    return error, json.loads((path / "meta.json").read_text()), (path / "traceback.txt").read_text(), path
+
+
 def records(folder):
     return [line for line in log_lines(folder) if "iteration" in line]
 

@@ -13,7 +13,17 @@ import a2c_vecenv as a2c
 from envs import BadInput
 from envs.pixels import row_seeds
 from envs.pixels.pixel_goal import PixelGoal
-from tests.run_folders import SMALL, killed_after, log_lines, process, records, state_of, timeless, train
+from tests.run_folders import (
+    SMALL,
+    killed_after,
+    log_lines,
+    process,
+    receipt_of,
+    records,
+    state_of,
+    timeless,
+    train,
+)
 from tools.validate_train_log import validate
 
 
@@ -103,16 +113,6 @@ def test_a_run_says_how_observations_are_scaled(flags, says, tmp_path, capsys):
 # Failing
 
 
-def receipt_of(folder):
-    """The one error of a log and its receipt. -> receipt.json, its folder"""
-    (line,) = (line for line in log_lines(folder) if "error" in line)
-    path = folder / line["error"]["receipt"]
-    told = json.loads((path / "receipt.json").read_text())
-    assert told["type"] == line["error"]["type"] and validate(folder)["ok"]
-    assert {"versions", "git_sha", "seed", "args", "traceback", "iteration", "opt_steps"} <= set(told)
-    return told, path
-
-
 def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
     """The last frames of four environments, their last actions and distances."""
     loss, calls = a2c.a2c_loss, []
@@ -126,8 +126,9 @@ def test_ctrl_c_leaves_a_receipt_with_frames(tmp_path, monkeypatch):
     monkeypatch.setattr(a2c, "a2c_loss", interrupted)
     with pytest.raises(SystemExit, match="KeyboardInterrupt.*receipt"):
         train(a2c, tmp_path / "run")
-    told, path = receipt_of(tmp_path / "run")
-    assert told["iteration"] == 2 and told["type"] == "KeyboardInterrupt"
+    error, meta, _, path = receipt_of(tmp_path / "run")
+    assert meta["iteration"] == 2 and error["type"] == "KeyboardInterrupt"
+    assert validate(tmp_path / "run")["ok"]
 
     pictures = [Image.open(file) for file in sorted(path.glob("*.png"))]
     assert [picture.size for picture in pictures] == [(80, 72)] * 4
@@ -147,8 +148,8 @@ def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp
     monkeypatch.setattr(Held, "breaks_at", 5)
     with pytest.raises(ZeroDivisionError):
         train(a2c, tmp_path / "run", env_id="HeldFast-v0")
-    told, path = receipt_of(tmp_path / "run")
-    assert "in the engine" in "".join(told["traceback"]) and not list(path.glob("*.png"))
+    *_, frames, path = receipt_of(tmp_path / "run")
+    assert "in the engine" in frames and not list(path.glob("*.png"))
 
 
 # Slow: processes of their own

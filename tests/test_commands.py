@@ -131,7 +131,6 @@ ELSEWHERE = {
         "test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again": [
             "torchrun --max-restarts N",
         ],
-        "test_two_processes_train_as_one_does": ["torchrun --nproc-per-node 2"],
     },
     "tests/test_engines.py": {
         "test_with_vllm_each_sampled_token_has_the_trainers_logprob_and_a_resume_is_exact": [
@@ -174,7 +173,6 @@ CANNOT = {
     "srun *": "gpu",
     "*--cudagraphs*": "gpu",
     "*--vllm-kwargs *": "gpu",
-    "*data=Jiayi-Pan/*": "hub",
     "* --dataset OWNER/NAME *": "hub",
     "python tools/convert_sft.py --data OWNER/NAME *": "hub",
     "python -m nltk.downloader *": "network",
@@ -207,7 +205,7 @@ PROGRAM = re.compile(
     r"|for|make_\w+\.sh|\.ci/run)(?= |$)")
 NO_COMMAND = re.compile(r"(diff --git a/|for \S+(, \S+)? in .*:$|for .*\)$)")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-VALUES = {"$seed": "1", "$s": "1", "$prompt": "short", "$name": "one"}
+VALUES = {"$seed": "1", "$s": "1"}
 
 
 class Command(NamedTuple):
@@ -430,8 +428,6 @@ def files(tmp_path_factory):
     (folder / "scenarios").symlink_to(ROOT / "envs/code/repl_scenarios")
     shutil.copy(ROOT / "docs/results/grpo_llm.csv", folder / "grpo.csv")
     shutil.copy(ROOT / "envs/arcagi3/session.json", folder / "look/session.jsonl")
-    (folder / "short.txt").write_text("Mend it.")
-    (folder / "long.txt").write_text("Find what is wrong, and mend it.")
     (folder / "way.txt").write_text("B UP*3 A RIGHT DOWN")
     (folder / "game.gb").write_bytes(make_rom.rom())
     return folder
@@ -523,9 +519,6 @@ def runs(files, tmp_path_factory):
             ("grpo_llm", "grpo", dict(log_episodes=1.0)), ("grpo_llm", "lora", dict(lora_rank=2)),
             ("sft", "sft", {}), ("a2c_vecenv", "a2c", {}), ("ppo_llm", "ppo", {}),
             ("a2c_vecenv", "pong", dict(env_id="CartPole-v1")),
-            ("grpo_llm", "countdown4", dict(
-                model=str(ROOT / "models/countdown4"), iterations=0, max_response_tokens=64, log_episodes=1.0,
-                env_kwargs=("min_operands=4", "max_operands=4", "max_intermediate=200", "test_tasks=32"))),
             ("grpo_llm", "rows", dict(model=f"{files}/tiny", env="rows", env_kwargs=(
                 f"data={files}/train.jsonl", "prompt=question", "answer=answer", "check=number")))):
         train(importlib.import_module(script), folder / name, **flags)
@@ -542,8 +535,7 @@ def runs(files, tmp_path_factory):
 
 DIM = "tau=0.001"  # tests/make_rom.py's pictures differ in little
 # Parts of a path, and the run that is put there.
-OF_PATH = {"pong": "pong", "a2c": "a2c", "sft": "sft", "ppo": "ppo", "rows": "rows",
-           "countdown4/eval": "countdown4"}
+OF_PATH = {"pong": "pong", "a2c": "a2c", "sft": "sft", "ppo": "ppo", "rows": "rows"}
 WRITTEN = ("--run-dir", "--out", "--csv", "--output-dir", "--runs")
 
 

@@ -120,7 +120,7 @@ def test_greedy_replies_are_those_of_transformers(loaded):
 
 def test_an_adapter_is_trained_in_float32_without_a_mismatch(lora_run):
     run, said = lora_run
-    assert "defaults of real models" in said
+    assert "weights; defaults for 20,000,000 or more: --" in said
     assert "LoRA adapts down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
     verdict = validate(run, strict=True)
     assert verdict["ok"], verdict
