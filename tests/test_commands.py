@@ -56,9 +56,6 @@ ELSEWHERE = {
         "sh benchmarks/make_trl_env.sh": ["*make_trl_env.sh*"],
         "sh benchmarks/make_sb3_env.sh": ["*make_sb3_env.sh*"],
         "tools/get_smollm2.py": ["python tools/get_smollm2.py"],
-        "rollout.py --overhead": ["python benchmarks/rollout.py --overhead"],
-        "sft_vs_trl.py memory": ["python benchmarks/sft_vs_trl.py memory"],
-        "openspiel.py iteration": ["python benchmarks/openspiel.py iteration*"],
         'uv" run --quiet grpo_llm.py': ["uv run grpo_llm.py"],
     },
     "requirements.txt": {
@@ -154,6 +151,8 @@ ELSEWHERE = {
         ],
     },
     "tests/test_benchmarks.py": {
+        "test_a_run_of_code_that_computes_otherwise_begins_anew": ["python benchmarks/refresh.py *"],
+        "test_figures_are_made_once_and_go_on_where_they_stopped": ["python benchmarks/refresh.py"],
         "test_runs_of_losses_go_on_after_a_kill_and_end_once": [
             "python benchmarks/losses.py --stage rates *",
             "python benchmarks/losses.py --table",
@@ -189,11 +188,7 @@ CANNOT = {
     "python benchmarks/losses.py --stage knobs *": "hours",
     "python benchmarks/smollm2.py --jobs 2": "hours",
     "python benchmarks/sampler.py faults": "hours",
-    "python benchmarks/overlap.py accuracy": "hours",
-    "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # and the next three: minutes, in no shorter form
-    "python benchmarks/a2c_vs_sb3.py log": "hours",
-    "python benchmarks/a2c_vs_sb3.py memory": "hours",
-    "python benchmarks/openspiel.py games *--model *": "hours",
+    "python benchmarks/a2c_vs_sb3.py cartpole": "hours",  # minutes, in no shorter form
     "python benchmarks/smollm2.py --only *": "hours",
 }
 REASONS = ("gpu", "hub", "hours", "network", "other-package")
@@ -456,7 +451,7 @@ FREE = ("--seed", "--run-dir", "--title", "--out", "--csv", "--png", "--label", 
 OF_SIZE = ("--repeats", "--iterations", "--script", "--tokens", "--width", "--steps", "--vllm-python",
            "--jobs", "--profile", "--engines", "--engine")
 # Modes of benchmarks that run the same code as another.
-SAME = {"chunks": "scale", "real": "step", "packing": "speed"}
+SAME = {"real": "step"}
 # What makes a program short: the first pattern that a command matches.
 SHORT = {
     "python tools/run_arc_eval.py *--tasks *": "--tasks 2",
@@ -471,8 +466,8 @@ SHORT = {
     "python benchmarks/sft_vs_trl.py *": "--sides ours,trl --repeats 1 --trl-python {trl}",
     "python benchmarks/logic.py *": "--tasks 10",
     "python benchmarks/losses.py *": "",
-    "python benchmarks/openspiel.py *": "--cases tic_tac_toe --seconds 0.05",
-    "python benchmarks/overlap.py speed*": "--engine hf --iterations 4 --repeats 1",
+    "python benchmarks/openspiel.py*": "--cases tic_tac_toe --seconds 0.05",
+    "python benchmarks/overlap.py*": "--engine hf --iterations 4 --repeats 1",
     "python benchmarks/pixel_goal.py *": "--repeats 1",
     "python benchmarks/rollout.py*": "--repeats 1",
     "python benchmarks/sampler.py table": "",
