@@ -191,7 +191,8 @@ class Agent(nn.Module):
         self.body = nn.Sequential(*layers)
         with as_bad_input(f"--network {network}: images of shape {env.obs_shape} are too small"):
             self.body(torch.zeros(1, *env.obs_shape))  # sizes the lazy layers
-        self.policy, self.value = nn.Linear(hidden_size, env.num_actions), nn.Linear(hidden_size, 1)
+        self.policy = nn.Linear(hidden_size, env.num_actions)
+        self.value = nn.Linear(hidden_size, 1)
         gains = {self.policy: 0.01, self.value: 1.0}  # the policy begins nearly uniform
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -218,7 +219,8 @@ def forward(network, obs, chunk):
 
 def make_env(args, num_envs, device):
     """This process's share of num_envs environments."""
-    first, stop = RANK * num_envs // WORLD_SIZE, (RANK + 1) * num_envs // WORLD_SIZE
+    first = RANK * num_envs // WORLD_SIZE
+    stop = (RANK + 1) * num_envs // WORLD_SIZE
     options = parse_options(args.env_kwargs)
     if args.env_id in pixels.VEC_ENVS:  # the goal environments
         options = {"alpha": args.alpha} | options
@@ -610,7 +612,8 @@ def main(args):
     """Train.  -> the last record's numbers"""
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = start_processes()
-    env, eval_env = make_env(args, args.num_envs, device), make_env(args, args.eval_envs, device)
+    env = make_env(args, args.num_envs, device)
+    eval_env = make_env(args, args.eval_envs, device)
     torch.manual_seed(pixels.derive_seed(args.seed, "weights"))
     agent = Agent(env, args.network, args.hidden_size, args.dtype).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
@@ -631,7 +634,8 @@ def main(args):
                  f"{args.num_steps} steps = {rollout_steps} steps a rollout, on {device}\n"
                  f"Observations: {env.scaling}")
     window, grad_norms = [], []  # of the rollouts and updates since the last record
-    batch, metrics = {}, {}
+    batch = {}  # the last rollout
+    metrics = {}  # the last record
     stop = []  # not empty once SIGTERM has arrived
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

@@ -3,9 +3,6 @@
     sh benchmarks/make_sb3_env.sh                        # once: .venv-sb3, where stable-baselines3 lives
     python benchmarks/a2c_vs_sb3.py pixels               # the pixel goal, same network, environment steps/s
     python benchmarks/a2c_vs_sb3.py scale                # ours with 64 to 16,384 environments
-    python benchmarks/a2c_vs_sb3.py chunks               # ours with --chunk 64 to 1024
-    python benchmarks/a2c_vs_sb3.py log                  # ours: share of the time that the log takes
-    python benchmarks/a2c_vs_sb3.py memory               # ours: resident memory over 1,000 updates
     python benchmarks/a2c_vs_sb3.py cartpole             # CartPole-v1 to a greedy return of 500
     python benchmarks/a2c_vs_sb3.py atari                # Pong, same network and preprocessing, steps/s
 
@@ -43,7 +40,7 @@ import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
 
 FIELDS = ("started_at", "mode", "case", "side", "seed", "block", "iterations", "env_steps", "cpu_s", "wall_s",
-          "rss_gib", "peak_gib", "log_s", "greedy")
+          "rss_gib", "peak_gib", "greedy")
 HIDDEN = dict(small=128, nature=512, patch=128)
 SIDES = "sb3,sb3-batched,loop,loop-batched,ours,ours-bfloat16"
 CARTPOLE_FLAGS = dict(num_steps=16, learning_rate=3e-3, entropy_coef=0.03, value_coef=0.05,
@@ -57,7 +54,7 @@ class Gate:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever the libraries print is not an answer
         self.size = self.left = 0
-        self.log_s, self.evaluate = 0.0, lambda: None
+        self.evaluate = lambda: None
 
     def iteration(self):
         """Call it before each iteration, and after the last."""
@@ -69,22 +66,14 @@ class Gate:
             rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             self.send(iterations=self.size, cpu_s=cpu_s, wall_s=wall_s, rss_gib=rss / 2**30,
-                      peak_gib=peak / 2**30, log_s=self.log_s, greedy=self.evaluate())
+                      peak_gib=peak / 2**30, greedy=self.evaluate())
         else:
             self.send()
         line = sys.stdin.readline().split()
         if not line:
             raise SystemExit(0)
         self.left = self.size = int(line[-1])
-        self.cpu, self.wall, self.log_s = time.process_time(), time.perf_counter(), 0.0
-
-    def log_timed(self, function):
-        def timed(*args, **kwargs):
-            began = time.process_time()
-            result = function(*args, **kwargs)
-            self.log_s += time.process_time() - began
-            return result
-        return timed
+        self.cpu, self.wall = time.process_time(), time.perf_counter()
 
     def send(self, **answer):
         print(json.dumps(answer), file=self.answers, flush=True)
@@ -105,10 +94,6 @@ def work_ours(job, gate):
         return rollout(agent, *rest)
 
     script.rollout = gated
-    if job["mode"] == "log":
-        for owner, name in ((script, "rollout_means"), (script, "window_metrics"),
-                            (script.Run, "record")):
-            setattr(owner, name, gate.log_timed(getattr(owner, name)))
     flags = dict(env_id=job["env"], num_envs=job["envs"], num_steps=job["steps"], seed=job["seed"],
                  eval_every=0, eval_episodes=1, eval_envs=1) | job["flags"]
     flags.setdefault("log_every", 20)
@@ -507,7 +492,6 @@ def compare(options, jobs, blocks):
                 print(f"{row['case']:28} {worker.side:16} seed {job['seed']} block {block:2} "
                       f"{row['env_steps'] / row['cpu_s']:8,.0f} steps per CPU s, "
                       f"{row['env_steps'] / row['wall_s']:8,.0f} per s, {row['rss_gib']:.3f} GiB"
-                      + (f", log {row['log_s'] / row['cpu_s']:.2%}" if job["mode"] == "log" else "")
                       + (f", greedy {row['greedy']:.1f}" if row["greedy"] else ""), flush=True)
     if options.out:
         path = Path(options.out)
@@ -528,16 +512,14 @@ def summarise(rows, title, reference):
         if row["block"]:
             blocks.setdefault((row["case"], row["side"]), []).append(row)
     base = [row["cpu_s"] / row["env_steps"] for row in blocks[reference]]
-    print(f"\n| {title} | steps per CPU s | steps per s | times {reference[1]}, {reference[0]} | peak GiB | "
-          "log |\n|---|---|---|---|---|---|")
+    print(f"\n| {title} | steps per CPU s | steps per s | times {reference[1]}, {reference[0]} | peak GiB |\n"
+          "|---|---|---|---|---|")
     for (case, side), group in blocks.items():
         cpu, wall = (statistics.median(row["env_steps"] / row[name] for row in group)
                      for name in ("cpu_s", "wall_s"))
         ratio = statistics.median(b / (row["cpu_s"] / row["env_steps"])
                                   for b, row in zip(base, group, strict=True))
-        log = sum(row["log_s"] for row in group) / sum(row["cpu_s"] for row in group)
-        print(f"| {case}, {side} | {cpu:,.0f} | {wall:,.0f} | {ratio:.2f} | {group[-1]['peak_gib']:.2f} | "
-              + (f"{log:.2%} |" if log else " |"))
+        print(f"| {case}, {side} | {cpu:,.0f} | {wall:,.0f} | {ratio:.2f} | {group[-1]['peak_gib']:.2f} |")
     print(flush=True)
 
 
@@ -582,30 +564,6 @@ def scale(options):
         summarise(compare(options, jobs, 1 + options.repeats), "environments x steps", (reference, "ours"))
 
 
-def chunks(options):
-    for name, flags in variants(options):
-        jobs = [job_of("chunks", f"{name} 1024 x 4", f"chunk {chunk}", 1024, 4,
-                       max(1, options.steps // 4096), chunk=chunk, **flags)
-                for chunk in (64, 128, 256, 512, 1024)]
-        summarise(compare(options, jobs, 1 + options.repeats), "chunk", (jobs[0]["case"], "chunk 512"))
-
-
-def log(options):
-    jobs = []
-    for envs, steps in ((64, 8), (1024, 4), (16384, 1)):
-        for every in (1, 20):
-            jobs.append(job_of("log", f"{envs} x {steps}", f"a record every {every}", envs, steps,
-                               max(20, options.steps // (envs * steps)) // 20 * 20, log_every=every))
-    summarise(compare(options, jobs, 1 + options.repeats), "log", (jobs[0]["case"], jobs[0]["side"]))
-
-
-def memory(options):
-    job = job_of("memory", "16384 x 1", "ours", 16384, 1, 100, network="patch", hidden_size=32)
-    rows = compare(options, [job], 10)
-    print(f"\nresident after 100 updates {rows[0]['rss_gib']:.3f} GiB, after 1,000 "
-          f"{rows[-1]['rss_gib']:.3f} GiB, peak {rows[-1]['peak_gib']:.3f} GiB")
-
-
 def cartpole(options):
     """10 blocks of 50,000 steps, an evaluation after each; block 0 counts."""
     first, last = map(int, options.seeds.split("-"))
@@ -642,14 +600,13 @@ def atari(options):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    modes = dict(pixels=pixels, scale=scale, chunks=chunks, log=log, memory=memory, cartpole=cartpole,
-                 atari=atari)
+    modes = dict(pixels=pixels, scale=scale, cartpole=cartpole, atari=atari)
     parser.add_argument("mode", choices=(*modes, "worker"))
     parser.add_argument("--repeats", type=int, default=5, help="measured blocks")
     parser.add_argument("--steps", type=int, default=16384, help="environment steps in a block (at least)")
     parser.add_argument("--num-steps", type=int, default=8, help="of `pixels`: steps in a rollout")
     parser.add_argument("--networks", default="small,nature", help="with commas")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="of `scale` and `chunks`")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of `scale`")
     parser.add_argument("--sizes", default="64x8,64x4,1024x8,1024x4,4096x4,16384x4",
                         help="of `scale`: environments x steps, with commas")
     parser.add_argument("--sides", default=SIDES, help="of `pixels` and `cartpole`, with commas")
@@ -664,7 +621,7 @@ def main():
     if options.mode == "worker":
         gate = Gate()
         job = json.loads(sys.stdin.readline())
-        side = "ours" if job["mode"] in ("scale", "chunks", "log", "memory") else job["side"].split("-")[0]
+        side = "ours" if job["mode"] == "scale" else job["side"].split("-")[0]
         dict(ours=work_ours, sb3=work_sb3, check=work_check, loop=work_loop)[side](job, gate)
         return
     if options.mode in ("pixels", "cartpole", "atari"):

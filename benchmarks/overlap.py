@@ -1,28 +1,21 @@
-"""docs/variants/overlap.diff against grpo_llm.py: wall-clock on two cores, and what staleness costs.
+"""docs/variants/overlap.diff against grpo_llm.py: wall-clock on two cores.
 
-    python benchmarks/overlap.py speed --vllm-python .venv-vllm/bin/python
-    python benchmarks/overlap.py speed --engine hf
-    python benchmarks/overlap.py accuracy
+    python benchmarks/overlap.py --vllm-python .venv-vllm/bin/python
+    python benchmarks/overlap.py --engine hf
 
-speed: a vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
+A vLLM server on core 0 samples, the trainer on core 1 learns, by the default recipe; the two scripts
 take turns, and a ratio is the median of the turns' ratios. With --engine hf there is no server, and
 overlap_hf.diff has a process that samples; both may run on both cores. Counted is the time from the second
 iteration's record to the last one's but one, so neither set-up nor evaluation. Wants a quiet machine.
 With --width a Llama of that hidden size, with random weights, takes the place of models/countdown-tiny, and
 the reply's text decides at random what it is worth, so that every group is learned from.
-
-accuracy: default runs with overlap_hf.diff by staleness and seed, with and without the importance weight
-(--tis-cap 0: --correction none), into --runs, where finished ones are taken as they are. One that the
-check of the sampler ends has no accuracy, but the iteration at which it ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -147,56 +140,22 @@ def nothing():
     yield None
 
 
-def accuracy(args, folder):
-    rows = []
-    for cap in args.tis_cap:
-        for staleness in args.staleness_of:
-            for seed in args.seeds:
-                run_dir = Path(args.runs, f"staleness{staleness}-cap{cap:g}-s{seed}").resolve()
-                correction = ["tis", "--correction-bounds", 0, cap] if cap else ["none"]
-                flags = ["--max-staleness", staleness, "--seed", seed, "--eval-every", 0,
-                         "--iterations", args.iterations, "--correction", *correction]
-                last = train(f"{folder}/grpo_overlap_hf.py", run_dir, "0,1", *flags)[-1]
-                rows.append(dict(staleness=staleness, tis_cap=cap, seed=seed, iteration=last["iteration"]) | {
-                    name: value for name, value in last.items() if re.match("val/.*(greedy|@)", name)})
-                print(rows[-1], file=sys.stderr)
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith("val/"))
-    print(f"| staleness | --tis-cap | runs, ended early | {' | '.join(name[4:] for name in names)} |")
-    print("|---" * (3 + len(names)) + "|")
-    kinds = [(row["staleness"], row["tis_cap"]) for row in rows]
-    for staleness, cap in dict.fromkeys(kinds):
-        same = [row for row, kind in zip(rows, kinds, strict=True) if kind == (staleness, cap)]
-        finished = [row for row in same if row["iteration"] == args.iterations]
-        values = [[row[name] for row in finished] or [math.nan] for name in names]
-        print(f"| {staleness} | {cap:g} | {len(same)}, {len(same) - len(finished)} | " + " | ".join(
-            f"{statistics.mean(some):.3f} ± {statistics.pstdev(some):.3f}" for some in values) + " |")
-    return [dict.fromkeys(names, "") | row for row in rows]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("speed", "accuracy"))
-    parser.add_argument("--iterations", type=int, help="of a run (30, and 500 of accuracy)")
+    parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--width", type=int, default=0, help="hidden size of a model with random weights")
+    parser.add_argument("--iterations", type=int, default=30, help="of a run")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", help="CSV to append to")
-    one = parser.add_argument_group("speed")
-    one.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
-    one.add_argument("--vllm-python", default=sys.executable, help="of an environment with vLLM")
-    one.add_argument("--staleness", type=int, default=1)
-    one.add_argument("--width", type=int, default=0, help="hidden size of a model with random weights")
-    one.add_argument("--repeats", type=int, default=5)
-    other = parser.add_argument_group("accuracy")
-    other.add_argument("--staleness-of", type=int, nargs="+", default=[0, 1, 4])
-    other.add_argument("--tis-cap", type=float, nargs="+", default=[2.0, 0.0])
-    other.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    other.add_argument("--runs", default="runs/overlap")
     args = parser.parse_args()
-    args.iterations = args.iterations or (30 if args.command == "speed" else 500)
-    if args.command == "speed" and args.engine == "vllm":
+    if args.engine == "vllm":
         check_environment("vllm", python=args.vllm_python, made_by="vllm")
     with tempfile.TemporaryDirectory() as folder:
         make_variants(folder)
-        rows = (speed if args.command == "speed" else accuracy)(args, folder)
+        rows = speed(args, folder)
     if args.out:
         append_csv(args.out, rows)
 

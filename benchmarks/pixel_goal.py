@@ -2,15 +2,12 @@
 
     taskset -c 1 python benchmarks/pixel_goal.py speed --out benchmarks/results/pixel_goal_speed.csv
     python benchmarks/pixel_goal.py players --out benchmarks/results/pixel_goal_players.csv
-    python benchmarks/pixel_goal.py margins --out benchmarks/results/pixel_goal_margins.csv
     python benchmarks/pixel_goal.py figure --out docs/figures/pixel_goal.png
 
 One thread. `speed` steps N environments with random actions, in turns of about half a second, and takes the
 median of the turns: of the wall-clock time, and of the process's CPU time, which other work on the machine
 disturbs less. `players` plays 2,048 episodes in each of some worlds: uniformly random actions, and the
-shortest path followed by rest. `margins` says, for 16 maps, how far the world looks from the goal picture: in
-the goal's cell at worst, in the nearest wrong cell, by the tiles that the player is away, under the menu.
-`figure` draws the pictures of the documentation.
+shortest path followed by rest. `figure` draws the pictures of the documentation.
 """
 
 from __future__ import annotations
@@ -30,13 +27,7 @@ import torch  # noqa: E402
 
 sys.path.insert(0, str(REPOSITORY))
 from envs.pixels import make_vec  # noqa: E402
-from envs.pixels.pixel_goal import (  # noqa: E402
-    NUM_STATES,
-    STATES,
-    UNREACHABLE,
-    draw_map,
-    menu_picture,
-)
+from envs.pixels.pixel_goal import draw_map, menu_picture  # noqa: E402
 
 RECORDED = "envs/pixels/goals/map1"
 SIZES = (1, 64, 1024, 16384)
@@ -89,21 +80,6 @@ def players(episodes: int = 2048):
                    "mean_return": round(float(returns.mean()), 2), "episodes": episodes}
 
 
-def margins(maps: int = 16):
-    for map_seed in range(maps):
-        env = make_vec("pixel-goal", 1, map_seed=map_seed)
-        distance, reachable = env._distances[0].numpy(), env.paths[:, 0].numpy() < UNREACHABLE
-        menu, _, row, column, _ = np.unravel_index(np.arange(NUM_STATES), STATES)
-        seen = reachable & (menu == 0)
-        goal = seen & (distance < env.config.tau)
-        away = abs(row - row[goal][0]) + abs(column - column[goal][0])
-        means = {f"mean_at_{k}_tiles": round(float(distance[seen & (away == k)].mean()), 3)
-                 for k in (1, 2, 4, 8, 16)}
-        yield {"map_seed": map_seed, "goal_cell_at_worst": round(float(distance[goal].max()), 4),
-               "nearest_wrong_cell": round(float(distance[seen & (away > 0)].min()), 4),
-               **means, "menu": round(float(distance[menu == 1].min()), 3)}
-
-
 def figure(path: Path, scale: int = 3) -> None:
     """The map, and what is seen: an episode's first frame, the open door, the menu, the goal."""
     from PIL import Image, ImageDraw
@@ -128,7 +104,7 @@ def figure(path: Path, scale: int = 3) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed and difficulty of the pixel goal.")
-    parser.add_argument("what", choices=["speed", "players", "margins", "figure"])
+    parser.add_argument("what", choices=["speed", "players", "figure"])
     parser.add_argument("--out", type=Path, help="CSV of the measurements, or the figure")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each size; their median counts")
     args = parser.parse_args()
@@ -136,8 +112,7 @@ def main() -> None:
     if args.what == "figure":
         return figure(args.out or Path("pixel_goal.png"))
     rows = []
-    measured = {"speed": lambda: speed(args.repeats), "players": players, "margins": margins}[args.what]
-    for row in measured():
+    for row in speed(args.repeats) if args.what == "speed" else players():
         if not rows:
             print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
         print("| " + " | ".join(map(str, row.values())) + " |", flush=True)

@@ -2,9 +2,7 @@
 
     python benchmarks/rollout.py                               # the table
     python benchmarks/rollout.py --out benchmarks/results/rollout.csv
-    python benchmarks/rollout.py --profile                     # where the time of a default iteration goes
     python benchmarks/rollout.py --engines                     # --engine hf against --engine vllm
-    python benchmarks/rollout.py --overhead                    # what a rollout costs beside its sampling
 
 Groups of 16 responses to each prompt, at temperature 1, on one thread. The two sides take turns, and the
 ratio is the median of the turns' ratios, in CPU time. The models: models/countdown-tiny as it is (nearly
@@ -23,13 +21,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import cProfile
 import csv
-import gc
 import math
-import pstats
-import resource
 import shutil
 import statistics
 import sys
@@ -37,7 +30,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 from sides import REPOSITORY, check_environment
 
@@ -202,147 +194,12 @@ def compare_libraries(options):
     return rows
 
 
-def profile():
-    """Print the ten operations that take most of the default iteration's sampling, and of its update."""
-    args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
-    tokenizer = grpo_llm.load_tokenizer(args)
-    model = grpo_llm.distribute(grpo_llm.load_weights(args.model), torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    prompts = countdown_prompts(args.prompts_per_iteration, tokenizer, args)
-    rows = [prompt for prompt in prompts for _ in range(args.group_size)]
-
-    def sampling():
-        return grpo_llm.generate(model, rows, args.max_response_tokens, args.temperature,
-                                 [tokenizer.eos_token_id], range(len(rows)))
-
-    groups = []
-    for number, (prompt, (ids, logprobs)) in enumerate(zip(rows, sampling(), strict=True)):
-        if number % args.group_size == 0:
-            groups.append([])
-        groups[-1].append(grpo_llm.Segment(prompt, ids, [1] * len(ids), logprobs,
-                                           advantages=[number % 2 - 0.5] * len(ids)))
-
-    def updating():
-        grpo_llm.update(model, None, optimizer, groups, args)
-
-    for name, work in (("generate", sampling), ("update", updating)):
-        for _ in range(3):
-            work()
-        began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(5):
-            work()
-        seconds = (time.process_time() - began) / 5
-        faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / 5
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            work()
-        events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-        total = sum(event.self_cpu_time_total for event in events)
-        print(f"\n{name}: {len(rows)} rows, {1e3 * seconds:.1f} CPU ms, {faults:,.0f} page faults with no "
-              f"profiler; in operations {total / 1e3:.1f} ms, the rest is Python\n\n"
-              "| operation | self CPU ms | share | calls |\n"
-              "|---|---|---|---|")
-        for event in events[:10]:
-            print(f"| {event.key} | {event.self_cpu_time_total / 1e3:.1f} | "
-                  f"{100 * event.self_cpu_time_total / total:.0f} % | {event.count} |")
-
-
-def overhead(repeats):
-    """What a rollout of 512 single-turn episodes costs where replies and scores are at hand."""
-    args = grpo_llm.Args(model=str(REPOSITORY / "models/countdown-tiny"))
-    tokenizer, env = grpo_llm.load_tokenizer(args), envs.make("countdown")
-    tasks = [env.task("train", i) for i in range(args.prompts_per_iteration)]
-    reply = tokenizer(env.solution(tasks[0]), add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    step = envs.Step([], 1.0, True, False, {"correct": 1.0})
-    sampling = grpo_llm.Sampling(1.0, (args.seed, "train"))
-
-    class Ready(grpo_llm.Engine):
-        def __init__(self):
-            self.eos = [tokenizer.eos_token_id]
-
-        async def serve(self):
-            while True:
-                for request in await self.next_requests():
-                    request.future.set_result((reply, [-1.0] * len(reply)))
-
-    class Scored(envs.Episode):
-        def step(self, reply):
-            return step
-
-    env.start = lambda task, seed: Scored()
-
-    def play():
-        return grpo_llm.rollout(Ready(), tokenizer, env, tasks, args.group_size, sampling, args,
-                                grpo_llm.episode_reward)
-
-    class Reply:
-        def __await__(self):
-            yield  # once, as a future does
-            return reply, [-1.0] * len(reply)
-
-    def play_by_hand(player, rollouts):
-        """In place of Player.play_all: the same coroutines without tasks, futures, engine or event loop."""
-        player.engine.sample = lambda *_: Reply()
-        episodes = [player.play(r) for r in rollouts]
-        for episode in episodes:
-            episode.send(None)
-        for episode in episodes:
-            with contextlib.suppress(StopIteration):
-                episode.send(None)
-
-    async def bare_tasks():
-        """The least that asyncio costs: a task for each episode, which awaits a future once."""
-        async def wait(future):
-            await future
-
-        futures = [asyncio.get_running_loop().create_future() for _ in rollouts]
-        waiting = [asyncio.create_task(wait(future)) for future in futures]
-        await asyncio.sleep(0)
-        for future in futures:
-            future.set_result(None)
-        for task in waiting:
-            await task
-
-    def prompts():
-        texts = [grpo_llm.render(task.messages, tokenizer, args) for task in tasks]
-        return tokenizer(texts, add_special_tokens=False).input_ids
-
-    def objects():
-        return [(grpo_llm.Rollout(task, (0, 0), "", []), grpo_llm.Segment([]))
-                for task in tasks for _ in range(args.group_size)]
-
-    def measure(what, function=play):
-        times = []
-        for _ in range(repeats + 3):
-            began = time.process_time()
-            function()
-            times.append(1e3 * (time.process_time() - began))
-        print(f"{len(rollouts)} episodes of {len(tasks)} tasks, {what}: median "
-              f"{statistics.median(times[3:]):.1f} ms, least {min(times):.1f} ms of CPU time")
-
-    gc.set_threshold(100_000)  # as main does
-    rollouts = play()
-    assert all(r.reward == 1.0 for r in rollouts)
-    measure("without sampling and scoring")
-    with mock.patch.object(grpo_llm.Player, "play_all", play_by_hand), mock.patch("envs.run"):
-        measure("without an event loop as well")
-    # What is in it however an episode is played.
-    measure("their asyncio tasks alone", lambda: asyncio.run(bare_tasks()))
-    measure("the prompts alone, rendered and encoded", prompts)
-    measure("the Rollouts and Segments alone", objects)
-    with cProfile.Profile() as profiler:
-        for _ in range(10):
-            play()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--trained", default="", help="a checkpoint of grpo_llm.py to sample from as well")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--engines", action="store_true", help="compare --engine hf and --engine vllm")
-    parser.add_argument("--overhead", action="store_true", help="what a rollout costs beside its sampling")
     parser.add_argument("--out", default="", help="CSV file to append the rows to")
     options = parser.parse_args()
     if options.engines:
@@ -350,9 +207,6 @@ def main():
     grpo_llm.start_processes()  # one thread
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    if options.profile or options.overhead:
-        profile() if options.profile else overhead(options.repeats)
-        return
     rows = compare_engines(options.repeats) if options.engines else compare_libraries(options)
     if options.out:
         path = Path(options.out)

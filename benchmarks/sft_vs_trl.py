@@ -3,8 +3,6 @@
     sh benchmarks/make_trl_env.sh                        # once: .venv-trl, where TRL lives
     python benchmarks/sft_vs_trl.py speed                # padded and packed, both libraries
     python benchmarks/sft_vs_trl.py speed --profile      # and where the time of a step goes
-    python benchmarks/sft_vs_trl.py packing              # TRL's packing at other lengths and rows in a pass
-    python benchmarks/sft_vs_trl.py memory               # one pass at a vocabulary of 151,936
 
 Each side is a process of its own on the same core: ours runs sft.main itself on a JSONL file, TRL's runs
 SFTTrainer.train on its rows. They take turns, a block of steps each; while one works, the others wait for
@@ -25,9 +23,6 @@ The model is a Llama of 0.86M parameters with random weights in float32; a step 
 packing: from 2,048 tokens, or one pass if that is more), whose lengths are drawn log-normally. The script
 refuses to go on if a side learns from a row or a mask that is not the file's, or if those of ours and TRL's
 padded ones, which read the same rows at every step, disagree on the loss.
-
-`memory`: peak memory of one forward and backward pass of sft.response_loss, against all logits at once. Rows
-of 512 tokens, of which 496 are responses; otherwise as update_memory.py says.
 """
 
 from __future__ import annotations
@@ -52,9 +47,8 @@ STEP_TOKENS = 2048  # of TRL's packing; 32 rows are about as many
 MODEL = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4)
 RECIPE = dict(learning_rate=1e-3, weight_decay=0.01)  # gradients are clipped to a norm of 1 on both sides
 STAGES = ("data", "forward", "backward", "clipping", "optimiser")
-SPEED = "ours,ours-1024,ours-packed,ours-packed-1024,trl,trl-grouped,trl-packed-512x1,trl-packed-1024x1"
-PACKING = ("ours-packed,ours-packed-1024,trl-packed-256x1,trl-packed-512x1,trl-packed-1024x1,"
-           "trl-packed-2048x1,trl-packed-256x8,trl-packed-512x8,trl-packed-1024x8")
+SIDES = ("ours,ours-1024,ours-packed,ours-packed-1024,trl,trl-grouped,trl-packed-512x1,trl-packed-1024x1,"
+         "trl-packed-1024x8")
 
 
 def write_inputs(folder, num_rows):
@@ -334,39 +328,16 @@ def summarise(rows, sides, profile):
             print(f"| {stage} | {' | '.join(cells)} |")
 
 
-def measure_memory(way, num_tokens):
-    """One pass of rows of 512 tokens, in a process of its own."""
-    import torch
-    from update_memory import VOCABULARY, one_pass, small_model
-
-    import sft
-    model, length, prompt = sft.distribute(small_model(), torch.device("cpu")), 512, 16
-    rows = [(ids, [0] * prompt + [1] * (length - prompt))
-            for ids in torch.randint(0, VOCABULARY, (num_tokens // length, length)).tolist()]
-    batch, = sft.batches(rows, sft.Args(microbatch_tokens=num_tokens), 0, model)
-
-    def loss():
-        if way == "ours":
-            return sft.response_loss(model, batch) / sum(sum(mask) for _, mask in rows)
-        logits = model(batch["tokens"]).logits[:, :-1].float()                               # (B, T - 1, V)
-        targets = batch["tokens"].masked_fill(batch["response_mask"] == 0, -100)[:, 1:]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    one_pass(loss)
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("mode", choices=("speed", "packing", "memory", "worker"))
+    parser.add_argument("mode", choices=("speed", "worker"))
     parser.add_argument("--repeats", type=int, default=7, help="measured blocks of 10 steps")
-    parser.add_argument("--sides", default="", help="of `speed` and `packing`, with commas")
+    parser.add_argument("--sides", default=SIDES, help="with commas")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of `memory`")
     parser.add_argument("--trl-python", default=str(REPOSITORY / ".venv-trl/bin/python"))
     parser.add_argument("--core", type=int, default=0, help="the core that all sides are pinned to")
     parser.add_argument("--out", default="", help="CSV file to append each block's measurements to")
-    parser.add_argument("--measure", nargs=2, help="memory: a way and its tokens, in this process")
     options = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     if options.mode == "worker":
@@ -374,22 +345,13 @@ def main():
         job = json.loads(sys.stdin.readline())
         (work_ours if job["side"].startswith("ours") else work_trl)(job, gate)
         return
-    if options.measure:
-        measure_memory(options.measure[0], int(options.measure[1]))
-        return
     check_environment("torch", "transformers", "datasets", "tyro", "pydantic")
-    if options.mode == "memory":
-        import update_memory
-        update_memory.compare(options.tokens, lambda way, tokens: update_memory.in_a_process(
-            __file__, "memory", "--measure", way, str(tokens)), options.out)
-    else:
-        check_environment("torch", "transformers", "datasets", "trl",
-                          python=options.trl_python, made_by="trl")
-        sides = (options.sides or (SPEED if options.mode == "speed" else PACKING)).split(",")
-        rows = compare(options, options.mode, sides)
-        summarise([r for r in rows if r["block"]], sides, options.profile)  # block 0 warms up
-        if options.out:
-            append_csv(options.out, rows)
+    check_environment("torch", "transformers", "datasets", "trl", python=options.trl_python, made_by="trl")
+    sides = options.sides.split(",")
+    rows = compare(options, options.mode, sides)
+    summarise([r for r in rows if r["block"]], sides, options.profile)  # block 0 warms up
+    if options.out:
+        append_csv(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ has a solution. Three styles of prompt and reply:
 
 Whether a problem belongs to train or test is a hash of the problem itself, so no options, seeds or machines
 bring a test problem into training. A reply is read by a strict grammar and computed exactly; no text is ever
-executed. docs/countdown.md has the options, the rules of the verifier and figures.
+executed. docs/countdown.md has the options and the rules of the verifier.
 """
 
 from __future__ import annotations
@@ -62,28 +62,48 @@ OPERATOR_NAMES = {"+": "addition +", "-": "subtraction -", "*": "multiplication 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The options; docs/countdown.md has a table of them."""
+    """The options."""
 
     min_operands: int = 3
+    """fewest numbers of a problem, from 2"""
     max_operands: int = 3
+    """most numbers of a problem, to 6"""
     max_number: int = 20
+    """numbers are 1 to this"""
     min_target: int = 1
+    """smallest target"""
     max_target: int = 60
-    max_intermediate: int = 99  # compact only: results of steps are integers 0..max_intermediate
+    """largest target"""
+    max_intermediate: int = 99
+    """compact: results of steps are integers from 0 to this"""
     operators: str = "+-"
+    """the operators that a reply may use"""
     style: Literal["compact", "r1", "plain"] = "compact"
-    draw: Literal["game", "uniform"] = "game"  # uniform: a target and numbers until they make it
-    held_out: Literal["problems", "parts"] = "problems"  # parts: targets, and sets of numbers
-    trace: Literal["solution", "search", "tries"] = "solution"  # what `solution` writes before the answer
-    max_trace_steps: int = 64  # steps in dead ends that a search trace may hold
-    good_tries: float = 0.0  # tries only: share of the tries that are drawn from those that succeed
-    skill: Literal["solver", "mixed"] = "solver"  # mixed: novices' games too, for SFT
+    """form of prompt and reply: for small word-level models, for chat models, for base models"""
+    draw: Literal["game", "uniform"] = "game"
+    """game: the target is the result of random play; uniform: it is drawn first, then up to four numbers"""
+    held_out: Literal["problems", "parts"] = "problems"
+    """what test tasks have that training tasks do not: problems; or parts, targets and sets of numbers"""
+    trace: Literal["solution", "search", "tries"] = "solution"
+    """what reference replies hold before the answer: its steps, or a search for it"""
+    max_trace_steps: int = 64
+    """steps of a search trace that may lie in dead ends"""
+    good_tries: float = 0.0
+    """tries: share that is drawn from those that succeed"""
+    skill: Literal["solver", "mixed"] = "solver"
+    """whose replies the reference replies are; mixed: novices' too, for SFT"""
     novice_share: float = 0.7
-    difficulty: bool = False  # sources countdown/3, countdown/4, ... by operand count
-    data: str = ""  # .parquet, .jsonl or hub data set id, in place of generated problems
+    """mixed: share of replies that are a novice's"""
+    difficulty: bool = False
+    """name the source after the operand count: countdown/3, countdown/4, ..."""
+    data: str = ""
+    """problems of a .parquet or .jsonl file or a hub data set, in place of generated ones"""
     seed: int = 0
+    """other problems, same splits"""
     train_tasks: int = 1_000_000
+    """tasks of the train split"""
     test_tasks: int = 512
+    """tasks of the test split; fewer where there are not so many problems"""
 
     def __post_init__(self):
         check = functools.partial(check_option, "countdown", self)

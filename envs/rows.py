@@ -67,7 +67,7 @@ class Config:
     answer: str = "answer"
     """column of the right answer, or of several with one to be met; of the tests for check=python"""
     check: Literal["", "exact", "number", "choice", "math", "contains", "regex", "python"] = ""
-    """how a reply's answer is compared (docs/environments.md); may be left out where there are rewards"""
+    """how a reply's answer is compared (docs/rows.md); may be left out where there are rewards"""
     extract: Literal["auto", "last_number", "boxed", "answer_tag", "whole"] = "auto"
     """what in the reply is its answer; auto: a tag, a box, what follows ####, or what the check looks for"""
     rewards: str = ""

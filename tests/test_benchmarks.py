@@ -1,4 +1,4 @@
-"""What a benchmark lacks. update_memory.py: what a token takes. losses.py, smollm2.py: runs and tables."""
+"""What a benchmark lacks. A token in update_memory.py. Runs of losses.py and smollm2.py. refresh.py."""
 
 import csv
 import functools
@@ -15,18 +15,18 @@ import pytest
 import tyro
 from transformers import LlamaConfig
 
-from benchmarks import losses, sides, smollm2
-from tests.run_folders import ROOT, load_script, records, variants
+from benchmarks import losses, refresh, sides, smollm2
+from tests.run_folders import ROOT, load_script, needs_git, records, variants
 
 ARGUMENTS = {"a2c_vs_sb3": "scale", "gpu": "all --out OUT", "grpo_vs_trl": "step", "logic": "--out OUT",
-             "losses": "--list", "openspiel": "speed", "overlap": "accuracy", "pixel_goal": "margins",
-             "rollout": "", "sampler": "updates", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1",
+             "losses": "--list", "openspiel": "", "overlap": "", "pixel_goal": "speed", "rollout": "",
+             "sampler": "updates", "scaling": "", "sft_vs_trl": "speed", "smollm2": "--jobs 1",
              "update_memory": ""}
 HIDDEN, INNER, HEADS, WORDS, LAYERS = 256, 704, 4, 1000, 2
 
 
 def test_every_benchmark_says_in_one_line_what_its_environment_lacks(tmp_path):
-    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"sides"}
+    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"refresh", "sides"}
     assert programs == set(ARGUMENTS)
     for name, words in ARGUMENTS.items():
         path = ROOT / f"benchmarks/{name}.py"
@@ -194,3 +194,68 @@ def test_the_table_of_a_real_model_has_each_evaluation_and_the_time_without_them
     assert [(row["iteration"], row["minutes"], row["greedy"]) for row in rows] == [(0, 1, 0.25), (2, 3, 0.25)]
     smollm2.print_table(rows, tmp_path)
     assert "| grpo_2 | 2 | 3.0 | 200 | 0.250 | 0.250 | 0.250 |  | 3.0 |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """One with two figures, of what one script writes, and a folder that its first run leaves."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / ".gitignore").write_text("/runs/\n/said\n/*.csv\n/stop\n")
+    (tmp_path / "README.md").write_text("![It](dear.csv)\n")
+    train = "mkdir -p runs/refresh/a && echo trained >> runs/refresh/a/log && : --run-dir runs/refresh/a"
+    stops = "test ! -e stop && cp runs/refresh/a/log"
+    monkeypatch.setattr(refresh, "ROOT", tmp_path)
+    monkeypatch.setattr(refresh, "FIGURES", (
+        refresh.Figure("dear", ("dear.csv",), ("a.py",), "cost", 2, (train, f"{stops} dear.csv")),
+        refresh.Figure("cheap", ("cheap.csv",), ("a.py",), "cost", 1, ("echo cheap >> said",)),
+        refresh.Figure("foreign", ("foreign.csv",), ("a.py",), "cost", 0, ("false",), "no_such_package")))
+    commit(tmp_path, "x = 1\n", first=True)
+    return tmp_path
+
+
+def commit(repository, source, first=False):
+    (repository / "a.py").write_text(source)
+    command = "git add . && git -c user.name=a -c user.email=a@b commit -qm a && git rev-parse --short HEAD"
+    done = subprocess.run(f"{'git init -q && ' * first}{command}", shell=True, cwd=repository, check=True,
+                          capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def make_figures(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["refresh.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        refresh.main()
+    assert ended.value.code == int((refresh.ROOT / "stop").exists())
+    return {name: entry["commit"] for name, entry in refresh.read_commits(refresh.ROOT).items()}
+
+
+@needs_git
+def test_figures_are_made_once_and_go_on_where_they_stopped(repository, monkeypatch, capsys):
+    head = commit(repository, "x = 1  # the first\n")
+    (repository / "stop").touch()
+    assert make_figures(monkeypatch) == dict(cheap=head)
+    said = capsys.readouterr().out
+    assert "foreign: left out, no_such_package is not here" in said
+    assert "dear: exit status 1 of test ! -e stop" in said
+    (repository / "stop").unlink()
+    assert make_figures(monkeypatch) == dict(cheap=head, dear=head)
+    assert (repository / "dear.csv").read_text() == "trained\n"
+    make_figures(monkeypatch)
+    assert (repository / "said").read_text() == "cheap\n"
+
+
+@needs_git
+def test_a_run_of_code_that_computes_otherwise_begins_anew(repository, monkeypatch, capsys):
+    make_figures(monkeypatch)
+    (repository / "a.py").write_text("x = 2\n")
+    make_figures(monkeypatch, "--readme")
+    assert "dear: left out, a.py is not committed" in capsys.readouterr().out
+    head = commit(repository, "x = 2\n")
+    old = make_figures(monkeypatch, "--budget", "1.5", "--only", "dear")["dear"]
+    assert old != head and "dear: left out, --budget has less than 2 minutes left" in capsys.readouterr().out
+    assert make_figures(monkeypatch, "--only", "dear") == dict(dear=head, cheap=old)
+    assert (repository / "dear.csv").read_text() == "trained\n"
+    monkeypatch.setattr(sys, "argv", ["refresh.py", "--list"])
+    refresh.main()
+    dear, cheap = (line.split()[2:5] for line in capsys.readouterr().out.splitlines()[-1:-3:-1])
+    assert dear == [head, "current,", "in"] and cheap[:2] == [old, "stale:"]

@@ -1,7 +1,6 @@
 """Countdown: tasks, splits, verifier, solver, traces and data files, against evaluators written apart."""
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
@@ -438,13 +437,8 @@ def test_bad_options_are_named(options, expected):
     assert "\n" not in str(error.value)
 
 
-def test_the_page_tells_every_option_with_its_default_and_right_replies():
-    page, told = (ROOT / "docs" / "countdown.md").read_text(), {}
-    for names, defaults in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", page, re.MULTILINE):
-        told |= dict(zip(re.findall(r"\w+", names), re.split(r", ", defaults.replace("`", "")), strict=False))
-    for name, default in dataclasses.asdict(countdown.Config()).items():
-        assert told.get(name) == (str(default) or "(empty)"), name
-
+def test_the_replies_on_the_page_are_right():
+    page = (ROOT / "docs" / "countdown.md").read_text()
     replies = re.findall(r"    user +([\d ]+) -> (\d+)\n    assistant +(.+)\n", page)
     assert len(replies) == 3
     for nums, target, reply in replies:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import refresh
 from tests.mutants import MUTANTS, pytest_arguments
 from tests.run_folders import ROOT, needs_git, variants
-from tools import copy_shared, docs_tables
+from tools import copy_shared, docs_tables, figure_age
 from tools.docs_tables import DocsError, readme_commands, rendered
 
 SCRIPTS = list(docs_tables.SCRIPTS)
@@ -241,6 +242,7 @@ def repository(tmp_path):
 def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch, capsys):
     monkeypatch.setattr(docs_tables, "stale_pages", functools.partial(docs_tables.stale_pages, repository))
     monkeypatch.setattr(docs_tables, "ROOT", repository)
+    monkeypatch.setattr(refresh, "FIGURES", ())
     assert docs_tables.main(["--check"]) == 1
     assert "docs/s.md" in capsys.readouterr().out
     assert (repository / "docs" / "s.md").read_text() == PAGE
@@ -251,37 +253,126 @@ def test_check_names_stale_pages_and_writing_mends_them(repository, monkeypatch,
     assert capsys.readouterr().out == ""
 
 
-def test_every_figure_is_listed_with_its_commit_and_its_page():
-    measured = [*ROOT.glob("docs/results/*"), *ROOT.glob("benchmarks/results/*")]
-    drawn = {path.stem for path in measured}
-    pictures = [path for path in (ROOT / "docs" / "figures").iterdir()
-                if path.stem not in drawn or path.suffix == ".gif"]
-    figures = docs_tables.figures()
-    assert sorted(figure.path for figure in figures) == sorted(
-        str(path.relative_to(ROOT)) for path in measured + pictures)
-    assert all((ROOT / source).exists() for figure in figures for source in figure.sources)
-    table = (ROOT / "benchmarks" / "README.md").read_text("utf-8").rpartition("\n## ")[2]
-    for path, page in re.findall(r"^\| `(docs/\S+)` .* \| \[(\S+)\]\(", table, re.MULTILINE):
-        assert Path(path).name in (ROOT / page).read_text("utf-8"), f"{page} does not say how {path} is made"
+def test_every_figure_has_a_command_a_commit_and_a_page():
+    there = [path for folder in ("docs/results", "docs/figures", "benchmarks/results")
+             for path in (ROOT / folder).iterdir()]
+    outputs = [output for figure in refresh.FIGURES for output in figure.outputs]
+    assert sorted([*outputs, *refresh.BY_HAND]) == sorted(str(path.relative_to(ROOT)) for path in there)
+    assert {*refresh.read_commits(ROOT)} == {figure.name for figure in refresh.FIGURES}
+    pages = "".join((ROOT / page).read_text("utf-8") for page in [*PAGES, "benchmarks/README.md"])
+    for figure in refresh.FIGURES:
+        assert all((ROOT / source).exists() for source in figure.sources)
+        missing = [output for output in figure.outputs
+                   if output.startswith("docs/figures/") and Path(output).name not in pages]
+        assert missing == [], "no page shows it"
+
+
+def git(repository, *words):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *identity, *words], cwd=repository, check=True, capture_output=True)
+
+
+def commit(repository, **files):
+    """Write files by their names in PLACES, and commit all.  -> the commit"""
+    for name, text in files.items():
+        path = repository / PLACES[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "--message", "a change")
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=repository, text=True).strip()
+
+
+PLACES = dict(script="sft.py", env="envs/task.py", diff="docs/a.diff", data="data.txt", readme="README.md",
+              log="tests/golden/sft.jsonl", commands="tools/golden.py")
+ENV = '''import json
+
+
+def score(reply):
+    """What it is worth."""
+    return 1.0  # at most
+'''
+DIFF = "--- a/sft.py\n+++ b/sft.py\n@@ -1,2 +1,2 @@\n context\n-old\n+new\n"
+LOG = '{"iteration": 1, "train/loss": 0.5, "val/loss": 1.0, "rollout/turns": 2.0}\n'
+COMMANDS = 'FEW = "--few"\nRUNS = {"sft": (f"sft.py {FEW}", 6)}\n'
+OTHER_LOG, OTHER_COMMANDS = LOG.replace("0.5", "0.6"), COMMANDS.replace("few", "fewer")
+
+
+@pytest.fixture
+def history(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    first = commit(tmp_path, script="x = 1\n", env=ENV, diff=DIFF, data="1", log=LOG, commands=COMMANDS)
+    return tmp_path, first
 
 
 @needs_git
-def test_a_figure_of_other_code_than_todays_is_named(repository, monkeypatch, capsys):
-    commit = subprocess.check_output(
-        "git init && git add s.py sft.py && git -c user.name=a -c user.email=a@b commit -m first &&"
-        "git rev-parse --short HEAD", shell=True, cwd=repository, text=True).split()[-1]
-    (repository / "docs" / "s.md").unlink()
+@pytest.mark.parametrize("change, source, kind, says", [
+    (dict(env=ENV.replace("at most", "or less")), "envs/task.py", "cost", ""),
+    (dict(env=ENV.replace("What it", "All that it")), "envs", "cost", ""),
+    (dict(env=ENV.replace("import json\n", "")), "envs", "cost", ""),
+    (dict(env=ENV.replace("1.0", "2.0")), "envs", "cost", "envs/task.py computes otherwise"),
+    (dict(diff=DIFF.replace("1,2", "8,2").replace(" context", " other")), "docs/a.diff", "learning", ""),
+    (dict(diff=DIFF.replace("+new", "+newer")), "docs/a.diff", "learning", "docs/a.diff computes otherwise"),
+    (dict(data="2"), "data.txt", "picture", "data.txt computes otherwise"),
+    (dict(script="x = 2\n"), "sft.py", "cost", "sft.py computes otherwise"),
+    # Of a learning curve its golden log decides.
+    (dict(script="x = 2\n"), "sft.py", "learning", ""),
+    (dict(script="x = 2\n", log=LOG.replace("0.5", "0.50001")), "sft.py", "learning", ""),
+    (dict(log=OTHER_LOG), "sft.py", "learning", "sft.py logs another train/loss"),
+    (dict(log=LOG.replace(', "val/loss": 1.0', "")), "sft.py", "learning", ""),
+    (dict(log=LOG.replace("}", ', "new": 1}')), "sft.py", "learning", ""),
+    (dict(log=LOG.replace("2.0", "3.0")), "sft.py", "learning", ""),
+    (dict(log=OTHER_LOG, commands=OTHER_COMMANDS), "sft.py", "learning", ""),
+    (dict(log=OTHER_LOG, commands=OTHER_COMMANDS, script="x = 2\n"),
+     "sft.py", "learning", "sft.py changed with the command of its golden run sft"),
+])
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_figure_is_stale_where_its_source_computes_otherwise(
+        history, change, source, kind, says, committed):
+    repository, first = history
+    if committed:
+        commit(repository, **change)
+    for name, text in change.items():
+        (repository / PLACES[name]).write_text(text)
+    why = figure_age.why_stale(repository, first, kind, (source,))
+    assert bool(why) == bool(says) and why.startswith(says)
+
+
+@needs_git
+def test_a_figure_that_is_older_than_the_golden_logs_is_stale(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    first = commit(tmp_path, script="x = 1\n")
+    commit(tmp_path, log=LOG, commands=COMMANDS)
+    assert figure_age.why_stale(tmp_path, first, "learning", ("sft.py",)) == "sft.py had no golden log yet"
+
+
+@needs_git
+def test_check_fails_where_a_figure_of_the_readme_is_stale(history, monkeypatch, capsys):
+    repository, first = history
+    figures = [refresh.Figure(name, (f"{name}.png",), ("envs",), "cost", 1, ())
+               for name in ("first", "second")]
     (repository / "benchmarks").mkdir()
-    (repository / "benchmarks" / "README.md").write_text("".join(
-        f"| `docs/results/{name}.csv` | {commit} | `sft.py` `s.py` | [a page](a.md) |\n"
-        for name, commit in (("a", commit), ("b", "0123456"))))
-    monkeypatch.setattr(docs_tables, "ROOT", repository)
+    commit(repository, readme="![The first](first.png)\n")
+    refresh.write_commits(repository, {figure.name: dict(commit=first) for figure in figures})
     monkeypatch.setattr(docs_tables, "stale_pages", lambda: [])
+    monkeypatch.setattr(docs_tables, "ROOT", repository)
+    monkeypatch.setattr(refresh, "FIGURES", figures)
     assert docs_tables.main(["--check"]) == 0 and capsys.readouterr().out == ""
-    (repository / "s.py").write_text("changed = True\n")
-    assert docs_tables.main(["--check"]) == 0
+    changed = commit(repository, env=ENV.replace("1.0", "2.0"))
+    assert docs_tables.main(["--check"]) == 1
     said = capsys.readouterr().out
-    assert "docs/results/a.csv" in said and "s.py changed since: " in said and "b.csv" not in said
+    assert "first, a figure of README.md, is stale: envs/task.py computes otherwise" in said
+    assert "run python benchmarks/refresh.py --readme" in said and "warning: second is a stale figure" in said
+    shown = dict(first=dict(commit=first, same_at=changed), second=dict(commit=changed))
+    refresh.write_commits(repository, shown)
+    assert docs_tables.main(["--check"]) == 0 and capsys.readouterr().out == ""
+    # A clone without history, and no git: it cannot tell, and does not fail.
+    refresh.write_commits(repository, {figure.name: dict(commit="0123456") for figure in figures})
+    assert docs_tables.main(["--check"]) == 0
+    assert capsys.readouterr().out.startswith("cannot tell whether 2 figures are stale: ")
+    monkeypatch.setenv("PATH", "")
+    assert docs_tables.main(["--check"]) == 0
+    assert capsys.readouterr().out == "cannot tell whether 2 figures are stale: git is not installed\n"
 
 
 @pytest.mark.parametrize("script, page, says", [

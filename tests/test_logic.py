@@ -266,10 +266,9 @@ def test_no_prompt_is_in_both_splits(number, count=300):
 @pytest.mark.parametrize("options", [{}, WORDS], ids=["chat", "words"])
 def test_the_examples_on_the_page_are_current(options):
     page = " ".join((ROOT / "docs" / "logic.md").read_text("utf-8").split())
-    for number in (0, 1, 2, 3, 4, 6, 7, 8):
-        env, (task,) = tasks(1, number, **options)
-        for text in (task.messages[0]["content"], env.solution(task)):
-            assert " ".join(text.split()) in page, text
+    env, (task,) = tasks(1, 1, **options)
+    for text in (task.messages[0]["content"], env.solution(task)):
+        assert " ".join(text.split()) in page, text
 
 
 @pytest.mark.parametrize("options, expected", [

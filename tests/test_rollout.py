@@ -824,7 +824,8 @@ def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monke
             members += member["sub_agents"]
             (segment,) = member["segments"]
             assert segment["response_ids"] and member["reward"] == episode["reward"]
-            ends, learns = (episode["termination"], member["termination"]), told or member is episode
+            ends = episode["termination"], member["termination"]
+            learns = member is episode or told and member["termination"] != "error"
             seen[*ends, member is episode] += 1
             if script is grpo_llm:  # what the group says of their parent
                 earned = episode["segments"][0]["advantages"] or [None]  # none: all its group earn the same

@@ -16,8 +16,8 @@ A link such as [`gae`](../ppo_llm.py) names what the script must define; it hold
 
 Scripts are parsed, never imported, so that the tables need none of the scripts' requirements.
 
-benchmarks/README.md lists every figure with the commit that it was made at. --check warns of those whose
-scripts have changed since, and in how many lines, which is no error.
+--check also names the figures that show what the code does no longer (tools/figure_age.py). For one of
+README.md the exit status is 1; the others are warnings. `python benchmarks/refresh.py` makes them again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import ast
 import copy
 import re
 import shlex
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -35,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import refresh
+from tools.figure_age import CannotTell
 from tools.validate_train_log import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +46,6 @@ PYDANTIC = {"PositiveInt": "Annotated[int, Field(ge=1)]", "NonNegativeInt": "Ann
             "PositiveFloat": "Annotated[float, Field(gt=0)]",
             "NonNegativeFloat": "Annotated[float, Field(ge=0)]"}  # pydantic's names
 LINK = re.compile(r"\[`(\w+)`\]\(((?:\.\./)*(\w+\.py))(?:#L\d+)?\)")
-FIGURE = re.compile(r"^\| `(\S+)` \| ([0-9a-f]{7,40}) \| (`.*`) \| \[", re.MULTILINE)
 OPENING = re.compile(r"^<!-- (?:flags|metrics|options|lines)\b.*-->$", re.MULTILINE)
 
 
@@ -252,32 +252,24 @@ def stale_pages(root: Path = ROOT) -> list[tuple[Path, str]]:
     return stale
 
 
-@dataclass(frozen=True)
-class Figure:
-    path: str
-    commit: str  # at which it was made
-    sources: tuple[str, ...]  # the files and folders that it is a figure of
-
-
-def figures(root: Path = ROOT) -> list[Figure]:
-    """What the table in benchmarks/README.md lists."""
-    return [Figure(path, commit, tuple(sources.replace("`", "").split()))
-            for page in root.glob("benchmarks/README.md")
-            for path, commit, sources in FIGURE.findall(page.read_text(encoding="utf-8"))]
-
-
-def changed_since(figure: Figure, root: Path = ROOT) -> dict[str, int]:
-    """The files of a figure's sources that are not as they were, with the number of lines added or removed.
-
-    None are where git is missing or does not know the commit.
-    """
-    command = ["git", "diff", "--numstat", figure.commit, "--", *figure.sources]
-    try:
-        lines = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.splitlines()
-    except OSError:  # no git
-        return {}
-    rows = [line.split("\t", 2) for line in lines]
-    return {path: sum(int(count) for count in counts if count != "-") for *counts, path in rows}  # -: binary
+def stale_figures(root: Path = ROOT) -> bool:
+    """Print a line for each stale figure.  -> whether one of them is in README.md"""
+    commits, unknown, in_readme = refresh.read_commits(root), [], False
+    for figure in refresh.FIGURES:
+        try:
+            why = refresh.state(figure, commits, root)
+        except CannotTell as error:
+            unknown.append(str(error))
+            continue
+        if why and refresh.is_in_readme(figure, root):
+            print(f"{figure.name}, a figure of README.md, is stale: {why}; "
+                  "run python benchmarks/refresh.py --readme")
+            in_readme = True
+        elif why:
+            print(f"warning: {figure.name} is a stale figure: {why}")
+    if unknown:
+        print(f"cannot tell whether {len(unknown)} figures are stale: {unknown[0]}")
+    return in_readme
 
 
 def code_lines(text: str) -> Iterator[str]:
@@ -337,7 +329,8 @@ def script_command(words: list[str]) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the docs' tables from the code.")
-    parser.add_argument("--check", action="store_true", help="only name the stale pages; exit 1 if any is")
+    parser.add_argument("--check", action="store_true",
+                        help="only name what is stale; exit 1 if a page is, or a figure of README.md")
     args = parser.parse_args(argv)
     try:
         stale = stale_pages()
@@ -348,11 +341,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{page.relative_to(ROOT)}: {'stale, run tools/docs_tables.py' if args.check else 'written'}")
         if not args.check:
             page.write_text(text, encoding="utf-8")
-    for figure in figures(ROOT) if args.check else ():
-        if changed := changed_since(figure, ROOT):
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            print(f"warning: {figure.path} is of {figure.commit}; {next(iter(changed))}{more} changed since: "
-                  f"{sum(changed.values())} lines")
+    if args.check and stale_figures(ROOT):
+        return 1
     return 1 if args.check and stale else 0
 
 

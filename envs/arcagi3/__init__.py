@@ -10,7 +10,7 @@ A screen is a grid of up to 64x64 cells of 0..15, shown as hex digits; a reply i
 
 From the top: options, tasks, the episode, screens as text, the reply's grammar, the client of the API
 (https://docs.arcprize.org), and its transports: functions (method, path, payload) -> JSON value that raise
-ClientError. Nothing is sent before an episode's first reply. docs/arcagi3.md has the rules and figures.
+ClientError. Nothing is sent before an episode's first reply. docs/arcagi3.md has the rules.
 """
 
 from __future__ import annotations

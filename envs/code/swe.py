@@ -10,7 +10,7 @@
 
 `correct`: the diff applies, and every test of FAIL_TO_PASS and PASS_TO_PASS passes once the row's test_patch
 is applied too. Neither that nor the row's patch ever reaches a prompt. Diffs that touch tests, or what
-decides over them, score 0 unrun. docs/swe.md has the prompts, the rules and the figures.
+decides over them, score 0 unrun. docs/swe.md has the rules.
 """
 
 from __future__ import annotations

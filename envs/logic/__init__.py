@@ -13,7 +13,7 @@ no problem and no prompt is in both. Prompts and replies have two styles: `chat`
 `words`, short and with a space between any two symbols, for small models that read a token per word.
 
 A reply is what follows its last `</think>`, and is read by strict grammars within fixed lengths: no text is
-ever executed, and any text gets a score of 0 or 1 at once. docs/logic.md has examples, rules and figures.
+ever executed, and any text gets a score of 0 or 1 at once. docs/logic.md has the rules.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ a choice. What a move is worth is the mean result of games played on from it at 
 of a whole game against an opponent.
 
 Whether a state belongs to train or test is a hash of the state. A reply is compared with the texts of the
-legal moves and nothing else. docs/openspiel.md has the options, the rules and figures.
+legal moves and nothing else. docs/openspiel.md has the options and the rules.
 """
 
 from __future__ import annotations
