@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import multiprocessing.forkserver
@@ -45,6 +46,17 @@ needs_git = pytest.mark.skipif(not shutil.which("git") and os.environ.get("CI") 
 def slow_but(quick, cases):
     """pytest's parameters of all cases, marked as slow but for those in `quick`."""
     return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
+
+
+def package(name):
+    """-> a module. Where it is not installed the test is skipped, but not in CI, which has it."""
+    return importlib.import_module(name) if "CI" in os.environ else pytest.importorskip(name)
+
+
+def as_words(flags):
+    """Of a command line; a flag of several values has them in a tuple."""
+    return [str(word) for flag, value in flags.items()
+            for word in (f"--{flag.replace('_', '-')}", *(value if isinstance(value, tuple) else [value]))]
 
 
 @functools.cache

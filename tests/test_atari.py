@@ -1,9 +1,7 @@
 """Atari through ale-py's vector environment, against Gymnasium's wrappers around single emulators."""
 
-import importlib.util
 import itertools
 import json
-import os
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from PIL import Image, ImageSequence
 import a2c_vecenv as a2c
 from envs import BadInput
 from envs.pixels import RecordEpisodeStatistics, make_vec, row_seeds
-from tests.run_folders import killed_after, log_lines, records, same_end, train
+from tests.run_folders import killed_after, log_lines, package, records, same_end, train
 from tools import dump_policy_gif
 from tools.validate_train_log import validate
 
@@ -23,8 +21,7 @@ from tools.validate_train_log import validate
 @pytest.fixture(scope="module")
 def ale():
     torch.set_num_threads(1)
-    if importlib.util.find_spec("ale_py") is None and os.environ.get("CI") != "true":
-        pytest.skip("not installed: pip install -r requirements-envs.txt")
+    package("ale_py")
 
 
 def played(env, number, seed):

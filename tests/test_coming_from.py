@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import os
 import re
 
 import pytest
 
-from tests.run_folders import ROOT
+from tests.run_folders import ROOT, package
 from tools.docs_tables import flags
 
 PAGE = (ROOT / "docs/coming_from.md").read_text()
@@ -75,8 +74,7 @@ def test_names_of_trls_former_ppo_are_its_own():
 
 @pytest.mark.slow
 def test_names_of_trl_are_fields_of_its_configs():
-    if "CI" not in os.environ:
-        pytest.importorskip("trl")
+    package("trl")
     import inspect
 
     import trl

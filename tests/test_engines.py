@@ -29,6 +29,7 @@ import ppo_llm
 from tests.run_folders import (
     ROOT,
     TINY,
+    as_words,
     command_line,
     episodes,
     full_forward,
@@ -183,9 +184,7 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
 def words_of(script, folder, **flags):
     sizes = dict(iterations=3, prompts_per_iteration=4, group_size=4, eval_samples=2, minibatches=1)
     own = dict(critic_minibatches=2, critic_warmup=0) if script is ppo_llm else {}
-    flags = sizes | own | dict(env_kwargs=("test_tasks=32",), run_dir=folder) | flags
-    return [str(word) for name, value in flags.items() for word in (
-        "--" + name.replace("_", "-"), *(value if isinstance(value, tuple) else [value]))]
+    return as_words(sizes | own | dict(env_kwargs=("test_tasks=32",), run_dir=folder) | flags)
 
 
 def command(script, folder, **flags):

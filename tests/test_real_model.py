@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import envs
 import grpo_llm
 import sft
-from tests.run_folders import finish, full_forward, process, records, timeless, told, wait_for
+from tests.run_folders import finish, full_forward, package, process, records, timeless, told, wait_for
 from tools import get_smollm2, merge_adapter
 from tools.validate_train_log import validate
 
@@ -181,8 +181,7 @@ def test_several_turns_are_trained_on_what_the_model_saw(loaded):
 
 @pytest.mark.parametrize("flags", [{}, dict(lora_rank=8)], ids=["full", "lora"])
 def test_vllm_samples_with_its_weights(folder, flags, tmp_path):
-    if "CI" not in os.environ:
-        pytest.importorskip("vllm")
+    package("vllm")
     finish(command(folder, tmp_path / "run", engine="vllm", **flags, iterations=2, learning_rate=1e-5,
                    max_context_tokens=256, eval_tasks=1, eval_samples=1, checkpoint_every=2))
     updated = [record for record in records(tmp_path / "run")[1:] if record["rollout/groups_trainable"]]

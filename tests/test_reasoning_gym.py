@@ -1,12 +1,12 @@
 """The adapter of reasoning-gym, against the package: questions, scores, splits, options, hostile replies."""
 
-import os
 import random
 import time
 
 import pytest
 
 import envs
+from tests.run_folders import package
 
 DATA_SETS = ["ab", "base_conversion", "binary_alternation", "caesar_cipher", "calendar_arithmetic",
              "chain_sum",
@@ -22,10 +22,7 @@ HOSTILE = ["", "\x00\ud800", "9" * 20_000, "(" * 5000, "[" * 5000, "1e999999999"
 
 @pytest.fixture(scope="module")
 def gym():
-    if "CI" not in os.environ:
-        pytest.importorskip("reasoning_gym")
-    import reasoning_gym
-    return reasoning_gym
+    return package("reasoning_gym")
 
 
 def make(**options):

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import envs
 import grpo_llm
 import ppo_llm
 from envs import BadInput
+from tests.run_folders import package
 from tests.test_updates import corrections, group_advantages
 
 
@@ -173,8 +173,7 @@ def of_script(loss, old_logprobs, batch, correction, aggregation):
     ("gspo", "none"), ("gspo", "mis"), ("sapo", "none"), ("sapo", "icepop")])
 def test_loss_and_gradient_are_those_of_trl(loss, correction, monkeypatch, tmp_path):
     """GRPOTrainer._compute_loss of TRL 1.16 on a batch's log-probabilities, in place of a model's."""
-    if "CI" not in os.environ:
-        pytest.importorskip("trl")
+    package("trl")
     from accelerate import Accelerator
     from trl import GRPOConfig, GRPOTrainer
 

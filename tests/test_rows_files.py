@@ -6,7 +6,6 @@ What is compared with what is in test_rows.py.
 import datetime
 import decimal
 import json
-import os
 import time
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 import envs
 from envs.rows import answer_text
+from tests.run_folders import package
 from tests.test_answers import ADD, TESTS, needs_sandbox
 from tests.test_rows import make, sums, write
 
@@ -400,8 +400,7 @@ def test_solutions_of_code_are_judged(tmp_path):
 
 @pytest.mark.slow
 def test_answers_of_mathematics_are_judged(tmp_path):
-    if "CI" not in os.environ:
-        pytest.importorskip("math_verify")
+    package("math_verify")
     answers = [r"\frac{1}{2}", r"$x^2$", r"\$18.90", "(1, 2]", r"\boxed{7}", r"\text{even}"]
     rows = [dict(prompt=f"q{n}", answer=answer) for n, answer in enumerate(answers)]
     env = make(write(tmp_path / "a.jsonl", rows), check="math")

@@ -19,6 +19,7 @@ import pytest
 import envs
 from envs import BadInput
 from envs.adapters import arguments, seats, seeded
+from tests.run_folders import package
 
 HOSTILE = ["", "\0\x07\x1b[2J", "\ud800", "[" * 10**6, "]" * 10**6, "[" * 500 + "]" * 500, " " * 10**6,
            "9" * 10**6, "[" + "9" * 10**6 + "]", "[" + "9" * 900 + "]", "[²]", "[٣]", "[-1]", "[[0]]",
@@ -260,16 +261,15 @@ def test_arguments_have_the_types_of_the_functions_defaults():
 
 
 @pytest.fixture(scope="module")
-def package():
-    if os.environ.get("CI") != "true":
-        pytest.importorskip("textarena")
+def games():
+    package("textarena")
 
 
-slow = [pytest.mark.slow, pytest.mark.usefixtures("package")]
+slow = [pytest.mark.slow, pytest.mark.usefixtures("games")]
 
 
 def slow_test(function):
-    return pytest.mark.slow(pytest.mark.usefixtures("package")(function))
+    return pytest.mark.slow(pytest.mark.usefixtures("games")(function))
 
 
 def in_brackets(seat, messages, rng=None):

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import os
 
 import pytest
 
 import envs
+from tests.run_folders import package
 
 SHOP = '''
 import random
@@ -189,8 +189,7 @@ def test_classes_that_break_their_word_are_named(shop):
 
 @pytest.mark.slow
 def test_trl_gives_the_same_rewards(shop, monkeypatch):
-    if "CI" not in os.environ:
-        pytest.importorskip("trl")
+    package("trl")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     import datasets
     import trl

@@ -16,6 +16,7 @@ from tests.run_folders import (
     ROOT,
     SMALL,
     TINY,
+    as_words,
     episodes,
     is_time,
     killed_after,
@@ -73,12 +74,6 @@ def teacher(tmp_path_factory):
     return folder
 
 
-def words(flags):
-    """Of a command line; a flag of several values has them in a tuple."""
-    return [word for flag, value in flags.items()
-            for word in (f"--{flag.replace('_', '-')}", *(value if isinstance(value, tuple) else [value]))]
-
-
 @pytest.fixture
 def made(diff, teacher):
     """The path of a variant, and flags -> those that it has, with those that some need or are exact with."""
@@ -114,7 +109,7 @@ def test_a_variant_learns_the_same_in_two_processes(made, tmp_path):
                learning_rate=1e-4, microbatch_tokens=96)
     module = load_script(path)
     module.main(module.Args(**flags, run_dir=str(tmp_path / "1")))
-    torchrun_in_turn(2, [(path, *words(flags), "--run-dir", tmp_path / "2")], tmp_path)
+    torchrun_in_turn(2, [(path, *as_words(flags), "--run-dir", tmp_path / "2")], tmp_path)
     for one, two in zip(records(tmp_path / "1"), records(tmp_path / "2"), strict=True):
         for key, value in one.items():
             if not isinstance(value, str) and not is_time(key):

@@ -1,9 +1,7 @@
 """Tasksets of verifiers: its own verdicts, any text, what is refused."""
 
 import asyncio
-import importlib.util
 import json
-import os
 import sys
 import threading
 import time
@@ -11,6 +9,7 @@ import time
 import pytest
 
 import envs
+from tests.run_folders import package
 
 FILE = "tests/letters_taskset.py"
 LETTERS = f"{FILE}:Letters"
@@ -18,11 +17,7 @@ LETTERS = f"{FILE}:Letters"
 
 @pytest.fixture(scope="module")
 def vf():
-    if importlib.util.find_spec("verifiers") is None and os.environ.get("CI") != "true":
-        pytest.skip("not installed: verifiers")
-    import verifiers.v1
-
-    return verifiers.v1
+    return package("verifiers.v1")
 
 
 @pytest.fixture(scope="module")

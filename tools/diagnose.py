@@ -441,9 +441,8 @@ def resumed_otherwise(run: Run) -> str | None:
         for name, what in (("git_sha", "commit"), ("script_sha256", "a script of hash")):
             before, after = run.meta.get(name), resume.get(name)
             if before and after and before != after:
-                iteration = clean(resume.get("iteration"))
-                return (f"it was taken up at iteration {iteration} with other code: {what} "
-                        f"{clean(after)[:9]}, before that {clean(before)[:9]}")
+                return (f"it was taken up at iteration {clean(resume.get('iteration'))} with other code: "
+                        f"{what} {clean(after)[:9]}, before that {clean(before)[:9]}")
     return None
 
 
