@@ -154,8 +154,7 @@ FIGURES = (
     curve("a2c_readme", "a2c_vecenv.py", 5, A2C,
           f"--log {three('a2c')} --panel 'success rate' "
           "--title 'python a2c_vecenv.py, 3 seeds, one CPU core'"),
-    Figure("a2c_policy", ("docs/figures/a2c_vecenv.gif",), ("a2c_vecenv.py", "tools/dump_policy_gif.py"),
-           "learning", 2, (
+    Figure("a2c_policy", ("docs/figures/a2c_vecenv.gif",), ("a2c_vecenv.py",), "learning", 2, (
                A2C[0],
                f"python tools/dump_policy_gif.py --run {RUNS}/a2c/s1 --greedy --episodes 3 --seed 2 "
                f"--scale 3 --env-kwargs menu_prob=1 --out {RUNS}/a2c/look",
