@@ -156,7 +156,7 @@ def middle(records, key):
 
 
 def training_flops(model_dir, prompts, prompt_tokens, replies, reply_tokens, lora):
-    """Floating-point operations of a forward and backward pass, as each prompt is computed once.
+    """Floating-point operations of a forward and backward pass over so many prompts and replies.
 
     2 per weight of a matrix and token in the forward pass and twice that in the backward pass; of frozen
     weights, once that. Attention: 2 matrix products of 2 * heads * head_dim operations for each pair of a
@@ -363,7 +363,7 @@ def reinforcement(bench, part, script, model, reply_tokens, **flags):
         return
     rollout, update = middle(records, "time/rollout"), middle(records, "time/update")
     replies = prompts * group
-    flops = training_flops(folder, prompts, prompt_words + 4, replies, reply_tokens, lora)
+    flops = training_flops(folder, replies, prompt_words + 4, replies, reply_tokens, lora)
     trained = replies * reply_tokens + prompts * (prompt_words + 4)
     figures = {"sampling": (replies * reply_tokens / rollout, "tokens/s"),
                "update": (trained / update, "tokens/s"),

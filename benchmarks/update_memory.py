@@ -63,8 +63,7 @@ def peak_mib():
 def plain_logprobs(model, batch):
     """What a first version would write: all logits at once.  -> two (B, T)."""
     import torch
-    prompts = batch["prompts"][batch["prompt_of_row"]]
-    ids = torch.cat([prompts, batch["responses"]], 1)
+    ids = torch.cat([batch["prompts"], batch["responses"]], 1)
     logits = model(ids, logits_to_keep=RESPONSE + 1).logits[:, :-1].float()              # (B, T, V)
     logprobs = torch.log_softmax(logits, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -100,7 +99,7 @@ def measure(way, num_tokens):
     ids = torch.randint(0, VOCABULARY, (rows, PROMPT + RESPONSE)).tolist()
     segments = [grpo_llm.Segment(row[:PROMPT], row[PROMPT:], [1] * RESPONSE, [0.0] * RESPONSE) for row in ids]
     args = grpo_llm.Args(microbatch_tokens=rows * (PROMPT + RESPONSE))
-    ((_, batch),) = grpo_llm.passes(segments, args, "cpu")
+    ((_, batch),) = grpo_llm.microbatches(segments, args, "cpu")
 
     def loss():
         logprobs, entropy = (grpo_llm.token_logprobs(model, batch, 1.0) if way == "ours" else
@@ -188,7 +187,7 @@ def one_batch(rows, length, args):
     num_response = length - 1
     segments = [grpo_llm.Segment([0], [row] * num_response, [1] * num_response, [0.0] * num_response)
                 for row in range(rows)]
-    ((_, batch),) = grpo_llm.passes(segments, args, "cpu")
+    ((_, batch),) = grpo_llm.microbatches(segments, args, "cpu")
     return batch
 
 

@@ -105,7 +105,7 @@ MUTANTS = {
         "a prompt that just fits does not": ("0 < len(r.prompt_ids) <= self", "0 < len(r.prompt_ids) < self"),
         "sps of a resumed run": ("self.begin_record(time.perf_counter())", "self.begin_record(self.started)"),
         "the lock ends with a child": ("fcntl.lockf(file,", "fcntl.flock(file,"),
-        "two runs in one folder": ("        if RANK == 0:  # where it fails", "        if False:  # where it fails"),
+        "two runs in one folder": ("if RANK == 0:  # where it fails", "if False:  # where it fails"),
         "a model's code is run": ("str(path), trust_remote_code=False", "str(path)"),
         "cut by the context is not cut": ('("error", "length", "context") if', '("error", "length") if'),
         "failed ones are trained": ('else ("error",)', "else ()"),
