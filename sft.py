@@ -1229,7 +1229,7 @@ class Run:
         """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
-        what = dict(type=type(error).__name__, message=str(error), receipt=f"receipts/{path.name}")
+        what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             path.mkdir(parents=True, exist_ok=True)
             (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")

@@ -364,7 +364,7 @@ def reinforcement(bench, part, script, model, reply_tokens, **flags):
     rollout, update = middle(records, "time/rollout"), middle(records, "time/update")
     replies = prompts * group
     flops = training_flops(folder, replies, prompt_words + 4, replies, reply_tokens, lora)
-    trained = replies * reply_tokens + prompts * (prompt_words + 4)
+    trained = replies * (reply_tokens + prompt_words + 4)
     figures = {"sampling": (replies * reply_tokens / rollout, "tokens/s"),
                "update": (trained / update, "tokens/s"),
                "iteration": (rollout + update + middle(records, "time/sync"), "s"),

@@ -360,12 +360,6 @@ def test_each_symptom_has_a_section_with_what_backs_it_and_who_asks():
     assert {name for name in RUNS if expected(name)} <= named
 
 
-def test_the_pages_thresholds_are_the_tools():
-    table = PAGE.partition("\n| threshold | value |")[2]
-    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", table, re.MULTILINE)
-    assert len(rows) > 15 and all(getattr(diagnose, name) == float(value) for name, value in rows)
-
-
 def test_the_pages_output_is_the_tools(capsys):
     command, shown = re.search(r"\n    \$ python tools/diagnose.py (\S+)\n((?:    .*\n)+)", PAGE).groups()
     diagnose.main([str(ROOT / command)])

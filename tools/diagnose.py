@@ -270,7 +270,7 @@ def does_not_move(run: Run) -> str | None:
     return says and f"{says}; {rate(run)}"
 
 
-HARDLY = 1e-4  # relative change of the norm of an adapter's weights; at a good rate 1e-2, see symptoms.md
+HARDLY = 1e-4  # relative change of the norm of an adapter's weights; at a good rate 1e-2
 STEPS_OF_ADAPTER = 40  # optimiser steps after which that is judged
 
 

@@ -8,6 +8,7 @@ A page asks for a table with two HTML comments, each on a line of its own; what 
     <!-- flags: SCRIPT.py -->               one row for each field of the script's class Args, with its
                                             default, and the one that REAL_MODEL has for it
     <!-- metrics: SCRIPT.py -->             one row for each of its METRICS in tools/validate_train_log.py
+    <!-- flags: A.py, but those of B.py --> without the rows that the same table of B.py has
     <!-- options: envs/FILE.py:CLASS -->    one row for each field of an environment's options
     <!-- lines -->                          the four scripts and how long they are, to the nearest ten
     <!-- end -->
@@ -40,8 +41,8 @@ from tools.validate_train_log import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"grpo_llm.py": "grpo", "ppo_llm.py": "ppo", "sft.py": "sft", "a2c_vecenv.py": "a2c"}
-BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+)|lines) -->\n(.*?)^<!-- end -->$",
-                   re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- (?:(flags|metrics|options): (\S+?)(?:, but those of (\S+))?|lines) -->\n"
+                   r"(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 PYDANTIC = {"PositiveInt": "Annotated[int, Field(ge=1)]", "NonNegativeInt": "Annotated[int, Field(ge=0)]",
             "PositiveFloat": "Annotated[float, Field(gt=0)]",
             "NonNegativeFloat": "Annotated[float, Field(ge=0)]"}  # pydantic's names
@@ -214,7 +215,7 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
         raise DocsError(f"{name}: a marker of a table is malformed or has no line <!-- end --> after it")
 
     def block(match: re.Match) -> str:
-        kind, place, between = match.groups(default="")
+        kind, place, other, between = match.groups(default="")
         script, _, symbol = place.partition(":")
         if OPENING.search(between):
             raise DocsError(f"{name}: the table of {place} has no line <!-- end --> before the next marker")
@@ -222,8 +223,15 @@ def rendered(text: str, name: str, root: Path = ROOT) -> str:
             return f"<!-- lines -->\n{lines_table(root)}<!-- end -->"
         if not (root / script).is_file():
             raise DocsError(f"{name}: there is no {script}")
-        table = metrics_table(script) if kind == "metrics" else flags_table(kind, root / script, symbol)
-        return f"<!-- {kind}: {place} -->\n{table}<!-- end -->"
+        opening, *_ = match[0].splitlines()
+        table = table_of(kind, script, symbol)
+        if other:
+            known = table_of(kind, other, symbol).splitlines()[2:]
+            table = "".join(row for row in table.splitlines(keepends=True) if row.strip() not in known)
+        return f"{opening}\n{table}<!-- end -->"
+
+    def table_of(kind: str, script: str, symbol: str) -> str:
+        return metrics_table(script) if kind == "metrics" else flags_table(kind, root / script, symbol)
 
     def link(match: re.Match) -> str:
         symbol, target, script = match.groups()
