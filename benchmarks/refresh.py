@@ -152,7 +152,7 @@ FIGURES = (
     curve("a2c_vecenv", "a2c_vecenv.py", 5, A2C,
           f"--log {three('a2c')} --title 'python a2c_vecenv.py, 3 seeds, one CPU core'"),
     curve("a2c_readme", "a2c_vecenv.py", 5, A2C,
-          f"--log {three('a2c')} --x wall_time_s --panel 'success rate' "
+          f"--log {three('a2c')} --panel 'success rate' "
           "--title 'python a2c_vecenv.py, 3 seeds, one CPU core'"),
     Figure("a2c_policy", ("docs/figures/a2c_vecenv.gif",), ("a2c_vecenv.py", "tools/dump_policy_gif.py"),
            "learning", 2, (
