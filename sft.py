@@ -198,7 +198,7 @@ def response_loss(model, batch):
     """
     # Token t is predicted at position t - 1: the only shift.
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]   # (B, T - 1)
-    chosen = batch["response_mask"][:, 1:].bool()                       # (B, T - 1)
+    is_learned = batch["response_mask"][:, 1:].bool()                   # (B, T - 1)
     positions = batch["position_ids"]
     if positions is not None:
         positions = positions[:, :-1]                                   # (B, T - 1)
@@ -206,10 +206,10 @@ def response_loss(model, batch):
     def of_pass():
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         output = decoder(input_ids=inputs, position_ids=positions, use_cache=False)
-        hidden = output.last_hidden_state[chosen]                       # (N, H)
-        return token_losses(hidden, head, targets[chosen]).sum()
+        hidden = output.last_hidden_state[is_learned]                   # (N, H)
+        return token_losses(hidden, head, targets[is_learned]).sum()
 
-    return model.as_forward(of_pass)
+    return model.as_forward(of_pass)  # distribute() defines it: FSDP2 gathers the weights
 
 
 def learning_rate(step, steps, args):

@@ -186,6 +186,12 @@ class Env:
             raise BadInput(f"environment {type(self).__name__.lower()}: split: expected one of "
                            f"{', '.join(self.splits)}, got {split!r}")
 
+    def check_index(self, split: str, index: int) -> None:
+        """Raises IndexError where the split has no such task."""
+        number = self.num_tasks(split)
+        if not 0 <= index < number:
+            raise IndexError(f"{type(self).__name__.lower()}: {split} task {index} of {number}")
+
     def task(self, split: str, index: int) -> Task:
         """The same index gives the same task, on every machine and in any order."""
         raise NotImplementedError

@@ -168,8 +168,7 @@ class Countdown(Env):
         return self.config.train_tasks if split == "train" else len(self._test_problems())
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"countdown: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         if self._rows:
             nums, target = self._rows[split][index]
         elif split == "test":

@@ -62,8 +62,7 @@ class Mixture(Env):
         return len(self.pattern) * max(math.ceil(n / self.pattern.count(short)) for short, n in sizes.items())
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"mixture: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         short, inner = self._in_turn(index) if split == "test" else self._by_weight(index)
         task = self.envs[short].task(split, inner)
         return dataclasses.replace(task, id=f"{short}:{task.id}")

@@ -431,8 +431,7 @@ class Rows(Env):
         return len(self.tasks[split])
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"rows: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         return self.tasks[split][index]
 
     def start(self, task: Task, seed: int) -> Episode:

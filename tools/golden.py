@@ -204,17 +204,22 @@ def first_difference(name: str, folder: Path) -> str:
     return ""
 
 
-def compare(names: list[str], folder: Path | None = None) -> int:
-    """Print a line for each golden run, made now or in a folder.  -> how many differ"""
+def compare(names: list[str], folder: Path | None = None, machine: str = "") -> int:
+    """Print a line for each golden run, made now, on such a machine, or in a folder.  -> how many differ"""
     different = 0
     for name in names or RUNS:
         words_of(name)  # raises BadInput where there is none
         with tempfile.TemporaryDirectory() as made:
+            run = folder or Path(made, "run")
             if folder is None:
-                make(name, Path(made, "run"))
-            line = first_difference(name, folder or Path(made, "run"))
+                make(name, run, machine)
+            line = first_difference(name, run)
+            size, key = largest_excess(name, run)
         different += bool(line)
-        print(line or f"{name}: equal", flush=True)
+        says = line or f"{name}: equal"
+        if machine:
+            says = f"{machine}: {says} (furthest off: {key}, {size:.2g} of what may be)"
+        print(says, flush=True)
     return different
 
 
@@ -227,21 +232,6 @@ def largest_excess(name: str, folder: Path) -> tuple[float, str]:
         for key in expected.keys() & record.keys():
             largest = max(largest, (excess(key, expected[key], record[key], expected), key))
     return largest
-
-
-def compare_machines(names: list[str]) -> int:
-    """Make golden runs as other machines would, and print a line for each.  -> how many differ"""
-    different = 0
-    for machine in MACHINES:
-        for name in names or RUNS:
-            with tempfile.TemporaryDirectory() as made:
-                make(name, Path(made, "run"), machine)
-                line = first_difference(name, Path(made, "run"))
-                size, key = largest_excess(name, Path(made, "run"))
-            different += bool(line)
-            print(f"{machine}: {line or f'{name}: equal'} (furthest off: {key}, {size:.2g} of what may be)",
-                  flush=True)
-    return different
 
 
 def rounded(value):
@@ -268,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.names:
         words_of(name)  # raises BadInput where there is none
     if options.machines:
-        return min(compare_machines(options.names), 1)
+        return min(sum(compare(options.names, machine=machine) for machine in MACHINES), 1)
     for name in options.names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
             make(name, Path(folder, "run"))

@@ -114,8 +114,7 @@ class Listed(Env):
         return count
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"{self.source}: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         place = index * TEST_SHARE if split == "test" else index + index // (TEST_SHARE - 1) + 1
         messages = json.loads(self.prompts[place])
         return Task(f"{self.source}-{place}", self.source, messages, {"place": place})

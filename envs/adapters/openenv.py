@@ -57,8 +57,7 @@ class OpenEnv(Env):
 
     def task(self, split: str, index: int) -> Task:
         """The server is asked for the first observation, which is the prompt."""
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"openenv: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         begin = {"seed": index if split == "test" else TEST_SEEDS + index}
         if self.theirs:
             begin = {"split": self.theirs[split], "index": index}

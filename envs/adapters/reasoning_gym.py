@@ -102,8 +102,7 @@ class ReasoningGym(Env):
 
     def task(self, split: str, index: int) -> Task:
         """The data sets in turn."""
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"reasoning-gym: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         number, which = divmod(index, len(self.names))
         name, entry = self.names[which], self.entry(split, self.names[which], number)
         messages = [{"role": "system", "content": self.config.system}] if self.config.system else []

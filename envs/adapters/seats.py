@@ -86,8 +86,7 @@ class Games(envs.Env):
 
     def task(self, split: str, index: int) -> Task:
         """Seeds of the splits are apart; games take turns, and so does the policy's seat in each."""
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"{self.name}: {split} task {index} of {SIZES[split]}")
+        self.check_index(split, index)
         turn, which = divmod(index, len(self.seats))
         game = list(self.seats)[which]
         data = {"game": game, "seed": 2 * index + (split == "test"), "seat": turn % self.seats[game]}

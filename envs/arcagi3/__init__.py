@@ -242,8 +242,7 @@ class ArcAgi3(Env):
         return len(ids)
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"arcagi3: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         game_id = self._draw(split, index) if self._generated else self._games()[split][index]
         return self.task_of(game_id, f"arcagi3-{split}-{index}")
 

@@ -274,8 +274,7 @@ class Repl(Env):
         return len(self._ids[split])
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < (count := self.num_tasks(split)):
-            raise BadInput(f"environment repl: task {split} {index}: expected 0 to {count - 1}")
+        self.check_index(split, index)
         if self._ids is None:
             name, seed = f"repl-tiny-{split}-{index}", tiny_parts(split, index)
             scenario = tiny_scenario(seed)

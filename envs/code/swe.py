@@ -177,8 +177,7 @@ class Swe(Env):
         return len(self._split[split])
 
     def task(self, split: str, index: int) -> Task:
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"swe: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         return self.task_of(self._split[split][index])
 
     def task_of(self, name: str) -> Task:

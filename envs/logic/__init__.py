@@ -192,8 +192,7 @@ class Logic(Env):
 
     def task(self, split: str, index: int) -> Task:
         """The types in turn: index k is of the selected type k mod their number."""
-        if not 0 <= index < self.num_tasks(split):
-            raise IndexError(f"logic: {split} task {index} of {self.num_tasks(split)}")
+        self.check_index(split, index)
         seed, which = divmod(index, len(self.config.numbers))
         seed += TEST_SEEDS if split == "test" else 0
         return self.by_id(encode(self.config.numbers[which], seed))

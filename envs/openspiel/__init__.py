@@ -175,9 +175,8 @@ class OpenSpiel(Env):
         return sum(sizes)
 
     def task(self, split: str, index: int) -> Task:
+        self.check_index(split, index)
         number, sizes = index, self._sizes(split)
-        if not 0 <= index < sum(sizes):
-            raise IndexError(f"openspiel: {split} task {index} of {sum(sizes)}")
         which = 0
         while number >= sizes[which]:
             number -= sizes[which]
