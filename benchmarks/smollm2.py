@@ -42,6 +42,7 @@ RELATED = {  # none of them was trained on
 }
 FORM_ROWS, FORM_STEPS = 320, 20
 ITERATIONS = 60
+DTYPE = ["--dtype", "bfloat16"]  # of the figures; without a GPU the default is float32
 SIZES = ["--prompts-per-iteration", 16, "--group-size", 8]
 PPO_SIZES = ["--prompts-per-iteration", 64, "--minibatches", 1, "--critic", "shared"]
 PPO_ITERATIONS = 25  # take about as long, too
@@ -82,13 +83,13 @@ def grpo(name, start, *flags, seed=1, script="grpo_llm.py", iterations=ITERATION
     return Run(name, script, start, [
         *task(*options), *(PPO_SIZES if script == "ppo_llm.py" else SIZES), "--max-response-tokens", 8,
         "--eval-every", 20, "--eval-tasks", tasks, "--eval-samples", SAMPLES, "--iterations", iterations,
-        "--microbatch-tokens", 4096, "--no-gradient-checkpointing", "--seed", seed, *flags])
+        "--microbatch-tokens", 4096, "--no-gradient-checkpointing", *DTYPE, "--seed", seed, *flags])
 
 
 def sft(name, start, source, *flags, seed=1):
     return Run(name, "sft.py", start, [
         *source, "--batch-size", 16, "--learning-rate", "3e-5", "--warmup-steps", 4,
-        "--max-response-tokens", 8, "--eval-every", 0, "--eval-tasks", 20, "--eval-samples", 1,
+        "--max-response-tokens", 8, "--eval-every", 0, "--eval-tasks", 20, "--eval-samples", 1, *DTYPE,
         "--seed", seed, *flags])
 
 
