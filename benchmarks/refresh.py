@@ -172,7 +172,7 @@ FIGURES = (
     Figure("smollm2",
            ("docs/results/smollm2.csv", "docs/figures/smollm2.png", "docs/figures/smollm2_readme.png"),
            ("grpo_llm.py", "sft.py", "ppo_llm.py", "docs/variants/shuffled.diff",
-            "envs/adapters/reasoning_gym.py"), "learning", 360, (
+            "envs/adapters/reasoning_gym.py"), "learning", 220, (
                f"rm -rf {RUNS}/smollm2",
                f"python benchmarks/smollm2.py --runs {RUNS}/smollm2",
                f"python benchmarks/smollm2.py --table --runs {RUNS}/smollm2",
