@@ -749,7 +749,7 @@ def test_bad_input_is_one_clear_message_that_names_it(
     assert not list(tmp_path.glob("run/events*")) and not (bad_folder / "ran").exists()  # nothing began
 
 
-@pytest.mark.parametrize("script", slow_but((a2c,), ALL))
+@pytest.mark.parametrize("script", slow_but((grpo_llm,), ALL))
 def test_a_script_that_was_changed_says_so_when_it_goes_on(script, finished, tmp_path, capsys):
     whole = finished(script)
     now = log_lines(whole)[0]["meta"]["script_sha256"]
