@@ -5,6 +5,7 @@ import errno
 import fcntl
 import functools
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -178,6 +179,13 @@ def test_the_counters_and_rates_of_the_log_add_up(script, more, finished):
             updates = record["train/policy_steps"] + 2 * 2
         else:
             updates = min(4, 2 * record["rollout/groups_trainable"])  # a minibatch holds whole groups
+            learned = []  # the advantages of the sampled tokens of groups in which one is not 0
+            for _, group in itertools.groupby(played, lambda episode: episode["task_id"]):
+                segments = [s for episode in group for s in episode["segments"] if s["advantages"]]
+                if any(any(s["advantages"]) for s in segments):
+                    for s in segments:
+                        learned += itertools.compress(s["advantages"], s["response_mask"])
+            assert record["critic/advantages/mean"] == pytest.approx(sum(learned) / max(len(learned), 1))
         assert record["opt_steps"] - before["opt_steps"] == updates
         rewards = [e["reward"] for e in played]
         assert record["train/reward"] == pytest.approx(sum(rewards) / num_episodes)
