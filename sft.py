@@ -209,7 +209,7 @@ def response_loss(model, batch):
         hidden = output.last_hidden_state[is_learned]                   # (N, H)
         return token_losses(hidden, head, targets[is_learned]).sum()
 
-    return model.as_forward(of_pass)  # distribute() defines it: FSDP2 gathers the weights
+    return model.as_forward(of_pass)
 
 
 def learning_rate(step, steps, args):
@@ -1390,8 +1390,10 @@ def main(args):
                 weight_norm = full_tensor(torch.nn.utils.get_total_norm(parameters))
                 new_tokens = env_steps - run.env_steps_before  # since the last record
                 metrics = {
-                    "train/loss": mean_loss, "train/grad_norm": mean_norm,
-                    "train/weight_norm": float(weight_norm), "train/learning_rate": rate,
+                    "train/loss": mean_loss,
+                    "train/grad_norm": mean_norm,
+                    "train/weight_norm": float(weight_norm),
+                    "train/learning_rate": rate,
                     "train/epoch": step * args.batch_size / num_rows,
                     "train/padding": 1 - num_tokens / num_computed,
                     "train/throughput": new_tokens / run.times["time/update"]}
