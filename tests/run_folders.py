@@ -301,7 +301,10 @@ def receipt_of(folder):
     """The one error of a log.  -> the error, its receipt's meta.json, traceback.txt and folder"""
     (error,) = [line["error"] for line in log_lines(folder) if "error" in line]
     path = folder / error["receipt"]
-    return error, json.loads((path / "meta.json").read_text()), (path / "traceback.txt").read_text(), path
+    meta, frames = json.loads((path / "meta.json").read_text()), (path / "traceback.txt").read_text()
+    assert {"versions", "git_sha", "seed", "args", "iteration", "opt_steps"} <= set(meta)
+    assert error["type"] in frames
+    return error, meta, frames, path
 
 
 def records(folder):

@@ -93,7 +93,7 @@ def test_what_the_docs_say_about_replies_holds():
     text = (Path(__file__).parents[1] / "docs" / "rows.md").read_text(encoding="utf-8")
     cell = r"`` ?(.+?) ?``|`(.+?)`"
     found = re.findall(rf"^\| `(\w+)` \| (?:{cell}) \| (?:{cell}) \| (right|wrong) \|", text, re.M)
-    assert len(found) >= 20 and {check for check, *_ in found} == {*FAST}
+    assert len(found) >= 30 and {check for check, *_ in found} == {*FAST}
     for check, answer, answer_, reply, reply_, said in found:
         reply = (reply or reply_).replace("⏎", "\n")
         assert verdict(check, given(answer or answer_), reply) == (said == "right"), (check, answer_, reply)
