@@ -368,7 +368,8 @@ PARSED = {page: [line for line, at in unique().items() if at == page and script_
 
 
 @pytest.mark.parametrize("page", [page for page, lines in PARSED.items() if lines])
-def test_flags_are_the_programs(page, workspace, capsys):
+def test_flags_are_the_programs(page, files, monkeypatch, capsys):
+    monkeypatch.chdir(files)  # where nothing is written, since nothing runs
     for line in PARSED[page]:
         script, flags = script_of(line)
         source = located(script).read_text()
