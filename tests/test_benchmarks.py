@@ -133,6 +133,7 @@ def test_a_method_is_compared_by_seed(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_runs_of_losses_go_on_after_a_kill_and_end_once(tmp_path):
     table, runs = tmp_path / "losses.csv", tmp_path / "runs"
     command = [sys.executable, ROOT / "benchmarks/losses.py", "--stage", "rates", "--problems", "countdown",

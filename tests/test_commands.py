@@ -37,7 +37,7 @@ SCRIPTS = ("grpo_llm.py", "ppo_llm.py", "sft.py", "a2c_vecenv.py", *READING)
 # Run elsewhere: a file of CI or of tests, what stands there or the test, patterns of commands that it runs.
 ELSEWHERE = {
     ".ci/run": {
-        "set -euo pipefail": [".ci/run"],
+        "set -euo pipefail": [".ci/run", ".ci/full"],
         "pytest": ["*pytest*"],
         "ruff check .": ["ruff check ."],
         "pip install -r requirements.txt": ["pip install -r requirements.txt"],
@@ -202,7 +202,7 @@ PYTHONS = {name: os.environ.get(f"{name.upper()}_PYTHON", f"{ROOT}/.venv-{name}/
 PROGRAM = re.compile(
     r"(\$ )?([A-Z_]+=\S+ +)*(exec |taskset -c \d+ )*(\S+/)?"
     r"(python[0-9.]*|sh|bash|torchrun|pip|uv|pytest|ruff|vllm|docker|git|curl|patch|cp|srun|sbatch|apt-get|wandb|diff"
-    r"|for|make_\w+\.sh|\.ci/run)(?= |$)")
+    r"|for|make_\w+\.sh|\.ci/(run|full))(?= |$)")
 NO_COMMAND = re.compile(r"(diff --git a/|for \S+(, \S+)? in .*:$|for .*\)$)")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 VALUES = {"$seed": "1", "$s": "1"}
@@ -436,7 +436,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def workspace(files, tmp_path, monkeypatch):
-    folder = shutil.copytree(files, tmp_path / "it", symlinks=True)
+    folder = shutil.copytree(files, tmp_path / "it", symlinks=True, copy_function=os.link)
     monkeypatch.chdir(folder)
     return folder
 
@@ -592,11 +592,13 @@ def shortened(line, folder):
                               for word in (f"--{name.replace('_', '-')}", str(value)))]
 
 
-IDS = [f"{unique()[line]}-{script_of(line)[0]}" for line in RUN_HERE]
+CASES = [pytest.param(line, id=f"{unique()[line]}-{script_of(line)[0]}",
+                      marks=[pytest.mark.release] * line.startswith("python benchmarks"))
+         for line in RUN_HERE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", RUN_HERE, ids=IDS)
+@pytest.mark.parametrize("line", CASES)
 def test_a_command_runs(line, runs, workspace, tmp_path):
     if not has_packages(line) and "CI" not in os.environ:
         pytest.skip("a package of its environment is not installed")

@@ -537,7 +537,7 @@ def servers(vllm, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [None, 8], ids=["in-process", "lora"])
+@pytest.mark.parametrize("lora_rank", [None, pytest.param(8, marks=pytest.mark.release)])
 def test_two_processes_sample_with_vllm(vllm, servers, tmp_path, lora_rank):
     """Each with an engine of its own; or with one server, which another run has handed adapters before."""
     server, url = servers[1].ready() if lora_rank else None, {}

@@ -57,6 +57,7 @@ def test_docs_have_the_table_of_what_was_measured(gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_one_command_measures_all_parts_and_goes_on_where_it_was_stopped(gpu, tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "all", "--toy", "--out", str(tmp_path)]
     environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")

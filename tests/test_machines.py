@@ -60,8 +60,12 @@ def on(machine, run, checkout, at):
     return done.returncode, done.stdout
 
 
+QUICK = ("no AVX", "a user who may only read", "ASCII", "another Python")  # the others are for a release
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", [
+    pytest.param(machine, marks=[pytest.mark.release] * (machine not in QUICK)) for machine in MACHINES])
 def test_the_main_command_and_tests_pass(machine, checkout, tmp_path):
     if "setpriv" in MACHINES[machine] and os.geteuid():
         pytest.skip("only root becomes another user")

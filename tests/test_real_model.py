@@ -179,7 +179,8 @@ def test_several_turns_are_trained_on_what_the_model_saw(loaded):
             assert segment.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("flags", [{}, dict(lora_rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.release), dict(lora_rank=8)],
+                         ids=["full", "lora"])
 def test_vllm_samples_with_its_weights(folder, flags, tmp_path):
     package("vllm")
     finish(command(folder, tmp_path / "run", engine="vllm", **flags, iterations=2, learning_rate=1e-5,
