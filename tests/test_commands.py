@@ -37,7 +37,7 @@ SCRIPTS = ("grpo_llm.py", "ppo_llm.py", "sft.py", "a2c_vecenv.py", *READING)
 # Run elsewhere: a file of CI or of tests, what stands there or the test, patterns of commands that it runs.
 ELSEWHERE = {
     ".ci/run": {
-        "set -euo pipefail": [".ci/run", ".ci/full"],
+        "set -euo pipefail": [".ci/run"],
         "pytest": ["*pytest*"],
         "ruff check .": ["ruff check ."],
         "pip install -r requirements.txt": ["pip install -r requirements.txt"],
@@ -58,6 +58,7 @@ ELSEWHERE = {
         "tools/get_smollm2.py": ["python tools/get_smollm2.py"],
         'uv" run --quiet grpo_llm.py': ["uv run grpo_llm.py"],
     },
+    ".ci/full": {"exec": [".ci/full"]},
     "requirements.txt": {
         "pyboy==2.8.1": ["pip install pyboy==2.8.1"],
         "open_spiel==2.0.2": ["pip install open_spiel==2.0.2"],
