@@ -117,8 +117,9 @@ def located(script: str) -> Path:
 @functools.cache
 def known_flags(script: str) -> set[str]:
     if script in WITH_ARGS or script in variants():
-        names = {flag.option for flag in docs_tables.flags(located(script))}
-        return names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
+        fields = re.search(r"^class Args.*?\n\n\n", located(script).read_text("utf-8"), re.M | re.S)[0]
+        names = [name.replace("_", "-") for name in re.findall(r"^    (\w+): ", fields, re.MULTILINE)]
+        return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}
     tree = ast.parse((ROOT / script).read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
