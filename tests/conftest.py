@@ -20,8 +20,11 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def no_sandbox_in_fast_tests(request, monkeypatch):
-    """bubblewrap is not on every machine: fast tests do without it, and a test that needs it is slow."""
+def no_sandbox_and_no_waiting_in_fast_tests(request, monkeypatch):
+    """bubblewrap is not on every machine: fast tests do without it, and a test that needs it is slow.
+
+    Nor do they wait for the disk.
+    """
     if request.node.get_closest_marker("slow"):
         return
 
@@ -30,6 +33,7 @@ def no_sandbox_in_fast_tests(request, monkeypatch):
     def started(*args, **options):
         raise AssertionError("a fast test starts a sandbox: mark it slow")
 
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # what the disk surely holds has tests of its own
     monkeypatch.setattr(sandbox, "check", lambda: None)
     monkeypatch.setattr(sandbox.Sandbox, "__init__", started)
 

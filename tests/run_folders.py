@@ -3,6 +3,7 @@
 import ast
 import atexit
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.tensorboard import FileWriter
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "countdown-tiny")
@@ -108,7 +110,8 @@ def command_line(script, *flags):
                 runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
             else:
                 module = importlib.import_module(script.removesuffix(".py"))
-                exec(end_of(module), vars(module))
+                with asked_once(module):
+                    exec(end_of(module), vars(module))
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
@@ -260,8 +263,51 @@ def train(script, folder, **flags):
         few = ("test_tasks=32",)  # which are the first of many more, and sooner found
         flags["env_kwargs"] = {"sft": ("skill=mixed", *few), "a2c_vecenv": ("max_steps=9",)}.get(
             script.__name__, few)
-    script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
+    with asked_once(script):
+        script.main(script.Args(**SMALL[script.__name__] | dict(run_dir=str(folder)) | flags))
     return folder
+
+
+@contextlib.contextmanager
+def asked_once(script):
+    """In a process weights that are shipped are read once, git is asked once, a template is tried once.
+
+    That is a third of what a short run takes.
+    """
+    load, run = AutoModelForCausalLM.from_pretrained, subprocess.run
+
+    def from_pretrained(name, **options):
+        is_shipped = Path(name).resolve() == Path(TINY)
+        return copy.deepcopy(shipped(load, **options)) if is_shipped else load(name, **options)
+
+    def ask(command, *given, **options):
+        if not str(command).startswith("git describe"):
+            return run(command, *given, **options)
+        where = options.get("cwd"), os.environ.get("GIT_DIR"), os.environ.get("PATH")
+        if where not in GIT_SAYS:
+            GIT_SAYS[where] = run(command, *given, **options)
+        return GIT_SAYS[where]
+
+    def check_template(tokenizer, name):
+        if tokenizer.chat_template not in SOUND:
+            check(tokenizer, name)
+            SOUND.add(tokenizer.chat_template)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        patch.setattr(subprocess, "run", ask)
+        if check := getattr(script, "check_template", None):  # a2c_vecenv.py has none
+            patch.setattr(script, "check_template", check_template)
+        yield
+
+
+SOUND = set()  # templates
+GIT_SAYS = {}
+
+
+@functools.cache
+def shipped(load, **options):
+    return load(TINY, **options)
 
 
 def signal_once(patch, number, step):
