@@ -151,6 +151,14 @@ def test_episodes_follow_each_other_and_begin_as_rows_of_a_training_do(dump, tra
     for start, frame in zip(starts, frames_of(out)[::8], strict=True):
         assert np.array_equal(start, frame[:-STRIP, :80, 0])
 
+    def actions(*words):
+        _, _, out = dump("--checkpoint", path, *words)
+        return [step["action"] for step in steps_of(out)]
+
+    two = actions("--episodes", 2, "--seed", 4)
+    assert two[:7] != two[7:] and two == actions("--episodes", 3, "--seed", 4)[:14]  # each has its own draws
+    assert two[:7] != actions("--seed", 5)
+
 
 def test_a_frame_stays_a_frame_where_nothing_moves(dump, trained, tmp_path):
     """Pillow leaves out pictures that repeat the one before."""
