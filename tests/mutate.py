@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -214,7 +215,9 @@ def measure(folder, files, tests, traced, told):
 
 
 def trace(jobs):
-    """-> dict(seconds={test: CPU s}, failed=[tests], files={file: dict(text, lines={number: tests})})"""
+    """-> dict(seconds={test: CPU s}, failed=[tests], sets=[places of tests in seconds],
+    files={file: dict(text, lines={number: place of its tests in sets})})
+    """
     tracked = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
     files = [file for file in tracked if not file.startswith(("tests/", "benchmarks/"))]
     found = dict(seconds={}, failed=[], files={file: dict(text=(ROOT / file).read_text("utf-8"), lines={})
@@ -236,8 +239,19 @@ def trace(jobs):
                 for file in lines:
                     of_file = found["files"][file]["lines"]
                     for number, names in lines[file].items():
-                        of_file[number] = sorted({*of_file.get(number, ()), *names})
-    return found
+                        of_file.setdefault(str(number), set()).update(names)
+    return packed(found)
+
+
+def packed(found):
+    """With each set of tests written once, by their numbers: few sets are many lines'."""
+    number_of = {name: number for number, name in enumerate(["", *found["seconds"]])}
+    places = {}
+    for known in found["files"].values():
+        for number, names in known["lines"].items():
+            key = tuple(sorted(number_of[name] for name in names if name in number_of))
+            known["lines"][number] = places.setdefault(key, len(places))
+    return found | {"sets": [*places]}
 
 
 def tests_of(mutant, traced):
@@ -245,29 +259,43 @@ def tests_of(mutant, traced):
     known = traced["files"].get(mutant.file)
     if not known:
         return None
-    lines = {int(number): names for number, names in known["lines"].items()}
-    now = (ROOT / mutant.file).read_text("utf-8").splitlines()
-    old = {}  # the number that a line had
-    matcher = difflib.SequenceMatcher(None, known["text"].splitlines(), now, autojunk=False)
-    for was, at, size in matcher.get_matching_blocks():
-        old.update({at + i + 1: was + i + 1 for i in range(size)})
+    lines = {int(number): which for number, which in known["lines"].items()}
+    now = (ROOT / mutant.file).read_text("utf-8")
+    old = numbers_before(known["text"], now)
     # A statement is traced by the line that it begins in; a new line has the tests of the lines about it.
     first = begins_in(mutant, now)
     numbers = [*range(first, mutant.lines.stop)]
-    while not any(number in old and old[number] in lines for number in numbers):
+    while not any(old.get(number) in lines for number in numbers):
         numbers = [numbers[0] - 1, *numbers, numbers[-1] + 1]
-        if numbers[0] < 1 and numbers[-1] > len(now):
+        if numbers[0] < 1 and numbers[-1] > now.count("\n"):
             return None
-    names = set().union(*(lines.get(old.get(number), ()) for number in numbers))
-    if names <= {""}:  # executed by an import alone: as all tests do that execute anything of the file
-        names = set().union(*lines.values())
-    return names - {""} - {*traced["failed"]}
+    sets = {lines[old[number]] for number in numbers if old.get(number) in lines}
+    places = set().union(*(traced["sets"][which] for which in sets))
+    if places <= {0}:  # by an import alone: for all tests that execute anything of the file
+        places = set().union(*(traced["sets"][which] for which in lines.values()))
+    every = ["", *traced["seconds"]]
+    return {every[place] for place in places} - {"", *traced["failed"]}
 
 
-def begins_in(mutant, lines):
+@functools.cache
+def numbers_before(was, now):
+    """{number of a line: the number that it had in an older text}"""
+    matcher = difflib.SequenceMatcher(None, was.splitlines(), now.splitlines(), autojunk=False)
+    found = {}
+    for old, new, size in matcher.get_matching_blocks():
+        found.update({new + i + 1: old + i + 1 for i in range(size)})
+    return found
+
+
+@functools.cache
+def nodes_of(text):
+    return [*ast.walk(ast.parse(text))]
+
+
+def begins_in(mutant, text):
     """The line in which the innermost statement begins that holds a mutant's first line."""
     found = mutant.lines.start
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    for node in nodes_of(text):
         if isinstance(node, ast.stmt) and node.lineno <= mutant.lines.start <= node.end_lineno:
             has_body = hasattr(node, "body") and node.lineno < node.body[0].lineno
             if not has_body or mutant.lines.start < node.body[0].lineno:
