@@ -596,7 +596,7 @@ NAMED = ROOT / "tests" / "mutants.csv"  # of each mutant the test that killed it
 TRACE = ROOT / "runs" / "mutants" / "trace.json"
 SECONDS = 120  # that --changed may take
 # Their diffs quote lines of the scripts, so that any change fails them: it is not seen to be wrong.
-QUOTING = tuple(f"tests/test_{name}.py" for name in ("commands", "docs", "overlap", "variants"))
+QUOTING = tuple(f"tests/test_{name}.py" for name in ("benchmarks", "commands", "docs", "overlap", "variants"))
 
 
 def read_csv(path):

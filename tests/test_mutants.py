@@ -39,9 +39,10 @@ def test_mutants_are_made_of_the_lines_that_are_asked_for_and_of_no_others(tree)
     made = {}
     for mutant in mutate.made_mutants("a.py", {2, 6, 8, 9, 10}):
         lines = mutant.text.splitlines()
-        differ = [at for at, pair in enumerate(zip(lines, SOURCE.splitlines(), strict=True), 1) if pair[0] != pair[1]]
-        assert differ == [mutant.lines.start]
-        made.setdefault(differ[0], set()).add(lines[differ[0] - 1].strip())
+        pairs = enumerate(zip(SOURCE.splitlines(), lines, strict=True), 1)
+        ((number, (_, new)),) = [(number, pair) for number, pair in pairs if pair[0] != pair[1]]
+        assert number == mutant.lines.start
+        made.setdefault(number, set()).add(new.strip())
         compile(mutant.text, "a.py", "exec")
     assert made[2] == {"LIMIT = (4)"} and made[8] == {"total = (found)", "total = (found + wanted)"}
     assert made[9] == {"pass", "found.append(total, last=(False))", "(found.append(total))"}
@@ -112,5 +113,5 @@ def test_the_list_and_the_table_name_each_mutant_once(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mutants.py", "--list", "tools/runs.py", "*GAE*"])
     mutants.main()
     lines = capsys.readouterr().out.splitlines()
-    count = len(mutants.MUTANTS["tools/runs.py"])
-    assert len({*lines}) == len(lines) > count and sum(line.startswith("tools/runs.py ") for line in lines) == count
+    of_runs = [line for line in lines if line.startswith("tools/runs.py ")]
+    assert len({*lines}) == len(lines) > len(of_runs) == len(mutants.MUTANTS["tools/runs.py"])
