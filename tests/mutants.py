@@ -152,6 +152,32 @@ MUTANTS = {
         "a log that ends before its checkpoint": (
             'if state["log_bytes"] > self.log.seek(0, os.SEEK_END):', "if False:"),
         "a copy is a checkpoint": (" if p.name[5:].isdecimal())", " if p.name[5:6].isdecimal())"),
+        "seeds of an evaluation without the rank": (
+            "Sampling(args.eval_temperature, seed), args, score, mine.start))",
+            "Sampling(args.eval_temperature, seed), args, score))"),
+        "tokens of one rank": (
+            "lengths = gather([sum(s.response_mask) for s in segments])",
+            "lengths = [sum(s.response_mask) for s in segments]"),
+        "a mean over ranks": (
+            "        module.set_gradient_divide_factor(1.0)",
+            "        module.set_gradient_divide_factor(None)"),
+        "sums of one rank": (
+            "of_ranks = gather([torch.stack([*totals.values()]).tolist()])",
+            "of_ranks = [torch.stack([*totals.values()]).tolist()]"),
+        "one more checkpoint is kept": (
+            "regular[-self.args.keep_checkpoints:]}", "regular[-self.args.keep_checkpoints - 1:]}"),
+        "the newest step by its letters": (
+            "key=lambda p: int(p.name[5:]))  # oldest first", "key=str)  # oldest first"),
+        "processor time since the start": (
+            "time.process_time() - self.processor_clock", "time.process_time()"),
+        "marks of resumes are lost": (
+            "kept = ('{\"trace_id\"', '{\"resume\"') if self.checkpoint else ('{\"trace_id\"',)",
+            "kept = ('{\"trace_id\"',)"),
+        "the summary is of what was chosen": (
+            "reward_sum=sum(r.reward for r in rollouts)", "reward_sum=sum(r.reward for r in chosen)"),
+        "equal replies to any prompt are one row": (
+            "tokens = tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)",
+            "tokens = tuple(s.response_ids), tuple(s.response_mask)"),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -179,6 +205,13 @@ MUTANTS = {
         "what a stop saved counts": ("if int(p.name[5:]) % self.args.checkpoint_every == 0]", "if p.name]"),
         "sps of the whole run": ("sps=env_steps / seconds", 'sps=self.counters["env_steps"] / seconds'),
         "a run's id is new": ('            self.meta["run_id"] = old["run_id"]\n', ""),
+        "whitened by rank": (
+            "total, count = all_reduce(torch.stack([(x * mask).sum(), mask.sum()]))",
+            "total, count = torch.stack([(x * mask).sum(), mask.sum()])"),
+        "values in bfloat16": (
+            "with torch.autocast(hidden.device.type, enabled=False):",
+            "with torch.autocast(hidden.device.type, torch.bfloat16):"),
+        "the critic keeps its layers": ("            checkpoint_layers(backbone)\n", "            pass\n"),
     },
     "sft.py": {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
@@ -203,6 +236,11 @@ MUTANTS = {
             "regular[-self.args.keep_checkpoints:]", "regular[-self.args.keep_checkpoints - 1:]"),
         "half is none": ("(\\d+\\.?\\d*)", "(\\d+)\\.?\\d*"),
         "a file's rows once": ("places += [of_file] * int(whole)", "places += [of_file]"),
+        "a half is one and a half": ("[of_file] * int(whole)", "[of_file] * max(1, int(whole))"),
+        "the loss of the last step": (
+            "torch.tensor(window, dtype=torch.float64).mean(0).tolist()", "window[-1]"),
+        "draws of every call of an evaluation": (
+            "torch.manual_seed(args.seed * 1_000_003 + start)", "torch.manual_seed(args.seed * 1_000_003)"),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (
@@ -233,6 +271,9 @@ MUTANTS = {
         "the last of two keys": ("if len(found) < len(pairs):", "if False:"),
         "a byte order mark is text": ('encoding="utf-8-sig", newline', 'encoding="utf-8", newline'),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
+        "the one held out is trained": ('        split["train"].remove(split["test"][0])\n', ""),
+        "a demonstration without its prompt": (
+            'else [*task.messages, {"role": "assistant"', 'else [{"role": "assistant"'),
     },
     "envs/chat.py": {
         "a template need not read": ('    if says == b"same":\n', "    if False:\n"),
@@ -273,6 +314,7 @@ MUTANTS = {
         "rows are told apart by what they say": ("    if len(np.unique(np.concatenate(keys))) > 1:\n",
                                                  "    if False:\n"),
         "more are held out": ("        if sizes[prompt] <= room:\n", "        if room > 0:\n"),
+        "the largest is held out": ("chosen[sizes.argmin()]", "chosen[sizes.argmax()]"),
     },
     "envs/countdown.py": {
         "numbers are used twice": ("            pool.remove(n)", "            pass"),
@@ -287,6 +329,7 @@ MUTANTS = {
         "weights are ignored": ("(place, int(number or 1))", "(place, 1)"),
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
+        "groups are not scored": ("return env.score_group(task, conversations, steps)", "return steps"),
     },
     "envs/answers/__init__.py": {
         "the first tag": ("zip(tags[-2::-1], tags[:0:-1]", "zip(tags[:-1], tags[1:]"),
@@ -373,6 +416,15 @@ MUTANTS = {
         "a reward has another one's weight": (
             "[*zip(names, functions, weights, strict=True)]",
             "[*zip(names, functions, weights[::-1], strict=True)]"),
+        "each reply has the first one's verdict": (
+            "infos = [dict(step.info) for step in steps]", "infos = [dict(steps[0].info) for _ in steps]"),
+        "held out by row, not by prompt": ("zlib.crc32(key_of[name].encode())", "zlib.crc32(name.encode())"),
+        "no file of the option test": ('held_out = config.test or "test"', 'held_out = "test"'),
+        "a column named completions wins": (
+            "columns |= dict(prompts=prompts, completions=completions,",
+            "columns = columns | dict(prompts=prompts, completions=columns.get('completions', completions),"),
+        "functions get the last message alone": (
+            "[messages[start:] for messages", "[messages[-1:] for messages"),
     },
     "envs/csv_files.py": {
         "the first delimiter that gives columns": (
@@ -395,6 +447,8 @@ MUTANTS = {
         "any reward solves": ("float(reward >= self.env.config.solved_at)", "float(reward > 0)"),
         "all rows begin alike": ("with seeded(task.id):", "with seeded(self.config.file):"),
         "errors of calls are not counted": ("            self.failed += 1\n", ""),
+        "solved_at is 1": ("float(reward >= self.env.config.solved_at)", "float(reward >= 1)"),
+        "one seed for all rows": ("with seeded(task.id):", "with seeded(''):"),
     },
     "envs/logic/__init__.py": {
         "types 4 and 5 are alike": ("    if number == 5:", "    if False:"),
@@ -473,6 +527,9 @@ MUTANTS = {
         "equal or not": (
             "return min(golden.compare(args.golden, args.run[0] if args.run else None), 1)",
             "golden.compare(args.golden, args.run[0] if args.run else None)"),
+        "flags of the first run alone": (
+            'for name in dict.fromkeys(name for meta in metas for name in meta["args"])',
+            'for name in metas[0]["args"]'),
     },
     "tools/diagnose.py": {
         "a dip is a symptom": ("len(once) > LASTING and min(once[-LASTING:]) > once[0]", "len(once) > 1"),
@@ -500,6 +557,8 @@ MUTANTS = {
         "one share varies": ("math.sqrt(2 * max(share", "math.sqrt(max(share"),
         "float32 is bfloat16": (
             'MISMATCH.get(run.args.get("dtype"), MISMATCH["bfloat16"])', 'MISMATCH["bfloat16"]'),
+        "rewards below 0 cannot fall": (
+            'floor = min(run.values("critic/score/min") or rewards)', "floor = 0.0"),
     },
     "tools/runs.py": {
         "a line that is half written": ('if not line.endswith(b"\\n"):', "if False:"),
@@ -520,6 +579,9 @@ MUTANTS = {
         "a prompt twice": (
             "self.listed.setdefault(json.dumps(messages), given)",
             "self.listed[json.dumps([*messages, len(self.listed)])] = given"),
+        "train tasks are one off": ("index // (TEST_SHARE - 1) + 1", "index // TEST_SHARE + 1"),
+        "every task scores by the first": (
+            'given = self.listed[self.prompts[task.data["place"]]]', "given = self.listed[self.prompts[0]]"),
     },
     "envs/adapters/seats.py": {
         "one seat for ever": ('"seat": turn % self.seats[game]', '"seat": 0'),
@@ -538,9 +600,11 @@ MUTANTS = {
             "for sender, text, _ in new if sender != seat)", "for sender, text, _ in new)"),
         "a random seat moves while it tries": (
             "self.move(seat, move, copy.deepcopy(self.game))", "self.move(seat, move)"),
+        "every game starts alike": ('seeded(f"{self.key} reset")', 'seeded("reset")'),
     },
     "envs/adapters/openenv.py": {
         "what is held out is trained on": ('index if split == "test" else TEST_SEEDS + index', "index"),
+        "one seed overlaps": ("else TEST_SEEDS + index}", "else TEST_SEEDS - 1 + index}"),
     },
     "docs/reading/grpo.py": {
         "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),
@@ -551,6 +615,7 @@ MUTANTS = {
             "(rewards != rewards[:, :1]).any(1)", "(rewards != rewards[:, :1])[:, 1:].all(1)"),
         "all tasks draw the same": ("{split} {task_number} {number} 0 0", "{split} {number} 0 0"),
         "the reference learns": ("reference = copy.deepcopy(model) if", "reference = model if"),
+        "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
     },
     "docs/reading/ppo.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -562,6 +627,7 @@ MUTANTS = {
         "advantages of what is masked": (
             'batch["advantages"] = whiten(advantages, mask)',
             'batch["advantages"] = whiten(advantages, torch.ones_like(mask))'),
+        "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
     },
     "tools/track_run.py": {
         "only the last pattern": ('pattern.sub("[redacted]", text)', 'pattern.sub("[redacted]", value)'),
@@ -578,6 +644,23 @@ MUTANTS = {
             "group = f\"{meta['algo']}-{meta['experiment_hash']}\"",
             "group = f\"{meta['algo']}-{meta['run_id']}\""),
         "a checkpoint again and again": ("        if name == sent:\n            return sent\n", ""),
+        "the last checkpoint is the best": (".get(args.artifacts, sent)", '.get("last", sent)'),
+    },
+    "envs/adapters/openenv_client.py": {
+        "the last reward solves": ("self.total += result.reward", "self.total = result.reward"),
+        "partly correct is solved": ("solved = result.correct >= 1", "solved = result.correct > 0"),
+        "the first observation is not compared": (
+            "if self.turns == 1 and [self.begin()] != self.task.messages:",
+            "if self.turns == 1 and not self.begin():"),
+    },
+    "envs/adapters/reasoning_gym.py": {
+        "held-out questions are trained": (
+            '% TEST_SHARE == 0) == (split == "test"):', '% TEST_SHARE == 0) >= (split == "test"):'),
+        "partly right is correct": ('float(info["score"] == 1)', 'float(info["score"] > 0)'),
+    },
+    "envs/adapters/verifiers.py": {
+        "the sum says what is correct": (
+            "(scores.get(self.config.correct, 0.0) if self.config.correct else reward)", "reward"),
     },
 }
 
