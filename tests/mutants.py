@@ -1,7 +1,8 @@
 """Mutants: one line of a file is changed, and the fast tests of that file run until one fails. Or none does.
 
-    python tests/mutants.py sft.py 'envs/*'      # those of some files, or by name: '*clip*'
+    python tests/mutants.py 'envs/*' sft.py      # those of some files, or by name: '*clip*'
     python tests/mutants.py --changed            # of lines that the last commit or the working tree changed
+    python tests/mutants.py --trace              # so that --changed meets only tests that execute the lines
     python tests/mutants.py --matrix FILE.csv    # all tests that fail, of each mutant
 
 docs/testing.md says more.
@@ -809,6 +810,15 @@ def summary(matrix, traced):
           f"{sum(seconds.values()):.0f} CPU seconds; {alone['']} of {len(matrix)} mutants survive")
 
 
+def prepare():
+    # Two versions of a file may have one time and one size, so no bytecode is kept.
+    os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    multiprocessing.set_start_method("fork")  # what takes long to import is imported once
+    for name in ("torch.distributed.fsdp", "torch.utils.tensorboard", "transformers", "peft", "datasets"):
+        importlib.import_module(name)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("patterns", nargs="*", default=["*"], help="files or names, with * and ?")
@@ -816,16 +826,18 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time (cores)")
     parser.add_argument("--changed", nargs="?", const="HEAD~1", metavar="REV",
                         help="in two minutes: mutants of the lines that were changed since then (HEAD~1)")
+    parser.add_argument("--trace", action="store_true",
+                        help="find out, again, which tests execute which lines: some minutes")
     parser.add_argument("--matrix", type=Path, metavar="FILE.csv",
                         help="write all tests that fail, of each mutant")
     args = parser.parse_args()
-    # Two versions of a file may have one time and one size, so no bytecode is kept.
-    os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
-    sys.dont_write_bytecode = True
-    multiprocessing.set_start_method("fork")  # what takes long to import is imported once
     if not args.list:
-        for name in ("torch.distributed.fsdp", "torch.utils.tensorboard", "transformers", "peft", "datasets"):
-            importlib.import_module(name)
+        prepare()
+    if args.trace:
+        TRACE.unlink(missing_ok=True)
+        read_trace(args.jobs, make=True)
+        if not (args.changed or args.matrix):
+            return 0
     if args.changed:
         return try_changed(args)
     mutants = [mutant for mutant in mutate.kept_mutants(MUTANTS)

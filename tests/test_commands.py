@@ -186,6 +186,7 @@ CANNOT = {
     "python tests/mutants.py 'envs/*": "hours",
     "python tests/mutants.py --changed*": "hours",  # minutes, in no shorter form
     "python tests/mutants.py --matrix *": "hours",
+    "python tests/mutants.py --trace": "hours",  # minutes
     "python benchmarks/losses.py --stage grid *": "hours",
     "python benchmarks/losses.py --stage knobs *": "hours",
     "python benchmarks/smollm2.py --jobs 2": "hours",
