@@ -708,19 +708,24 @@ def read_trace(jobs, make=False):
 
 
 def options_of(mutant, traced, named, stop=True):
-    """The tests that a mutant meets: those that are known to execute its lines, else those of TESTS."""
+    """The tests that a mutant meets: those that execute its lines, and new ones; else those of TESTS."""
     tests = mutate.tests_of(mutant, traced)
     first = named.get(mutant.key, [])
-    if tests is None:
+    if not tests or mutant.file in SANDBOXED:  # slow ones are not traced
         return dict(arguments=pytest_arguments(mutant.file), first=first, stop=stop)
     if "/" not in mutant.file:
         tests = {test for test in tests if not test.startswith(QUOTING)}
     seconds = collections.Counter()  # of each file with such tests
     for test in tests:
-        seconds[test.partition("::")[0]] += traced["seconds"].get(test, 0.0)
+        seconds[test.partition("::")[0]] += traced["seconds"][test]
+    known = {test.partition("::")[0] for test in traced["seconds"]}
+    for path in pytest_arguments(mutant.file):
+        if path.endswith(".py") and path not in known:
+            seconds[path] = 1.0
     for test in first:
         seconds[test.partition("::")[0]] = -1.0
-    return dict(arguments=sorted(seconds, key=seconds.get), tests=tests, first=first, stop=stop)
+    without = traced["seconds"].keys() - tests - {*first}
+    return dict(arguments=sorted(seconds, key=seconds.get), without=without, first=first, stop=stop)
 
 
 def try_all(mutants, args, seconds=math.inf):
@@ -745,12 +750,11 @@ def try_all(mutants, args, seconds=math.inf):
 
 def check_killers(killers):
     """Say which of the tests that failed fail without any mutant, too."""
-    tests = {test for test in killers if "::" in test}
-    if tests:
-        file = "tests/mutants.py"  # which no test reads; it stays as it is
+    killers = {test for test in killers if "::" in test}
+    if killers:
+        file = "tests/mutants.py"  # any that stays as it is
         unchanged = mutate.Mutant(file, "as it is", (ROOT / file).read_text("utf-8"), range(0))
-        files = sorted({test.partition("::")[0] for test in tests})
-        (_, failed, _), = mutate.tried([(unchanged, dict(arguments=files, tests=tests, stop=False))], 1)
+        (_, failed, _), = mutate.tried([(unchanged, dict(arguments=sorted(killers), stop=False))], 1)
         for test in failed:
             print(f"{test} fails as it is: whether it sees a mutant is not known")
 

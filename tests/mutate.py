@@ -130,13 +130,12 @@ def changed_lines(since):
 class Told:
     """A plugin of pytest: which tests are run, in which order, and which failed."""
 
-    def __init__(self, told, tests=None, first=()):
-        self.told, self.tests, self.first = told, tests, first
+    def __init__(self, told, without=(), first=()):
+        self.told, self.without, self.first = told, without, first
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        if self.tests is not None:
-            items[:] = [item for item in items if item.nodeid in self.tests]
+        items[:] = [item for item in items if item.nodeid not in self.without]
         items.sort(key=lambda item: item.nodeid not in self.first)
 
     def pytest_runtest_logreport(self, report):
@@ -146,24 +145,29 @@ class Told:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_tests(folder, arguments, told, *plugins):
+def pytest_in(folder, arguments, plugin):
+    """In this process, which says nothing and ends behind it.  -> pytest's exit code"""
     os.chdir(folder)
     sys.path[0], sys.argv[1:] = str(folder), []
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     flags = ["-n", "0", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    code = pytest.main([*flags, *arguments], plugins=plugins)
+    return pytest.main([*flags, *arguments], plugins=[plugin])
+
+
+def run_tests(folder, arguments, told, plugin):
+    code = pytest_in(folder, arguments, plugin)
     told.send(None if code in (0, 1, 5) else f"pytest ends with {code!r}")
     os._exit(0)
 
 
-def failures(folder, arguments, limit, tests=None, first=(), stop=True):
-    """Run tests in a process of its own.  -> those that failed; a text of another kind if it did not end"""
+def failures(folder, arguments, limit, without=(), first=(), stop=True):
+    """Run tests, but for some, in a process of its own.  -> those that failed, or why it did not end"""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     arguments = [*arguments, "-x"] if stop else arguments
     process = multiprocessing.Process(
-        target=run_tests, args=(folder, arguments, theirs, Told(theirs, tests, first)))
+        target=run_tests, args=(folder, arguments, theirs, Told(theirs, without, first)))
     process.start()
     theirs.close()
     failed, end = [], time.monotonic() + limit
@@ -201,13 +205,7 @@ def measure(folder, files, tests, traced, told):
     from tests.trace_lines import Tracer
 
     tracer = Tracer(Path(folder), files, traced)
-    run = ["-n", "0", "-p", "no:cacheprovider", *tests]
-    os.chdir(folder)
-    sys.path[0], sys.argv[1:] = str(folder), []
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    pytest.main(run, plugins=[tracer])
+    pytest_in(folder, tests, tracer)
     lines = tracer.found() if traced else {}
     told.put((tracer.seconds, tracer.failed, lines))
     told.close()
