@@ -179,6 +179,24 @@ MUTANTS = {
         "equal replies to any prompt are one row": (
             "tokens = tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)",
             "tokens = tuple(s.response_ids), tuple(s.response_mask)"),
+        "what just fits a pass does not": (
+            "if parts[-1] and num_tokens > args.microbatch_tokens:",
+            "if parts[-1] and num_tokens >= args.microbatch_tokens:"),
+        "the penalty pushes away": ("per_token + args.kl_coef * kl", "per_token - args.kl_coef * kl"),
+        "evaluations at training's temperature": (
+            "Sampling(args.eval_temperature, seed)", "Sampling(args.temperature, seed)"),
+        "replies of every seed are alike": (
+            'Sampling(args.temperature, (args.seed, "train"))', 'Sampling(args.temperature, (1, "train"))'),
+        "one round of dynamic sampling fewer": (
+            "for _ in range(1 + args.dynamic_sampling):", "for _ in range(max(1, args.dynamic_sampling)):"),
+        "the rate that is logged is the peak": (
+            '"train/learning_rate": rate,', '"train/learning_rate": args.learning_rate,'),
+        "a time limit in milliseconds": (
+            "asyncio.wait_for(self.play(r), limit)", "asyncio.wait_for(self.play(r), limit * 1000)"),
+        "the first server alone": (
+            "itertools.cycle(self.args.vllm_url)", "itertools.cycle(self.args.vllm_url[:1])"),
+        "bounds of the correction are ignored": (
+            "args.weighting, args.correction_bounds)", "args.weighting)"),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -213,6 +231,13 @@ MUTANTS = {
             "with torch.autocast(hidden.device.type, enabled=False):",
             "with torch.autocast(hidden.device.type, torch.bfloat16):"),
         "the critic keeps its layers": ("            checkpoint_layers(backbone)\n", "            pass\n"),
+        "the critic's layers keep everything": ("checkpoint_layers(backbone)", "backbone"),
+        "the step beyond --target-kl is made": (
+            "optimizer.zero_grad()\n            break", "optimizer.step()\n            break"),
+        "the critic learns alone once more": (
+            "if learned and iteration >= alone:", "if learned and iteration > alone:"),
+        "the coefficient starts anew": (
+            "adapt_kl_coef(kl_coef, measured", "adapt_kl_coef(args.kl_coef, measured"),
     },
     "sft.py": {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
@@ -242,6 +267,15 @@ MUTANTS = {
             "torch.tensor(window, dtype=torch.float64).mean(0).tolist()", "window[-1]"),
         "draws of every call of an evaluation": (
             "torch.manual_seed(args.seed * 1_000_003 + start)", "torch.manual_seed(args.seed * 1_000_003)"),
+        ".5 is taken for 1.5": (
+            're.fullmatch(r"(.+)=(\\d+\\.?\\d*)", part)',
+            're.fullmatch(r"(.+)=(\\d+\\.?\\d*)", part.replace("=0", "=1"))'),
+        "a record has its last step's loss": (
+            "torch.tensor(window, dtype=torch.float64).mean(0)",
+            "torch.tensor(window, dtype=torch.float64)[-1]"),
+        "the best checkpoint is the first one": (
+            'if metrics.get("val/loss", math.inf) < best_loss:',
+            'if not best and metrics.get("val/loss", math.inf) < best_loss:'),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (
@@ -264,6 +298,7 @@ MUTANTS = {
         "times are not put back": (
             "        self.times = dict.fromkeys(TIMES, 0.0)\n",
             '        self.times = getattr(self, "times", dict.fromkeys(TIMES, 0.0))\n'),
+        "evaluations of every seed are alike": ('env.reset(args.seed, "eval")', 'env.reset(1, "eval")'),
     },
     "envs/__init__.py": {
         "what is thought counts": ("        if opening in reply:\n", "        if False:\n"),
