@@ -152,7 +152,7 @@ def test_episodes_follow_each_other_and_begin_as_rows_of_a_training_do(dump, tra
         assert np.array_equal(start, frame[:-STRIP, :80, 0])
 
     def actions(*words):
-        _, _, out = dump("--checkpoint", path, *words)
+        _, _, out = dump("--checkpoint", path, "--scale", 1, *words)
         return [step["action"] for step in steps_of(out)]
 
     two = actions("--episodes", 2, "--seed", 4)
