@@ -1,22 +1,31 @@
 """Mutants: one line of a file is changed, and the fast tests of that file run until one fails. Or none does.
 
-    python tests/mutants.py sft.py 'envs/*'      # those of some files, or by name: '*clip*' (docs/testing.md)
+    python tests/mutants.py 'envs/*' sft.py      # those of some files, or by name: '*clip*'
+    python tests/mutants.py --changed            # of lines that the last commit or the working tree changed
+    python tests/mutants.py --trace              # so that --changed meets only tests that execute the lines
+    python tests/mutants.py --matrix FILE.csv    # all tests that fail, of each mutant
+
+docs/testing.md says more.
 """
 
 import argparse
+import collections
+import csv
 import fnmatch
 import importlib
+import json
+import math
 import multiprocessing
 import os
-import shutil
-import subprocess
+import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 900  # seconds for the tests of one mutant; one that hangs is killed, too
+sys.path.insert(0, str(ROOT))
+
+from tests import mutate  # noqa: E402
 
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
@@ -34,6 +43,7 @@ TESTS = {
     "envs/rows.py": ("rows rows_files", ""),
     "envs/csv_files.py": ("rows_files", ""),
     "envs/census.py": ("rows_files", ""),
+    "envs/adapters/": ("textarena openspiel openenv reasoning_gym verifiers trl_env rows", ""),
     "envs/adapters/trl.py": ("trl_env rows", ""),
     "envs/logic/": ("logic text_envs", "logic"),
     "envs/openspiel/": ("openspiel text_envs", "openspiel"),
@@ -46,7 +56,10 @@ TESTS = {
     "tools/diagnose.py": ("diagnose", ""),
     "tools/merge_adapter.py": ("crash merge_adapter", "merge"),
     "tools/view_episodes.py": ("view_episodes", ""),
+    "tools/dump_policy_gif.py": ("dump_policy_gif", ""),
+    "tools/watch_run.py": ("watch_run", ""),
     "tools/": ("tools", ""),
+    "docs/reading/": ("reading rl_maths", ""),
 }
 
 # file -> name: (text that the file holds exactly once, what takes its place)
@@ -130,6 +143,60 @@ MUTANTS = {
         "the log is not cut": ('self.log.truncate(self.state["log_bytes"])', "pass"),
         "TensorBoard keeps what is made again": ("+ bool(self.checkpoint)", ""),
         "a stop is not saved": ("(is_last or stopped or iteration %", "(is_last or iteration %"),
+        "a second evaluation of the start": ("(iteration == 0 or metrics and is_due)", "(metrics or is_due)"),
+        "errors leave the log": (
+            "('{\"trace_id\"', '{\"resume\"') if self.checkpoint else ('{\"trace_id\"',)",
+            "('{\"resume\"',)"),
+        "flags that do not matter are in the hash": (
+            'what.keys() - self.args.may_change - {"args", "run_id"}', 'what.keys() - {"args", "run_id"}'),
+        "a receipt of another rank": ("rank=RANK, receipt=", "rank=0, receipt="),
+        "a log that ends before its checkpoint": (
+            'if state["log_bytes"] > self.log.seek(0, os.SEEK_END):', "if False:"),
+        "a copy is a checkpoint": (" if p.name[5:].isdecimal())", " if p.name[5:6].isdecimal())"),
+        "seeds of an evaluation without the rank": (
+            "Sampling(args.eval_temperature, seed), args, score, mine.start))",
+            "Sampling(args.eval_temperature, seed), args, score))"),
+        "tokens of one rank": (
+            "lengths = gather([sum(s.response_mask) for s in segments])",
+            "lengths = [sum(s.response_mask) for s in segments]"),
+        "a mean over ranks": (
+            "        module.set_gradient_divide_factor(1.0)",
+            "        module.set_gradient_divide_factor(None)"),
+        "sums of one rank": (
+            "of_ranks = gather([torch.stack([*totals.values()]).tolist()])",
+            "of_ranks = [torch.stack([*totals.values()]).tolist()]"),
+        "one more checkpoint is kept": (
+            "regular[-self.args.keep_checkpoints:]}", "regular[-self.args.keep_checkpoints - 1:]}"),
+        "the newest step by its letters": (
+            "key=lambda p: int(p.name[5:]))  # oldest first", "key=str)  # oldest first"),
+        "processor time since the start": (
+            "time.process_time() - self.processor_clock", "time.process_time()"),
+        "marks of resumes are lost": (
+            "kept = ('{\"trace_id\"', '{\"resume\"') if self.checkpoint else ('{\"trace_id\"',)",
+            "kept = ('{\"trace_id\"',)"),
+        "the summary is of what was chosen": (
+            "reward_sum=sum(r.reward for r in rollouts)", "reward_sum=sum(r.reward for r in chosen)"),
+        "equal replies to any prompt are one row": (
+            "tokens = tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)",
+            "tokens = tuple(s.response_ids), tuple(s.response_mask)"),
+        "what just fits a pass does not": (
+            "if parts[-1] and num_tokens > args.microbatch_tokens:",
+            "if parts[-1] and num_tokens >= args.microbatch_tokens:"),
+        "the penalty pushes away": ("per_token + args.kl_coef * kl", "per_token - args.kl_coef * kl"),
+        "evaluations at training's temperature": (
+            "Sampling(args.eval_temperature, seed)", "Sampling(args.temperature, seed)"),
+        "replies of every seed are alike": (
+            'Sampling(args.temperature, (args.seed, "train"))', 'Sampling(args.temperature, (1, "train"))'),
+        "one round of dynamic sampling fewer": (
+            "for _ in range(1 + args.dynamic_sampling):", "for _ in range(max(1, args.dynamic_sampling)):"),
+        "the rate that is logged is the peak": (
+            '"train/learning_rate": rate,', '"train/learning_rate": args.learning_rate,'),
+        "a time limit in milliseconds": (
+            "asyncio.wait_for(self.play(r), limit)", "asyncio.wait_for(self.play(r), limit * 1000)"),
+        "the first server alone": (
+            "itertools.cycle(self.args.vllm_url)", "itertools.cycle(self.args.vllm_url[:1])"),
+        "bounds of the correction are ignored": (
+            "args.weighting, args.correction_bounds)", "args.weighting)"),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -153,6 +220,24 @@ MUTANTS = {
         "a resume forgets the critic": ('state.pop("critic"), options', "critic.state_dict(), options"),
         "the critic's steps are not counted": ("+ steps + critic_steps", "+ steps"),
         "failed ones are trained": ('"error" not in (r.termination', '"none" not in (r.termination'),
+        "the clock begins again": ('time.perf_counter() - self.state["elapsed"]', "time.perf_counter()"),
+        "what a stop saved counts": ("if int(p.name[5:]) % self.args.checkpoint_every == 0]", "if p.name]"),
+        "sps of the whole run": ("sps=env_steps / seconds", 'sps=self.counters["env_steps"] / seconds'),
+        "a run's id is new": ('            self.meta["run_id"] = old["run_id"]\n', ""),
+        "whitened by rank": (
+            "total, count = all_reduce(torch.stack([(x * mask).sum(), mask.sum()]))",
+            "total, count = torch.stack([(x * mask).sum(), mask.sum()])"),
+        "values in bfloat16": (
+            "with torch.autocast(hidden.device.type, enabled=False):",
+            "with torch.autocast(hidden.device.type, torch.bfloat16):"),
+        "the critic keeps its layers": ("            checkpoint_layers(backbone)\n", "            pass\n"),
+        "the critic's layers keep everything": ("checkpoint_layers(backbone)", "backbone"),
+        "the step beyond --target-kl is made": (
+            "optimizer.zero_grad()\n            break", "optimizer.step()\n            break"),
+        "the critic learns alone once more": (
+            "if learned and iteration >= alone:", "if learned and iteration > alone:"),
+        "the coefficient starts anew": (
+            "adapt_kl_coef(kl_coef, measured", "adapt_kl_coef(args.kl_coef, measured"),
     },
     "sft.py": {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
@@ -172,6 +257,25 @@ MUTANTS = {
         "half a character stays": ('text = re.sub("[\\ud800-\\udfff]"', 're.sub("[\\ud800-\\udfff]"'),
         "repeated rows are held out": ("np.flatnonzero(~repeated)", "np.arange(len(val))"),
         "a log is not on the disk": (', pointer, self.dir / "train_log.jsonl")', ", pointer)"),
+        "the best is removed": ("kept = {*names.values(), *regular", "kept = {folder.name, *regular"),
+        "one more is kept": (
+            "regular[-self.args.keep_checkpoints:]", "regular[-self.args.keep_checkpoints - 1:]"),
+        "half is none": ("(\\d+\\.?\\d*)", "(\\d+)\\.?\\d*"),
+        "a file's rows once": ("places += [of_file] * int(whole)", "places += [of_file]"),
+        "a half is one and a half": ("[of_file] * int(whole)", "[of_file] * max(1, int(whole))"),
+        "the loss of the last step": (
+            "torch.tensor(window, dtype=torch.float64).mean(0).tolist()", "window[-1]"),
+        "draws of every call of an evaluation": (
+            "torch.manual_seed(args.seed * 1_000_003 + start)", "torch.manual_seed(args.seed * 1_000_003)"),
+        ".5 is taken for 1.5": (
+            're.fullmatch(r"(.+)=(\\d+\\.?\\d*)", part)',
+            're.fullmatch(r"(.+)=(\\d+\\.?\\d*)", part.replace("=0", "=1"))'),
+        "a record has its last step's loss": (
+            "torch.tensor(window, dtype=torch.float64).mean(0)",
+            "torch.tensor(window, dtype=torch.float64)[-1]"),
+        "the best checkpoint is the first one": (
+            'if metrics.get("val/loss", math.inf) < best_loss:',
+            'if not best and metrics.get("val/loss", math.inf) < best_loss:'),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (
@@ -189,6 +293,12 @@ MUTANTS = {
         "a checkpoint is renamed first": (
             "            temporary.rename(folder)\n            flush_to_disk(folder.parent)",
             "            flush_to_disk(folder.parent)\n            temporary.rename(folder)"),
+        "every flag may change": (
+            "if name not in may_differ and was.get(name) != now.get(name):", "if False:"),
+        "times are not put back": (
+            "        self.times = dict.fromkeys(TIMES, 0.0)\n",
+            '        self.times = getattr(self, "times", dict.fromkeys(TIMES, 0.0))\n'),
+        "evaluations of every seed are alike": ('env.reset(args.seed, "eval")', 'env.reset(1, "eval")'),
     },
     "envs/__init__.py": {
         "what is thought counts": ("        if opening in reply:\n", "        if False:\n"),
@@ -197,6 +307,9 @@ MUTANTS = {
         "the last of two keys": ("if len(found) < len(pairs):", "if False:"),
         "a byte order mark is text": ('encoding="utf-8-sig", newline', 'encoding="utf-8", newline'),
         "the same order in each epoch": ("seed * 1_000_003 + epoch", "seed * 1_000_003"),
+        "the one held out is trained": ('        split["train"].remove(split["test"][0])\n', ""),
+        "a demonstration without its prompt": (
+            'else [*task.messages, {"role": "assistant"', 'else [{"role": "assistant"'),
     },
     "envs/chat.py": {
         "a template need not read": ('    if says == b"same":\n', "    if False:\n"),
@@ -210,6 +323,20 @@ MUTANTS = {
         "an eos in a key": ("            yield place, str(key)\n", ""),
         "blank replies are learned": ("if not is_wanted(message) or not says_something(message)",
                                       "if not is_wanted(message)"),
+        "marks that disagree": ("    if len({*marks.values()}) > 1:\n", "    if False:\n"),
+        "a mask is a mark of what is learned": (
+            "marks[name] = bool(value) == MARKS[name]", "marks[name] = bool(value)"),
+        "ids of calls before": (
+            'waiting = [call["id"] for call in calls]', 'waiting += [call["id"] for call in calls]'),
+        "ids answer the last call first": ("waiting.pop(0)", "waiting.pop()"),
+        "a thought closed before": (
+            "if start >= 0 and not prompt[start + len(opening):].strip():", "if start >= 0:"),
+        "the first thought alone": (
+            "answer = answer.rpartition(closing)[2]", "answer = answer.partition(closing)[2] or answer"),
+        "a space in front": (
+            "tokenizer(before + text, add_special_tokens=False).input_ids[length:]",
+            "tokenizer(text, add_special_tokens=False).input_ids"),
+        "any number of calls is sent": ("for call in calls[:MAX_CALLS]:", "for call in calls:"),
     },
     "envs/calls.py": {
         "half a call is one": ("if not closed and stop < len(answer):", "if False:"),
@@ -223,6 +350,7 @@ MUTANTS = {
         "rows are told apart by what they say": ("    if len(np.unique(np.concatenate(keys))) > 1:\n",
                                                  "    if False:\n"),
         "more are held out": ("        if sizes[prompt] <= room:\n", "        if room > 0:\n"),
+        "the largest is held out": ("chosen[sizes.argmin()]", "chosen[sizes.argmax()]"),
     },
     "envs/countdown.py": {
         "numbers are used twice": ("            pool.remove(n)", "            pass"),
@@ -237,6 +365,7 @@ MUTANTS = {
         "weights are ignored": ("(place, int(number or 1))", "(place, 1)"),
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
+        "groups are not scored": ("return env.score_group(task, conversations, steps)", "return steps"),
     },
     "envs/answers/__init__.py": {
         "the first tag": ("zip(tags[-2::-1], tags[:0:-1]", "zip(tags[:-1], tags[1:]"),
@@ -306,6 +435,32 @@ MUTANTS = {
         "what is held out is trained on": ("if key[place] not in keys]", "if key[place]]"),
         "rows with one prompt on both sides": ('"test" if first[key[place]] in held_out',
                                                '"test" if task.id in held_out'),
+        "what is partly right is right": (
+            "reward is not None and reward >= 1)", "reward is not None and reward > 0)"),
+        "the last reward says what is right": (
+            "not self.scores_itself and not place:", "not self.scores_itself:"),
+        "rewards of one reply for all": (
+            'completions = [messages[-1]["content"] for messages in completions]',
+            'completions = [completions[0][-1]["content"]] * len(steps)'),
+        "one right answer of several": (
+            "if isinstance(value, list) else [value]:", "[:1] if isinstance(value, list) else [value]:"),
+        "the system message comes last": (
+            '[{"role": "system", "content": config.system}, *messages]',
+            '[*messages, {"role": "system", "content": config.system}]'),
+        "what is thought is judged": ("self.check.marked(final_part(reply),", "self.check.marked(reply,"),
+        "tests have the default's time": ("timeout=config.timeout)", "timeout=Config.timeout)"),
+        "a reward has another one's weight": (
+            "[*zip(names, functions, weights, strict=True)]",
+            "[*zip(names, functions, weights[::-1], strict=True)]"),
+        "each reply has the first one's verdict": (
+            "infos = [dict(step.info) for step in steps]", "infos = [dict(steps[0].info) for _ in steps]"),
+        "held out by row, not by prompt": ("zlib.crc32(key_of[name].encode())", "zlib.crc32(name.encode())"),
+        "no file of the option test": ('held_out = config.test or "test"', 'held_out = "test"'),
+        "a column named completions wins": (
+            "columns |= dict(prompts=prompts, completions=completions,",
+            "columns = columns | dict(prompts=prompts, completions=columns.get('completions', completions),"),
+        "functions get the last message alone": (
+            "[messages[start:] for messages", "[messages[-1:] for messages"),
     },
     "envs/csv_files.py": {
         "the first delimiter that gives columns": (
@@ -325,6 +480,11 @@ MUTANTS = {
                                       "step.reward, True, False, info"),
         "the check's reward is lost": ('step.reward += info["get_reward"]',
                                        'step.reward = info["get_reward"]'),
+        "any reward solves": ("float(reward >= self.env.config.solved_at)", "float(reward > 0)"),
+        "all rows begin alike": ("with seeded(task.id):", "with seeded(self.config.file):"),
+        "errors of calls are not counted": ("            self.failed += 1\n", ""),
+        "solved_at is 1": ("float(reward >= self.env.config.solved_at)", "float(reward >= 1)"),
+        "one seed for all rows": ("with seeded(task.id):", "with seeded(''):"),
     },
     "envs/logic/__init__.py": {
         "types 4 and 5 are alike": ("    if number == 5:", "    if False:"),
@@ -395,6 +555,17 @@ MUTANTS = {
         "the last record is the longest run": ('max((record["iteration"] for',
                                                'min((record["iteration"] for'),
         "the iteration of the last": ('best, at = value, record["iteration"]', "best = value"),
+        "folders are flags": ("if name not in but and any(", "if any("),
+        "runs of one name": ("if len(set(names)) < len(names):", "if False:"),
+        "equal figures are best": ("len(set(numbers)) < 2", "len(numbers) < 2"),
+        "the CSV is rounded": (
+            '("" if value is None else value for value in values)', "(shown(value) for value in values)"),
+        "equal or not": (
+            "return min(golden.compare(args.golden, args.run[0] if args.run else None), 1)",
+            "golden.compare(args.golden, args.run[0] if args.run else None)"),
+        "flags of the first run alone": (
+            'for name in dict.fromkeys(name for meta in metas for name in meta["args"])',
+            'for name in metas[0]["args"]'),
     },
     "tools/diagnose.py": {
         "a dip is a symptom": ("len(once) > LASTING and min(once[-LASTING:]) > once[0]", "len(once) > 1"),
@@ -408,6 +579,22 @@ MUTANTS = {
         "rewards that are once the same": ("sum(same) >= SHARE_SAME * len(same)", "any(same)"),
         "an evaluation that says nothing": ("best[source][0] - once[source][0] > SAME", "False"),
         "the exit status": ("return int(bool(found))\n    count", "return 0\n    count"),
+        "an adapter that goes on": (
+            'bool(run.args.get("lora_rank") or run.args.get("lora_adapter_path"))',
+            'bool(run.args.get("lora_rank"))'),
+        "the last difference": (
+            'key=lambda record: record["iteration"]):\n        twin',
+            'key=lambda record: -record["iteration"]):\n        twin'),
+        "right at first": ("        return correct[1]\n", "        return correct[0]\n"),
+        "far and clipped": (
+            "(step > STEP_KL or clipped > CLIPPED)", "(step > STEP_KL and clipped > CLIPPED)"),
+        "a run that has ended hangs": ("if run.planned and run.last_iteration >= run.planned:", "if False:"),
+        "all of it has to be lost": ("best - end < FALLEN * (best - floor)", "best - end < best - floor"),
+        "one share varies": ("math.sqrt(2 * max(share", "math.sqrt(max(share"),
+        "float32 is bfloat16": (
+            'MISMATCH.get(run.args.get("dtype"), MISMATCH["bfloat16"])', 'MISMATCH["bfloat16"]'),
+        "rewards below 0 cannot fall": (
+            'floor = min(run.values("critic/score/min") or rewards)', "floor = 0.0"),
     },
     "tools/runs.py": {
         "a line that is half written": ('if not line.endswith(b"\\n"):', "if False:"),
@@ -419,6 +606,97 @@ MUTANTS = {
         "files are not flushed": ('for path in (*temporary.rglob("*"), temporary)', "for path in ()"),
         "one type for all": ("chosen or types.get(name) or common", "chosen or common"),
         "what differs is merged": ("elif not difference <= min", "elif difference < -min"),
+    },
+    "envs/adapters/__init__.py": {
+        "what is held out is trained on": ("index + index // (TEST_SHARE - 1) + 1", "index"),
+        "Python's generator is not put back": ("            random.setstate(state)\n", "            pass\n"),
+        "NumPy's generator is not put back": (
+            "            np.random.set_bit_generator(generator)\n", "            pass\n"),
+        "a prompt twice": (
+            "self.listed.setdefault(json.dumps(messages), given)",
+            "self.listed[json.dumps([*messages, len(self.listed)])] = given"),
+        "train tasks are one off": ("index // (TEST_SHARE - 1) + 1", "index // TEST_SHARE + 1"),
+        "every task scores by the first": (
+            'given = self.listed[self.prompts[task.data["place"]]]', "given = self.listed[self.prompts[0]]"),
+    },
+    "envs/adapters/seats.py": {
+        "one seat for ever": ('"seat": turn % self.seats[game]', '"seat": 0'),
+        "held-out seeds are trained": ('"seed": 2 * index + (split == "test")', '"seed": index'),
+        "a draw is won": ("earned[0] > 0 and earned[0] == max(earned)", "earned[0] == max(earned)"),
+        "rewards of the first seat": ("rewards.get((self.own + k) % self.seats, 0.0)", "rewards.get(k, 0.0)"),
+        "a child's seat is the game's": ("seat=(seat - self.own) % self.seats)", "seat=seat)"),
+        "who fails wins": ("-1.0 if other == seat else 1.0", "1.0 if other == seat else -1.0"),
+        "others' invalid moves count": ("seat == self.own and not valid", "not valid"),
+        "any limit loses": ('if reason == "length" else {}', "if reason else {}"),
+        "its own words are forgotten": (
+            '        self.talk[seat].append({"role": "assistant", "content": reply})\n', ""),
+    },
+    "envs/adapters/textarena.py": {
+        "told its own words": (
+            "for sender, text, _ in new if sender != seat)", "for sender, text, _ in new)"),
+        "a random seat moves while it tries": (
+            "self.move(seat, move, copy.deepcopy(self.game))", "self.move(seat, move)"),
+        "every game starts alike": ('seeded(f"{self.key} reset")', 'seeded("reset")'),
+    },
+    "envs/adapters/openenv.py": {
+        "what is held out is trained on": ('index if split == "test" else TEST_SEEDS + index', "index"),
+        "one seed overlaps": ("else TEST_SEEDS + index}", "else TEST_SEEDS - 1 + index}"),
+    },
+    "docs/reading/grpo.py": {
+        "sample deviation": ("rewards.std(1, keepdim=True, correction=0)", "rewards.std(1, keepdim=True)"),
+        "entropy is punished": ("- args.entropy_coef * entropy", "+ args.entropy_coef * entropy"),
+        "a mean of means": (
+            "(loss / num_tokens).backward()", '(loss / part["response_mask"].sum()).backward()'),
+        "groups that all differ": (
+            "(rewards != rewards[:, :1]).any(1)", "(rewards != rewards[:, :1])[:, 1:].all(1)"),
+        "all tasks draw the same": ("{split} {task_number} {number} 0 0", "{split} {number} 0 0"),
+        "the reference learns": ("reference = copy.deepcopy(model) if", "reference = model if"),
+        "KL of the other direction": ("kl = k3(ref_logprobs - logprobs)", "kl = k3(logprobs - ref_logprobs)"),
+    },
+    "docs/reading/ppo.py": {
+        "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
+        "returns are advantages": ('batch["returns"] = advantages + values', 'batch["returns"] = advantages'),
+        "the reward comes first": ("rewards.scatter_(1, last,", "rewards.scatter_(1, 0 * last,"),
+        "the policy begins too early": (
+            "if iteration > args.critic_warmup:", "if iteration >= args.critic_warmup:"),
+        "the smaller error": ("torch.maximum((values - returns)", "torch.minimum((values - returns)"),
+        "advantages of what is masked": (
+            'batch["advantages"] = whiten(advantages, mask)',
+            'batch["advantages"] = whiten(advantages, torch.ones_like(mask))'),
+        "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
+    },
+    "tools/track_run.py": {
+        "only the last pattern": ('pattern.sub("[redacted]", text)', 'pattern.sub("[redacted]", value)'),
+        "names are not redacted": (
+            "{safe(name, patterns): safe(item, patterns)", "{name: safe(item, patterns)"),
+        "the prompt has the reply": (
+            "cell(spoken(messages[:start]), patterns)", "cell(spoken(messages[:start + 1]), patterns)"),
+        "partly right is right": (
+            "None if correct is None else correct == 1", "None if correct is None else correct > 0"),
+        "records are sent twice": (
+            'if record["iteration"] > after and', 'if record["iteration"] >= after and'),
+        "the host is told": ("wandb.Settings(**PRIVATE) if args.redact else None", "None"),
+        "seeds are no group": (
+            "group = f\"{meta['algo']}-{meta['experiment_hash']}\"",
+            "group = f\"{meta['algo']}-{meta['run_id']}\""),
+        "a checkpoint again and again": ("        if name == sent:\n            return sent\n", ""),
+        "the last checkpoint is the best": (".get(args.artifacts, sent)", '.get("last", sent)'),
+    },
+    "envs/adapters/openenv_client.py": {
+        "the last reward solves": ("self.total += result.reward", "self.total = result.reward"),
+        "partly correct is solved": ("solved = result.correct >= 1", "solved = result.correct > 0"),
+        "the first observation is not compared": (
+            "if self.turns == 1 and [self.begin()] != self.task.messages:",
+            "if self.turns == 1 and not self.begin():"),
+    },
+    "envs/adapters/reasoning_gym.py": {
+        "held-out questions are trained": (
+            '% TEST_SHARE == 0) == (split == "test"):', '% TEST_SHARE == 0) >= (split == "test"):'),
+        "partly right is correct": ('float(info["score"] == 1)', 'float(info["score"] > 0)'),
+    },
+    "envs/adapters/verifiers.py": {
+        "the sum says what is correct": (
+            "(scores.get(self.config.correct, 0.0) if self.config.correct else reward)", "reward"),
     },
 }
 
@@ -433,86 +711,183 @@ def pytest_arguments(file):
     return [*(f"tests/test_{name}.py" for name in names.split()), "-k", chosen, *slow]
 
 
-class FirstFailure:
-    """A plugin of pytest that tells which test failed."""
-
-    def __init__(self, told):
-        self.told = told
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.told.put(report.nodeid.removeprefix("tests/"))
-
-    pytest_collectreport = pytest_runtest_logreport
+NAMED = ROOT / "tests" / "mutants.csv"  # of each mutant the test that killed it last
+TRACE = ROOT / "runs" / "mutants" / "trace.json"
+SECONDS = 120  # that --changed may take
+# Their diffs quote lines of the scripts, so that any change fails them: it is not seen to be wrong.
+QUOTING = tuple(f"tests/test_{name}.py" for name in ("benchmarks", "commands", "docs", "overlap", "variants"))
 
 
-def run_tests(folder, arguments, told):
-    import pytest
-
-    os.chdir(folder)
-    sys.path[0], sys.argv[1:] = str(folder), []
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    code = pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", *arguments], plugins=[FirstFailure(told)])
-    if code != 1:
-        told.put("" if code == 0 else f"pytest ends with {code!r}")
-    told.close()
-    told.join_thread()
-    os._exit(0)
+def read_csv(path):
+    """{(file, mutant): [tests]}"""
+    found = {}
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                found.setdefault((row["file"], row["mutant"]), []).append(row["test"])
+    return found
 
 
-def first_failure(folder, file):
-    """Run the tests of a file in a process of its own.  -> the test that failed, empty if none did"""
-    told = multiprocessing.Queue()
-    process = multiprocessing.Process(target=run_tests, args=(folder, pytest_arguments(file), told))
-    process.start()
-    try:
-        return told.get(timeout=LIMIT)
-    except multiprocessing.queues.Empty:
-        return f"out of time ({LIMIT} s)"
-    finally:
-        process.kill()
-        process.join()
+def write_csv(path, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([("file", "mutant", "test"), *rows])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("patterns", nargs="*", default=["*"], help="files or names, with * and ?")
-    parser.add_argument("--list", action="store_true", help="only say what there is")
-    args = parser.parse_args()
-    chosen = [(file, name) for file in MUTANTS for name in MUTANTS[file]
-              if any(fnmatch.fnmatch(word, pattern) for pattern in args.patterns for word in (file, name))]
+def read_trace(jobs, make=False):
+    """Which tests execute which lines; nothing where nobody has traced it."""
+    if make and not TRACE.is_file():
+        print("tracing which tests execute which lines: some minutes", flush=True)
+        TRACE.parent.mkdir(parents=True, exist_ok=True)
+        TRACE.write_text(json.dumps(mutate.trace(jobs)))
+    return json.loads(TRACE.read_text()) if TRACE.is_file() else dict(files={}, seconds={}, failed=[])
+
+
+def options_of(mutant, traced, named, stop=True):
+    """The tests that a mutant meets: those that execute its lines, and new ones; else those of TESTS."""
+    tests = mutate.tests_of(mutant, traced)
+    first = named.get(mutant.key, [])
+    if not tests or mutant.file in SANDBOXED:  # slow ones are not traced
+        return dict(arguments=pytest_arguments(mutant.file), first=first, stop=stop)
+    if "/" not in mutant.file:
+        tests = {test for test in tests if not test.startswith(QUOTING)}
+    seconds = collections.Counter()  # of each file with such tests
+    for test in tests:
+        seconds[test.partition("::")[0]] += traced["seconds"][test]
+    known = {test.partition("::")[0] for test in traced["seconds"]}
+    for path in pytest_arguments(mutant.file):
+        if path.endswith(".py") and path not in known:
+            seconds[path] = 1.0
+    for test in first:
+        seconds[test.partition("::")[0]] = -1.0
+    without = traced["seconds"].keys() - tests - {*first}
+    return dict(arguments=sorted(seconds, key=seconds.get), without=without, first=first, stop=stop)
+
+
+def try_all(mutants, args, seconds=math.inf):
+    """Say of each mutant which test failed.  -> those that survive, those for which there was no time"""
+    traced, named = read_trace(args.jobs), read_csv(NAMED)
+    survived, left, killers = [], {mutant.key: mutant for mutant in mutants}, set()
+    tasks = [(mutant, options_of(mutant, traced, named)) for mutant in mutants]
+    for mutant, failed, took in mutate.tried(tasks, args.jobs, seconds):
+        if failed and failed[0].startswith("out of time") and took < mutate.LIMIT - 1:
+            continue
+        left.pop(mutant.key)
+        survived += [mutant] * (not failed)
+        named[mutant.key] = failed or named.get(mutant.key, [])
+        says = f"killed by {failed[0].removeprefix('tests/')}" if failed else "SURVIVED"
+        print(f"{mutant.file:28} {mutant.name:45} {took:5.0f} s  {says}", flush=True)
+        killers |= {*failed}
+    check_killers(killers)
+    known = {(file, name) for file in MUTANTS for name in MUTANTS[file]}
+    write_csv(NAMED, sorted((*key, tests[0]) for key, tests in named.items() if tests and key in known))
+    return survived, [*left.values()]
+
+
+def check_killers(killers):
+    """Say which of the tests that failed fail without any mutant, too."""
+    killers = {test for test in killers if "::" in test}
+    if killers:
+        file = "tests/mutants.py"  # any that stays as it is
+        unchanged = mutate.Mutant(file, "as it is", (ROOT / file).read_text("utf-8"), range(0))
+        (_, failed, _), = mutate.tried([(unchanged, dict(arguments=sorted(killers), stop=False))], 1)
+        for test in failed:
+            print(f"{test} fails as it is: whether it sees a mutant is not known")
+
+
+def try_changed(args):
+    """The mutants of lines that were changed, and some that are made of these lines."""
+    lines = mutate.changed_lines(args.changed)
+    lines = {file: numbers for file, numbers in lines.items() if any(map(file.startswith, TESTS))}
+    kept = [mutant for mutant in mutate.kept_mutants(MUTANTS)
+            if lines.get(mutant.file, set()).intersection(mutant.lines)]
+    made = [mutant for file, numbers in lines.items() for mutant in mutate.made_mutants(file, numbers)]
+    random.Random(1).shuffle(made)  # where there is no time for all, some of each file
     if args.list:
-        return print("\n".join(f"{file:28} {name}" for file, name in chosen))
+        return print("\n".join(f"{mutant.file:28} {mutant.name}" for mutant in kept + made))
+    named = read_csv(NAMED)
+    kept.sort(key=lambda mutant: mutant.key not in named)
+    print(f"{len(kept)} mutants of changed lines, and {len(made)} that are made of them", flush=True)
+    survived, left = try_all(kept + made, args, SECONDS)
+    for what, mutants in (("no time was left for", left), ("nothing fails with", survived)):
+        for mutant in sorted(mutants, key=lambda mutant: (mutant.file, mutant.lines.start)):
+            print(f"{what} {mutant.file}:{mutant.lines.start}, {mutant.name}")
+    return min(len(survived), 100)
 
+
+def write_matrix(mutants, args):
+    """All tests that fail, of each mutant; goes on with a file that is there."""
+    path, traced = args.matrix, read_trace(args.jobs, make=True)
+    known = read_csv(path)
+    tasks = [(mutant, options_of(mutant, traced, {}, stop=False))
+             for mutant in mutants if mutant.key not in known]
+    if not known:
+        write_csv(path, [])
+    began = time.monotonic()
+    for done, (mutant, failed, took) in enumerate(mutate.tried(tasks, args.jobs), 1):
+        with path.open("a", newline="", encoding="utf-8") as file:
+            rows = [(*mutant.key, test.removeprefix("tests/")) for test in failed or [""]]
+            csv.writer(file, lineterminator="\n").writerows(rows)
+        left = (time.monotonic() - began) / done * (len(tasks) - done)
+        print(f"{done}/{len(tasks)} {mutant.file:28} {mutant.name:45} {took:5.0f} s  {len(failed)} fail; "
+              f"{left / 60:.0f} min left", flush=True)
+    summary(read_csv(path), traced)
+
+
+def summary(matrix, traced):
+    """What each test is worth: CPU seconds, mutants that it kills, those that no other test kills."""
+    kills, alone = collections.Counter(), collections.Counter()
+    for tests in matrix.values():
+        kills.update(tests)
+        if len(tests) == 1:
+            alone.update(tests)
+    seconds = {test.removeprefix("tests/"): taken for test, taken in traced["seconds"].items()}
+    print("CPU seconds, mutants killed, killed by it alone")
+    for test in sorted(seconds, key=seconds.get, reverse=True):
+        print(f"{seconds[test]:8.2f} {kills[test]:4} {alone[test]:4}  {test}")
+    idle = [test for test in seconds if not alone[test]]
+    print(f"{len(idle)} of {len(seconds)} tests kill none alone: {sum(map(seconds.get, idle)):.0f} of "
+          f"{sum(seconds.values()):.0f} CPU seconds; {alone['']} of {len(matrix)} mutants survive")
+
+
+def prepare():
     # Two versions of a file may have one time and one size, so no bytecode is kept.
     os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
     multiprocessing.set_start_method("fork")  # what takes long to import is imported once
     for name in ("torch.distributed.fsdp", "torch.utils.tensorboard", "transformers", "peft", "datasets"):
         importlib.import_module(name)
-    survived = []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-        for path in filter(Path.is_file, map(ROOT.joinpath, tree.splitlines())):
-            copy = Path(folder, path.relative_to(ROOT))
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-        for file in dict.fromkeys(file for file, _ in chosen):
-            if failed := first_failure(folder, file):
-                sys.exit(f"{file}: {failed} fails as it is")
-            for mutant in (mutant for mutant in chosen if mutant[0] == file):
-                text, (old, new) = (ROOT / file).read_text("utf-8"), MUTANTS[file][mutant[1]]
-                Path(folder, file).write_text(text.replace(old, new))
-                began = time.perf_counter()
-                failed = first_failure(folder, file)
-                survived += [mutant] * (not failed)
-                print(f"{file:28} {mutant[1]:45} {time.perf_counter() - began:5.0f} s  "
-                      + (f"killed by {failed}" if failed else "SURVIVED"), flush=True)
-                Path(folder, file).write_text(text)
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
-    return len(survived)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("patterns", nargs="*", default=["*"], help="files or names, with * and ?")
+    parser.add_argument("--list", action="store_true", help="only say what there is")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time (cores)")
+    parser.add_argument("--changed", nargs="?", const="HEAD~1", metavar="REV",
+                        help="in two minutes: mutants of the lines that were changed since then (HEAD~1)")
+    parser.add_argument("--trace", action="store_true",
+                        help="find out, again, which tests execute which lines: some minutes")
+    parser.add_argument("--matrix", type=Path, metavar="FILE.csv",
+                        help="write all tests that fail, of each mutant")
+    args = parser.parse_args()
+    if not args.list:
+        prepare()
+    if args.trace:
+        TRACE.unlink(missing_ok=True)
+        read_trace(args.jobs, make=True)
+        if not (args.changed or args.matrix):
+            return 0
+    if args.changed:
+        return try_changed(args)
+    mutants = [mutant for mutant in mutate.kept_mutants(MUTANTS)
+               if any(fnmatch.fnmatch(word, pattern) for pattern in args.patterns for word in mutant.key)]
+    if args.list:
+        return print("\n".join(f"{mutant.file:28} {mutant.name}" for mutant in mutants))
+    if args.matrix:
+        return write_matrix(mutants, args)
+    survived, _ = try_all(mutants, args)
+    print(f"{len(mutants) - len(survived)} of {len(mutants)} killed")
+    return min(len(survived), 100)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,9 @@ CANNOT = {
     "python tests/mutants.py": "hours",
     "python tests/mutants.py grpo_llm.py": "hours",
     "python tests/mutants.py 'envs/*": "hours",
+    "python tests/mutants.py --changed*": "hours",  # minutes, in no shorter form
+    "python tests/mutants.py --matrix *": "hours",
+    "python tests/mutants.py --trace": "hours",  # minutes
     "python benchmarks/losses.py --stage grid *": "hours",
     "python benchmarks/losses.py --stage knobs *": "hours",
     "python benchmarks/smollm2.py --jobs 2": "hours",

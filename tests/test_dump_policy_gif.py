@@ -51,7 +51,7 @@ class Lamp(gymnasium.Env):
     def render(self):
         if self.broken:
             return {"list": [1], "float": np.zeros((4, 4))}[self.broken]
-        return np.full((30, 20, 3), 40 * self.count, np.uint8)
+        return np.full((30, 20, 3), 40 * self.count + self.episodes, np.uint8)
 
 
 gymnasium.register("Lamp-v0", Lamp, disable_env_checker=True)
@@ -151,6 +151,14 @@ def test_episodes_follow_each_other_and_begin_as_rows_of_a_training_do(dump, tra
     for start, frame in zip(starts, frames_of(out)[::8], strict=True):
         assert np.array_equal(start, frame[:-STRIP, :80, 0])
 
+    def actions(*words):
+        _, _, out = dump("--checkpoint", path, "--scale", 1, *words)
+        return [step["action"] for step in steps_of(out)]
+
+    two = actions("--episodes", 2, "--seed", 4)
+    assert two[:7] != two[7:] and two == actions("--episodes", 3, "--seed", 4)[:14]  # each has its own draws
+    assert two[:7] != actions("--seed", 5)
+
 
 def test_a_frame_stays_a_frame_where_nothing_moves(dump, trained, tmp_path):
     """Pillow leaves out pictures that repeat the one before."""
@@ -169,7 +177,9 @@ def test_a_rendering_environment_shows_its_last_frame_before_the_reset(dump, tra
     status, said, out = dump("--checkpoint", trained(env_id="Lamp-v0"), "--episodes", 2, "--scale", 2)
     assert status == 0 and said["episodes"][0] == dict(steps=5, success=None, done=True, trunc=False) | {
         "return": 5.0}
-    assert [frame[5, 5, 0] for frame in frames_of(out)] == [0, 40, 80, 120, 160, 200] * 2
+    seen = [int(frame[5, 5, 0]) for frame in frames_of(out)]
+    assert np.diff(seen[:6]).tolist() == np.diff(seen[6:]).tolist() == [40] * 5
+    assert seen[6] == seen[0] + 2  # begun by the end of the one before, and again by its own seed
     assert {step["dist"] for step in steps_of(out)} == {None}
 
 

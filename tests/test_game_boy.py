@@ -103,7 +103,6 @@ def test_the_rom_shows_every_button(folder):
         assert ((shades == 0).mean() < 0.1) == seen
 
 
-@pytest.mark.slow
 def test_steps_are_those_of_an_emulator_stepped_by_hand(folder):
     rows, stack_k, max_steps = 3, 2, 6
     env = make_vec("pyboy", rows, workers=2, max_steps=max_steps, state=str(folder / "start.state"),

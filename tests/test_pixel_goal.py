@@ -178,6 +178,7 @@ WORLDS = {
     "goals": dict(num_goals=3, goal_in_obs=True, difficulty=8, max_steps=25, step_cost=0.0),
     "maps": dict(num_maps=2, num_goals=2, goal_in_obs=True, stack_k=2, difficulty=6, max_steps=25),
     "packed": dict(pack="2bpp", stack_k=2, difficulty=4, k_consecutive=1, max_steps=8),
+    "cut at the goal": dict(difficulty=1, k_consecutive=3, max_steps=3, num_goals=2, goal_in_obs=True),
     "pocket": dict(map_seed=60, difficulty=5, max_steps=20),  # its most enclosed cells are closed off
 }
 
@@ -188,7 +189,7 @@ def plain():
     return PixelGoal(2)
 
 
-@pytest.mark.parametrize("name", slow_but(("defaults", "packed"), WORLDS))
+@pytest.mark.parametrize("name", slow_but(("defaults", "packed", "cut at the goal"), WORLDS))
 def test_steps_like_the_slow_world(name):
     env = PixelGoal(3, "cpu", PixelGoalConfig(**WORLDS[name]))
     compare(env, [SlowEnv(env) for _ in range(3)], 11, 200)

@@ -76,6 +76,17 @@ def test_a_run_is_known_by_its_flag_or_by_its_log(run, start, capsys, tmp_path):
     assert counts(capsys, run) == (4, 2, 0)
 
 
+def test_memory_is_that_of_the_processes_each_counted_once(run, start, capsys):
+    """Two that hold 0.1 GiB and three children, of which each holds a little."""
+    for _ in range(2):
+        found = start("--run-dir", run, children=1, more="held = b'x' * (2**30 // 10); ")
+    start("--run-dir", run, children=1)
+    _, line, _ = watch(capsys, run)
+    held = watch_run.psutil.Process(found.pid).memory_info().rss / 2**30
+    own, of_children = map(float, re.findall(r"processes \d+ \(([\d.]+) GiB\)", line))
+    assert held > 0.1 and own == pytest.approx(2 * held, abs=0.03) and 0 < of_children < 0.1
+
+
 def test_what_a_killed_run_leaves_is_measured_and_stale_after_an_hour(run, start, capsys):
     for name, age in (("checkpoints/.step_10.writing", 3700), ("sync/4", 30), ("checkpoints/step_5", 3700)):
         (run / name).mkdir(parents=True)
@@ -109,6 +120,19 @@ def test_it_goes_on_until_it_is_interrupted(run, start):
         assert lines[-1]
     tool.send_signal(2)
     assert tool.communicate(timeout=60)[1] == "" and tool.returncode == 0 and " processes 0 " in lines[0]
+
+
+def test_it_waits_as_long_as_it_is_told_between_lines(run, monkeypatch, capsys):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch_run.time, "sleep", sleep)
+    assert watch_run.main([str(run), "--every", "7"]) == 0 and waits == [7.0] * 3
+    assert capsys.readouterr().out.count("\n") == 3
 
 
 def test_bad_input_is_one_line(run, tmp_path, capsys):
