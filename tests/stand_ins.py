@@ -1,7 +1,7 @@
 """What the adapters of envs/adapters adapt, as small as can be: fast tests need none of the packages.
 
-`packages()` are modules in their place, `serving()` is a server of OpenEnv's protocol. Whether the adapters fit
-the packages themselves is asked by slow tests, which have these.
+`packages()` are modules in their place, `serving()` is a server of OpenEnv's protocol. Whether the adapters
+fit the packages themselves is asked by slow tests, which have these.
 """
 
 import asyncio

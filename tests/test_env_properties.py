@@ -19,6 +19,7 @@ import pytest
 
 import envs
 from envs.answers import CHECKS
+from envs.mixture import Mixture
 from tests import stand_ins
 from tests.run_folders import package, write_jsonl
 from tests.test_answers import ADD, TESTS, needs_sandbox
@@ -41,6 +42,7 @@ class Case:
     attempts: Callable
     key: Callable = prompt_of  # what a task is, for the splits
     tasks: int = 120  # of each split, at most, that are compared
+    name: str = ""  # for envs.make; empty: as in envs.ENVS
     solved: bool = True  # the environment's own solution is correct; False: it has none of one reply
 
 
@@ -111,6 +113,7 @@ def folder(tmp_path_factory):
     messages = [row | dict(prompt=[dict(role="user", content=row["prompt"])]) for row in rows()]
     write_jsonl(folder / "messages.jsonl", messages)
     write_jsonl(folder / "more.jsonl", rows(40, 80))
+    write_jsonl(folder / "held.jsonl", rows(20, 50))
     for name, (answer, *_) in CHECKED.items():
         write_jsonl(folder / f"{name}.jsonl", rows(answer=lambda n, answer=answer: answer))
     problems = [dict(nums=[a, b, c], target=a + b + c) for a, b, c in itertools.permutations(range(1, 7), 3)]
@@ -179,6 +182,10 @@ def boxed(bound, functions, check, env, task):
 
 
 # ---- Replies of the environments that come with this
+
+
+def nearly(env, task):
+    return [(["abc"], 0, 0.0)]
 
 
 def shortened(env, task):
@@ -312,6 +319,10 @@ def sum_on_a_server(env, task):
             (["hint", f"<think>7</think>{right}"], 1, 0.9), (["many"], 0, 0.0)]
 
 
+def question_of(task):
+    return task.messages[-1]["content"]
+
+
 def row_of(task):
     return task.data["row"]["prompt"]
 
@@ -336,6 +347,18 @@ def two_functions(name, folder, **options):
     """The first one says what is correct."""
     return options | dict(data=f"{folder}/{name}.jsonl", weights="2,0.5",
                           rewards=functions(folder, "share", "polite"))
+
+
+def rows_and_countdown(folder):
+    rows = {f"rows.{name}": value for name, value in two_functions("words", folder).items()}
+    return rows | {"countdown.test_tasks": 60}
+
+
+def three_files(folder):
+    """Two to train on: what is held out of one is in the other."""
+    first = {"rows.data": f"{folder}/words.jsonl", "rows.check": "exact"}
+    return first | {"Rows.data": f"{folder}/more.jsonl", "Rows.test": f"{folder}/held.jsonl",
+                    "Rows.check": "exact", "Rows.system": "Think."}
 
 
 sandboxed = pytest.mark.slow
@@ -378,7 +401,7 @@ CASES = {
         "both": Case(lambda folder: dict(data=f"{folder}/words.jsonl", check="exact",
                                          rewards=functions(folder, "share", "same")), checked_and_rewarded),
         "files": Case(lambda folder: dict(data=f"{folder}/words.jsonl", test=f"{folder}/more.jsonl",
-                                          check="exact"), lambda env, task: [(["abc"], 0, 0.0)])},
+                                          check="exact"), nearly)},
     "trl": {
         "": Case(box, functools.partial(boxed, 1, 0, False), row_of, solved=False),
         "low": Case(functools.partial(box, solved_at=0.7), functools.partial(boxed, 0.7, 0, False), row_of,
@@ -398,11 +421,9 @@ CASES = {
     "openenv": {"": Case(given(seeds=90, observation="text"), sum_on_a_server, solved=False),
                 "listed": Case(given(splits="train,held", observation="text", solved_at=1.2, max_turns=4),
                                sum_on_a_server, solved=False)},
-    "mixture": {"": Case(lambda folder: {
-        "rows.data": f"{folder}/words.jsonl", "rows.rewards": functions(folder, "share", "polite"),
-        "rows.weights": "2,0.5", "countdown.test_tasks": 60}, of_its_part, solved=False)},
+    "mixture": {"": Case(rows_and_countdown, of_its_part, name="countdown=2,rows", solved=False),
+                "files": Case(three_files, nearly, question_of, name="rows,envs/rows.py:Rows")},
 }
-NAMES = dict(mixture="countdown=2,rows")
 SANDBOXED = ("repl", "swe", "rows-math", "rows-python")  # where episodes need what is not on every machine
 CLASSES = {envs.ENVS[name] for name in CASES if name in envs.ENVS}
 MISSING = {name: {"": None} for name, place in envs.ENVS.items() if place not in CLASSES}
@@ -440,7 +461,7 @@ def case(name, variant, folder, request, monkeypatch):
         options["url"] = request.getfixturevalue("servers")[variant == "listed"]
     for module, content in stand_ins.packages().items():
         monkeypatch.setitem(sys.modules, module, content)
-    return case, envs.make(NAMES.get(name, name), **options)
+    return case, envs.make(case.name or name, **options)
 
 
 def tasks_of(env, most):
@@ -461,7 +482,9 @@ def check_splits(case, env):
     assert not both, f"held out, and trained on: {sorted(both)[:3]}"
     everything = tasks["train"] + tasks["test"]
     names = {(split, task.id) for split, some in tasks.items() for task in some}
-    assert len(names) == len(everything)
+    different = {json.dumps(dataclasses.asdict(task)) for task in everything}
+    repeats = isinstance(env, Mixture)  # the smaller ones
+    assert len(names) == (len(different) if repeats else len(everything))
     for split, some in tasks.items():
         assert env.task(split, len(some) - 1) == some[-1]
         for task in some[:9]:
@@ -471,7 +494,7 @@ def check_splits(case, env):
     size = env.num_tasks("train")
     drawn = [env.training_task(cursor, seed=1) for cursor in range(min(size, 60))]
     assert not {json.dumps(case.key(task)) for task in drawn} & keys["test"]
-    assert len({task.id for task in drawn}) >= len(drawn) / 2  # of a mixture the smaller ones come again
+    assert repeats or len({task.id for task in drawn}) == len(drawn)
 
 
 @cases()
