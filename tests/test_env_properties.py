@@ -543,8 +543,10 @@ def jobs_of(case, env, split, count):
     for index in range(min(count, env.num_tasks(split))):
         task = env.task(split, index)
         if case.solved:
-            solution = env.solution(task)
+            solution, talk = env.solution(task), env.demonstration(task)
             assert solution is not None, f"{task.id} has no solution"
+            assert talk[:len(task.messages)] == task.messages
+            assert talk[-1] == dict(role="assistant", content=solution)
             found.append((task, [solution], 1, None))
         found += [(task, *attempt) for attempt in case.attempts(env, task)]
     return found

@@ -77,8 +77,8 @@ def held_out(form):
         return asked(env)["test"].keys()
 
 
-@pytest.mark.parametrize("suffix, form", [
-    (suffix, form) for suffix in FILES for form in FORMS if suffix[1:] not in ("csv", "tsv") or form != "messages"])
+@pytest.mark.parametrize("suffix, form", [(suffix, form) for suffix in FILES for form in FORMS
+                                          if form != "messages" or suffix not in (".csv", ".tsv")])
 def test_a_question_is_on_one_side_in_files_of_every_form(tmp_path, suffix, form):
     """However often and where it stands; and whatever is not held out is trained on."""
     def saved(name, questions):
@@ -221,6 +221,8 @@ def text(completions, **kwargs):
     return ["good"] * len(completions)
 def fails(completions, **kwargs):
     return [float(c) for c in completions]
+def endless(completions, **kwargs):
+    return [float("inf"), float("nan")]
 def chat(prompts, completions, **kwargs):
     return [float(p[-1]["content"].startswith("What") and c[0]["content"] == "yes") for p, c in
             zip(prompts, completions)]
@@ -257,16 +259,36 @@ def test_reward_functions_see_a_group(tmp_path):
     assert steps[0].info == {"correct": 1.0, "format": 1.0, "my_correct": 0.0}
 
 
-def test_messages_reach_reward_functions_as_messages(tmp_path):
-    (tmp_path / "my.py").write_text(REWARDS)
-    rows = [dict(prompt=[dict(role="user", content=f"What is {n}?")]) for n in range(4)]
-    env = make(write(tmp_path / "train.jsonl", rows), rewards=f"{tmp_path}/my.py:chat")
-    _, steps = score(env, ["yes", "no"])
-    assert [step.reward for step in steps] == [1.0, 0.0] == [step.info["correct"] for step in steps]
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_functions_get_each_reply_beside_the_columns_of_its_row(tmp_path, form):
+    """Lists in the order of the replies; a column named as something that TRL gives does not hide it."""
+    (tmp_path / "my.py").write_text("CALLS = []\n\ndef noted(completions, **columns):\n"
+                                    "    CALLS.append((completions, columns))\n"
+                                    "    return [len(CALLS) + k / 10 for k in range(len(completions))]\n")
+    rows = [dict(prompt=FORMS[form](f"q{n}"), hint=f"h{n}", completions="c", prompts="p", label=[n, None])
+            for n in range(8)]
+    env = make(write(tmp_path / "a.jsonl", rows), system="Be brief.", rewards=f"{tmp_path}/my.py:noted")
+    calls = env.functions[0][1].__globals__["CALLS"]
+    replies = ["a", "b", "a", "", "c"]
+    for number in range(1, 4):
+        task = env.task("train", number)
+        row = task.data["row"]
+        given = [dict(role="assistant", content=reply) for reply in replies]
+        steps = env.score_group(task, [[*task.messages, message] for message in given],
+                                [env.start(task, 1).step(reply) for reply in replies])
+        assert [step.reward for step in steps] == [number + k / 10 for k in range(5)]
+        completions, columns = calls[-1]
+        prompt = row["prompt"] if form == "text" else task.messages
+        assert completions == (replies if form == "text" else [[message] for message in given])
+        assert columns["prompts"] == [prompt] * 5 and columns["prompt"] == [row["prompt"]] * 5
+        assert columns["hint"] == [row["hint"]] * 5 and columns["label"] == [row["label"]] * 5
+        assert "completion" not in columns and columns["completion_ids"] == [None] * 5
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("name, message", [
     ("few", r"reward few, row train-\d+: expected 2 numbers, or None, got \[1.0\]"),
+    ("endless", r"reward endless, row train-\d+: expected 2 numbers, or None, got \[inf, nan\]"),
     ("text", r"reward text, row train-\d+: expected 2 numbers, or None, got \['good', 'good'\]"),
     ("fails", r"reward fails, row train-\d+: ValueError: could not convert string to float: 'a'")])
 def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
@@ -274,6 +296,44 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
     env = make(write(tmp_path / "train.jsonl", sums()), prompt="question", rewards=f"{tmp_path}/my.py:{name}")
     with pytest.raises(envs.BadInput, match=message):
         score(env, ["a", "b"])
+
+
+# Checks
+
+
+@pytest.mark.parametrize("extract", typing.get_args(typing.get_type_hints(Config)["extract"]))
+@pytest.mark.parametrize("check, answer", [("number", 42), ("exact", "New York"), ("choice", "B")])
+def test_a_solution_is_marked_as_extract_has_it(tmp_path, check, answer, extract):
+    """What is read of a reply is what the option says, for other replies, too."""
+    if (check, extract) == ("exact", "last_number") or (check, extract) == ("choice", "last_number"):
+        return
+    rows = [dict(prompt=f"q{n}", answer=answer) for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check=check, extract=extract)
+    task = env.task("train", 0)
+    assert env.start(task, 1).step(env.solution(task)).info == {"correct": 1.0, "format": 1.0}
+    marked = {"boxed": f"\\boxed{{{answer}}}", "answer_tag": f"<answer>{answer}</answer>"}
+    for name, reply in (marked | {"last_number": f"{answer}", "whole": f"{answer}"}).items():
+        reads = extract in (name, "auto") or name in ("last_number", "whole") and extract not in marked
+        if extract in marked or reads:
+            assert env.start(task, 1).step(reply).reward == reads, reply
+
+
+def test_a_check_asks_what_the_user_asks(tmp_path):
+    """A number of a question about percentages may have the sign or not."""
+    for asked, right in (("What percentage is it?", 1), ("What is it?", 0)):
+        prompt = [dict(role="system", content="Answer."), dict(role="user", content=asked)]
+        env = make(write(tmp_path / "a.jsonl", [dict(prompt=prompt, answer="50")] * 3
+                         + [dict(prompt="Another?", answer="50")] * 3), check="number")
+        task = next(task for split in env.splits for k in range(env.num_tasks(split))
+                    if (task := env.task(split, k)).messages == prompt)
+        assert env.start(task, 1).step("It is 50 %.").reward == right
+
+
+def test_code_has_the_time_that_is_given_and_is_waited_for(tmp_path):
+    rows = [dict(prompt=f"q{n}", answer="assert f() == 1") for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check="python", timeout="2.5")
+    assert env.task("train", 0).data["timeout"] == 2.5
+    assert env.blocking and not make(tmp_path / "a.jsonl", check="exact").blocking
 
 
 # Bad input

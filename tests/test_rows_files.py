@@ -96,9 +96,13 @@ def test_answers_of_other_types_of_arrow_are_plain_texts(tmp_path):
     columns = dict(single=pyarrow.array([0.1] * 4, pyarrow.float32()),
                    price=pyarrow.array([decimal.Decimal("2.50")] * 4),
                    day=pyarrow.array([datetime.date(2020, 1, 31)] * 4),
+                   structs=pyarrow.array([[dict(a="0.1", b=None)]] * 4,
+                                         pyarrow.list_(pyarrow.struct([("a", "string"), ("b", "string")]))),
                    many=pyarrow.array([[0.1, None]] * 4, pyarrow.list_(pyarrow.float32())),
                    right=pyarrow.array([dict(it=True)] * 4), prompt=[f"q{n}" for n in range(4)])
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    env = make(tmp_path / "a.parquet", answer="single", check="exact")
+    assert env.task("train", 0).data["row"]["structs"] == [{"a": "0.1"}]  # keys of other rows are not there
     found = {name: answers_of(make(tmp_path / "a.parquet", answer=name, check="exact"))["q1"]
              for name in ("single", "price", "day", "many", "right.it")}
     assert found == {"single": ["0.1"], "price": ["2.5"], "day": ["2020-01-31"], "many": ["0.1"],
