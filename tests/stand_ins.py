@@ -1,6 +1,6 @@
 """What the adapters of envs/adapters adapt, as small as can be: fast tests need none of the packages.
 
-`packages()` are modules in their place, `serving()` is a server of OpenEnv's protocol. Whether the adapters
+`install` puts modules in their place, `serving` is a server of OpenEnv's protocol. Whether the adapters
 fit the packages themselves is asked by slow tests, which have these.
 """
 
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import re
+import sys
 import threading
 import types
 
@@ -48,14 +49,17 @@ class Sums:
 class WordsConfig:
     seed: int = 0
     size: int = 10
+    most: int = 20
+    sign: str = "and"  # an option that the other has not
 
 
 class Words(Sums):
     def __init__(self, config):
-        super().__init__(SumsConfig(config.seed, config.size, 20))
+        super().__init__(config)
+        self.form = f"Add {{}} {config.sign} {{}}."
 
     def __getitem__(self, index):
-        return super().__getitem__(index) | dict(question="Add {} to {}.".format(*self.pairs[index]))
+        return super().__getitem__(index) | dict(question=self.form.format(*self.pairs[index]))
 
 
 def reasoning_gym():
@@ -204,13 +208,12 @@ def textarena():
                               make=lambda name, **options: Race(**games[name] | options))}
 
 
-def packages():
-    """-> {name: module}, for sys.modules"""
-    found = {}
+def install(monkeypatch):
+    """Imports find them in place of the packages."""
     for name, content in (reasoning_gym() | verifiers() | textarena()).items():
-        found[name] = types.ModuleType(name)
-        vars(found[name]).update(content)
-    return found
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 # ---- OpenEnv: a sum in up to several replies

@@ -12,7 +12,6 @@ import itertools
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -43,6 +42,7 @@ class Case:
     key: Callable = prompt_of  # what a task is, for the splits
     tasks: int = 120  # of each split, at most, that are compared
     name: str = ""  # for envs.make; empty: as in envs.ENVS
+    sizes: tuple = ()  # of train and test, where the options say so
     solved: bool = True  # the environment's own solution is correct; False: it has none of one reply
 
 
@@ -411,16 +411,18 @@ CASES = {
         "functions": Case(lambda folder: box(folder, rewards=functions(folder, "share", "polite")),
                           functools.partial(boxed, 1, 1, False), row_of, solved=False)},
     "reasoning-gym": {
-        "": Case(given(task="sums"), sums), "binary": Case(given(task="sums", reward_mode="binary"), sums),
+        "": Case(given(task="sums", train_tasks=200, test_tasks=70), sums, sizes=(200, 70)),
+        "binary": Case(given(task="sums", reward_mode="binary"), sums, sizes=(10_000, 500)),
         "two": Case(given(task="sums,sums_in_words", most=9), sums)},
-    "verifiers": {"": Case(given(taskset="letters"), letters, solved=False),
-                  "exact": Case(given(taskset="letters", correct="exact"), letters, solved=False)},
-    "textarena": {"": Case(given(game="Race-v0"), race, solved=False),
+    "verifiers": {"": Case(given(taskset="letters"), letters, sizes=(81, 9), solved=False),
+                  "exact": Case(given(taskset="letters", correct="exact", tasks=100), letters, sizes=(45, 5),
+                                solved=False)},
+    "textarena": {"": Case(given(game="Race-v0"), race, sizes=(100_000, 256), solved=False),
                   "three": Case(given(game="Trio-v0,Race-v0"), race, solved=False),
                   "alone": Case(given(game="Alone-v0"), race, solved=False)},
-    "openenv": {"": Case(given(seeds=90, observation="text"), sum_on_a_server, solved=False),
+    "openenv": {"": Case(given(seeds=90, observation="text"), sum_on_a_server, sizes=(90, 256), solved=False),
                 "listed": Case(given(splits="train,held", observation="text", solved_at=1.2, max_turns=4),
-                               sum_on_a_server, solved=False)},
+                               sum_on_a_server, sizes=(90, 40), solved=False)},
     "mixture": {"": Case(rows_and_countdown, of_its_part, name="countdown=2,rows", solved=False),
                 "files": Case(three_files, nearly, question_of, name="rows,envs/rows.py:Rows")},
 }
@@ -459,8 +461,7 @@ def case(name, variant, folder, request, monkeypatch):
         package("math_verify")
     if name == "openenv":
         options["url"] = request.getfixturevalue("servers")[variant == "listed"]
-    for module, content in stand_ins.packages().items():
-        monkeypatch.setitem(sys.modules, module, content)
+    stand_ins.install(monkeypatch)
     return case, envs.make(case.name or name, **options)
 
 
@@ -478,6 +479,8 @@ def check_splits(case, env):
     tasks = tasks_of(env, case.tasks)
     keys = {split: {json.dumps(case.key(task)) for task in some} for split, some in tasks.items()}
     assert keys["train"] and keys["test"]
+    sizes = tuple(env.num_tasks(split) for split in env.splits)
+    assert sizes == (case.sizes or sizes)
     both = keys["train"] & keys["test"]
     assert not both, f"held out, and trained on: {sorted(both)[:3]}"
     everything = tasks["train"] + tasks["test"]

@@ -75,6 +75,13 @@ def test_tasks_come_in_a_new_order_in_each_epoch():
     assert env.training_task(3, 7) == env.task("train", envs.shuffled(3, 7, env.num_tasks("train")))
 
 
+def test_a_number_is_not_rounded_to_an_option():
+    assert envs.make("countdown", max_operands=4.0).config.max_operands == 4
+    for value in (3.7, "3.7", True, "x", float("nan")):
+        with pytest.raises(envs.BadInput, match="option max_operands: expected int, got"):
+            envs.make("countdown", max_operands=value)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 9])
 def test_of_several_names_one_is_held_out_whatever_their_order(count):
     names = [f"game-{number}" for number in range(count)]

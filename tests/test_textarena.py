@@ -3,12 +3,14 @@
 Fast tests play a game of this file; those of the package's games are slow.
 """
 
+import collections
 import concurrent.futures
 import copy
 import dataclasses
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import pytest
 import envs
 from envs import BadInput
 from envs.adapters import arguments, seats, seeded
+from tests import stand_ins
 from tests.run_folders import package
 
 HOSTILE = ["", "\0\x07\x1b[2J", "\ud800", "[" * 10**6, "]" * 10**6, "[" * 500 + "]" * 500, " " * 10**6,
@@ -173,6 +176,8 @@ def test_a_reply_that_breaks_the_game_loses_one_that_is_cut_too_and_limits_cut_i
     assert step.truncated and step.seat_rewards == (0.0, 0.0) and step.info["moves"] == 4
     step, *_ = play(env, task, lambda seat, messages: "?")
     assert step.truncated and step.info["invalid_moves"] == 4
+    step, *_ = play(env, task, lambda seat, messages: "?" if seat else "1")
+    assert step.info["moves"] == 4 and step.info["invalid_moves"] == 0  # another's are not the policy's
     for reason, rewards in (("length", (-1.0, 1.0)), ("turns", (0.0, 0.0))):
         episode = env.start(task, 1)
         episode.step("1")
@@ -255,6 +260,33 @@ def test_arguments_have_the_types_of_the_functions_defaults():
                           ("piles=3", "known: size, share, name, quick")):
         with pytest.raises(BadInput, match=f"environment it: .*{message}"):
             arguments(function, text, "it", {"size": 5})
+
+
+# ---- A game in TextArena's place
+
+
+def test_a_seat_reads_what_others_say_and_a_try_is_no_move(monkeypatch):
+    stand_ins.install(monkeypatch)
+    env = envs.make("textarena", game="Race-v0", game_options="largest=2")
+    for k in range(4):
+        task = env.task("train", k)
+        own = task.data["seat"]
+        assert f"You are {own}; say [1] or [2]." in task.messages[0]["content"]
+        step, talk, _ = play(env, task, lambda seat, messages: "my words, [2]")
+        assert step.info["moves"] == 4 and step.info["invalid_moves"] == 0
+        read = "\n".join(message["content"] for message in talk[0] if message["role"] == "user")
+        assert "my words" not in read and f"[{1 - own}] [" in read
+        step, talk, _ = play(env, task, lambda seat, messages: "none")
+        assert step.info["invalid_moves"] == 2
+    # The other seats draw anew in each move, for another seed and another task.
+    env = envs.make("textarena", game="Race-v0", max_turns=50)
+    starts, moves = set(), collections.Counter()
+    for k in range(0, 24, 2):
+        for seed in (1, 2):
+            _, talk, _ = play(env, env.task("train", k), lambda seat, messages: "[1]", seed)
+            moves[tuple(re.findall(r"\[1\] (\[\d\])", str(talk[0])))] += 1
+        starts.add(re.search(r"Race \d+", talk[0][0]["content"])[0])
+    assert len(starts) == 12 and len(moves) > 1
 
 
 # ---- TextArena's games

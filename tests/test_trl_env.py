@@ -111,6 +111,7 @@ def test_an_episode_calls_tools(shop):
     episode, other = env.start(task, 1), env.start(task, 2)
     secret = episode.made.secret
     assert other.made.secret == secret and other.made is not episode.made
+    assert len({env.start(env.task("train", k), 1).made.secret for k in range(9)}) > 1  # another row, another
     step = episode.step("hm", [call("is_larger", than=0), call("nope"), call("reset"), call("_private"),
                                call("is_larger", size=3), call(7)])
     assert not step.terminated and [m["role"] for m in step.messages] == ["tool"] * 6
