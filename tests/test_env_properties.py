@@ -211,15 +211,14 @@ def moves_of(messages):
 
 
 def each_move(env, task):
-    """`correct` is better than the mean of all moves; the worst is none, whatever it is worth."""
+    """`correct` is better than the mean of all moves, whatever it is worth."""
     case, state, player = env.load(task)
     scores = env.scores(case, state, player, task.id)
-    mean = sum(scores.values()) / len(scores)
+    mean, same = sum(scores.values()) / len(scores), max(scores.values()) == min(scores.values())
     attempts = [(["<answer>none</answer>"], 0, 0.0)]
     for action, score in scores.items():
-        if abs(score - mean) > 1e-6:
-            reply = f"<answer>{state.action_to_string(player, action)}</answer>"
-            attempts.append(([reply], int(score > mean), score))
+        reply = f"<answer>{state.action_to_string(player, action)}</answer>"
+        attempts.append(([reply], int(score > mean + 1e-9 or same), score))
     return attempts
 
 
@@ -369,6 +368,8 @@ CASES = {
         "all-operators": Case(given(style="r1", operators="+-*/", max_operands=4, test_tasks=60),
                               without_last_step, problem_of, 60),
         "parts": Case(given(held_out="parts", test_tasks=60), without_last_step, problem_of, 100),
+        "search": Case(given(style="plain", trace="search", test_tasks=60), without_last_step,
+                       problem_of, 60),
         "few": Case(given(max_number=3, max_target=6, test_tasks=60), without_last_step, problem_of, 300),
         "data": Case(lambda folder: dict(data=f"{folder}/problems.jsonl"), without_last_step, problem_of)},
     "logic": {
@@ -503,6 +504,17 @@ def check_splits(case, env):
 @cases()
 def test_no_held_out_task_is_trained_on(case):
     check_splits(*case)
+
+
+@pytest.mark.parametrize("name, variant", [("countdown", ""), ("countdown", "parts"), ("openspiel", "")])
+def test_another_seed_makes_other_tasks_of_the_same_splits(case, folder, name, variant):
+    case, env = case
+    others = envs.make(name, **case.options(folder), seed=1)
+    one, two = ({split: [json.dumps(case.key(task)) for task in some]
+                 for split, some in tasks_of(each, 40).items()} for each in (env, others))
+    for split, other in (("train", "test"), ("test", "train")):
+        assert one[split] != two[split]
+        assert not {*one[split]} & {*two[other]}
 
 
 # ---- What is correct
