@@ -222,6 +222,8 @@ def test_draws_from_the_global_generators_are_the_keys_and_leave_no_trace(capsys
     def draws():
         return random.random(), np.random.random(), random.choice("abc"), np.random.randint(99)
 
+    own = np.random.MT19937(7)  # not what `seeded` may have left there
+    np.random.set_bit_generator(own)
     random.seed(1)
     np.random.seed(1)
     expected = draws()
@@ -239,6 +241,7 @@ def test_draws_from_the_global_generators_are_the_keys_and_leave_no_trace(capsys
                     draws()
             seen[-1] += draws()
     assert seen[0] == seen[2] != seen[1] and draws() == expected and capsys.readouterr().out == ""
+    assert np.random.get_bit_generator() is own
 
 
 def test_episodes_in_several_threads_do_not_draw_each_others_numbers():

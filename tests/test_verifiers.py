@@ -40,7 +40,7 @@ def test_a_reply_that_takes_too_long_is_no_verdict(monkeypatch):
     env = envs.make("verifiers", taskset="letters", timeout=0.2)
     began = time.monotonic()
     step = env.start(env.task("train", 0), 0).step("wait")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 3
     assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
     step = env.start(env.task("train", 0), 0).step("raise")
     assert step.terminated and step.info["raised"] == 1 and step.info["error"] == 0
