@@ -425,7 +425,7 @@ CASES = {
     "openenv": {"": Case(given(seeds=90, observation="text"), sum_on_a_server, sizes=(90, 256), solved=False),
                 "listed": Case(given(splits="train,held", observation="text", solved_at=1.2, max_turns=4),
                                sum_on_a_server, sizes=(90, 40), solved=False)},
-    "mixture": {"": Case(rows_and_countdown, of_its_part, name="countdown=2,rows", solved=False),
+    "mixture": {"": Case(rows_and_countdown, of_its_part, name="rows,countdown", solved=False),
                 "files": Case(three_files, nearly, question_of, name="rows,envs/rows.py:Rows")},
 }
 SANDBOXED = ("repl", "swe", "rows-math", "rows-python")  # where episodes need what is not on every machine
