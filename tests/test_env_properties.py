@@ -606,6 +606,26 @@ def test_the_reward_of_a_reply_is_its_own(case):
     check_own_rewards(*case)
 
 
+# What changes nothing, where a task ends after so many replies.
+IDLE = {"max_actions": "RESET", "max_turns": "hint"}
+
+
+@pytest.mark.parametrize("name, variant", [("arcagi3", "list"), ("openenv", ""), ("openenv", "listed"),
+                                           ("trl", "")])
+def test_the_last_reply_that_a_limit_allows_is_cut_off_and_has_not_ended(case, name):
+    _, env = case
+    (option,) = IDLE.keys() & {field.name for field in dataclasses.fields(env.config)}
+    for limit in (1, 3):
+        env.config = dataclasses.replace(env.config, **{option: limit})
+        episode = env.start(env.task("train", 1), SEED)
+        for turn in range(1, limit + 1):
+            step = episode.step(*(put("-") if name == "trl" else [IDLE[option]]))
+            assert (step.truncated, step.terminated) == (turn == limit, False)
+            assert bool(step.messages) == (turn < limit)
+        assert step.info["correct"] == 0
+        episode.close()
+
+
 # ---- The packages themselves
 
 
