@@ -228,17 +228,31 @@ def sum_of(task):
 
 
 class Session(tornado.websocket.WebSocketHandler):
-    """`hint` earns .3 and the game goes on; the sum .6, one off .5, anything else 0, and it ends."""
+    """`hint` earns .3 and the game goes on; the sum .6, one off .5, anything else 0, and it ends.
+
+    Seed 200 is another game each time; `crash` is an error; an action of more than nine characters is none.
+    """
+
+    sessions = 0
 
     def initialize(self, listed):
         self.listed = listed
+
+    def open(self):
+        Session.sessions += 1
 
     def on_message(self, text):
         message = json.loads(text)
         data = message["data"] if message["type"] != "close" else self.close()
         if message["type"] == "reset":
             self.numbers = sum_of(data)
+            if self.numbers[0] == 200:
+                self.numbers = 200, Session.sessions
             self.answer("{} + {} = ?".format(*self.numbers))
+        elif message["type"] == "step" and data["answer"] == "crash":
+            self.refuse("EXECUTION_ERROR")
+        elif message["type"] == "step" and len(data["answer"]) > 9:
+            self.refuse("VALIDATION_ERROR", errors=[dict(loc=["answer"], msg="too long")])
         elif message["type"] == "step" and data["answer"] == "hint":
             self.answer("go on", 0.3)
         elif message["type"] == "step":
@@ -246,6 +260,9 @@ class Session(tornado.websocket.WebSocketHandler):
             off = abs(int(digits) - sum(self.numbers))
             verdict = {} if self.listed else dict(correct={0: 1.0, 1: 0.5}.get(off, 0.0), success=True)
             self.answer("over", {0: 0.6, 1: 0.5}.get(off, 0.0), True, verdict)
+
+    def refuse(self, code, **more):
+        self.write_message(json.dumps(dict(type="error", data=dict(code=code, message="oh", **more))))
 
     def answer(self, text, reward=None, done=False, verdict=()):
         data = dict(observation=dict(text=text, metadata=dict(verdict)), reward=reward, done=done)
