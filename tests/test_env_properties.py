@@ -416,7 +416,7 @@ CASES = {
         "binary": Case(given(task="sums", reward_mode="binary"), sums, sizes=(10_000, 500)),
         "two": Case(given(task="sums,sums_in_words", most=9), sums)},
     "verifiers": {"": Case(given(taskset="letters"), letters, sizes=(81, 9), solved=False),
-                  "exact": Case(given(taskset="letters", correct="exact", tasks=100), letters, sizes=(45, 5),
+                  "exact": Case(given(taskset="letters", correct="exact", tasks=110), letters, sizes=(49, 6),
                                 solved=False)},
     "textarena": {"": Case(given(game="Race-v0"), race, sizes=(100_000, 256), solved=False),
                   "three": Case(given(game="Trio-v0,Race-v0"), race, solved=False),

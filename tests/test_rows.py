@@ -286,6 +286,16 @@ def test_functions_get_each_reply_beside_the_columns_of_its_row(tmp_path, form):
     assert len(calls) == 3
 
 
+def test_two_functions_of_one_name_are_two(tmp_path):
+    for name, earned in (("one", 0.25), ("two", 0.5)):
+        (tmp_path / f"{name}.py").write_text(f"def good(completions, **_):\n    return [{earned}]\n")
+    env = make(write(tmp_path / "a.jsonl", sums(9)), prompt="question", check="number",
+               rewards=f"{tmp_path}/one.py:good, {tmp_path}/two.py:good")
+    _, (step,) = score(env, ["none"])
+    assert step.reward == 0.75
+    assert step.info == {"correct": 0.0, "format": 0.0, "one_good": 0.25, "two_good": 0.5}
+
+
 @pytest.mark.parametrize("name, message", [
     ("few", r"reward few, row train-\d+: expected 2 numbers, or None, got \[1.0\]"),
     ("endless", r"reward endless, row train-\d+: expected 2 numbers, or None, got \[inf, nan\]"),
