@@ -286,7 +286,7 @@ def test_functions_get_each_reply_beside_the_columns_of_its_row(tmp_path, form):
     assert len(calls) == 3
 
 
-def test_two_functions_of_one_name_are_two(tmp_path):
+def test_functions_of_one_name_are_two_and_none_takes_the_place_of_the_verdict(tmp_path):
     for name, earned in (("one", 0.25), ("two", 0.5)):
         (tmp_path / f"{name}.py").write_text(f"def good(completions, **_):\n    return [{earned}]\n")
     env = make(write(tmp_path / "a.jsonl", sums(9)), prompt="question", check="number",
@@ -294,6 +294,12 @@ def test_two_functions_of_one_name_are_two(tmp_path):
     _, (step,) = score(env, ["none"])
     assert step.reward == 0.75
     assert step.info == {"correct": 0.0, "format": 0.0, "one_good": 0.25, "two_good": 0.5}
+    (tmp_path / "my.py").write_text("def correct(completions, **_):\n    return [0.5]\n")
+    good, correct = f"{tmp_path}/one.py:good", f"{tmp_path}/my.py:correct"
+    for names, parts in ([good, correct], dict(my_correct=0.5)), ([correct, good], {}):
+        env = make(tmp_path / "a.jsonl", prompt="question", rewards=",".join(names))
+        _, (step,) = score(env, ["none"])
+        assert step.reward == 0.75 and step.info == {"correct": 0.0, "good": 0.25} | parts
 
 
 @pytest.mark.parametrize("name, message", [
