@@ -96,9 +96,11 @@ class Letters(Task):
         return float(reply == self.data.answer)
 
     def close(self, reply):
-        """1 for up to one off, whatever else is said."""
+        """1 for up to one off, .5 for another number, whatever else is said."""
         numbers = re.findall(r"\d+", reply)
-        return float(bool(numbers) and abs(int(numbers[-1]) - int(self.data.answer)) <= 1)
+        if not numbers:
+            return 0.0
+        return 1.0 if abs(int(numbers[-1]) - int(self.data.answer)) <= 1 else 0.5
 
     async def score(self, trace):
         reply = trace.nodes[-1].message["content"]

@@ -243,6 +243,7 @@ def parts_of_a_game(env, task):
     first = next(count for count, reply in enumerate(replies, 1) if episode.step(reply).reward > 0)
     episode.close()
     levels = env.config.levels
+    assert f"score: 0 of {levels}" in task.messages[-1]["content"]
     return [(replies, 1, levels * scale), (replies[:first], 0, scale), (replies[:first - 1], 0, 0.0),
             ([*replies[:first], "nothing"], 0, scale)]
 
@@ -286,18 +287,21 @@ def letters(env, task):
     right = word.count("a")
     alone = not env.config.correct  # a close reply earns 1 as well
     thought = f"<think>{right}"
+    assert task.messages[0] == dict(role="system", content="You count.")
     return [([str(right)], 1, 2.0), ([str(right + 1)], int(alone), 1.0), ([f"so {right}"], int(alone), 1.0),
-            ([thought], 0, 0.0), (["raise"], 0, 0.0), ([f"{thought}</think>{right + 9}"], 0, 0.0)]
+            ([thought], 0, 0.0), (["raise"], 0, 0.0), ([f"{thought}</think>{right + 9}"], 0, 0.5)]
 
 
 def race(env, task):
     """All pairs of moves, whatever the other seats do: one is correct exactly if no other came as far."""
     attempts = []
-    for replies in itertools.product(["[1]", "so [3]"], repeat=2):
+    values = {"<think>[2]</think>[1]": 1, "so [3]": 3}
+    for replies in itertools.product(values, repeat=2):
         episode = env.start(task, SEED)
         steps = [episode.step(reply) for reply in replies]
         game = episode.game
         best = max(game.sums)
+        assert game.sums[task.data["seat"]] == sum(values[reply] for reply in replies)
         won = game.sums[task.data["seat"]] == best and game.sums.count(best) == 1
         if env.seats[task.data["game"]] == 1:
             won = best == 2 * game.largest
@@ -574,6 +578,8 @@ def jobs_of(case, env, split, count):
 
 def check_correct(case, env):
     verdicts = set()
+    ((_, verdict, parts),) = played(env, [(env.task("test", 0), [""])])
+    assert verdict == 0 and not parts.get("format")  # to say nothing is no answer in any form
     for split in env.splits:
         for task, replies, correct, reward in jobs_of(case, env, split, 3):
             ((earned, verdict, _),) = played(env, [(task, replies)])
