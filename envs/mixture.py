@@ -11,10 +11,21 @@ always. A task is its environment's own (source, messages, data); its id has the
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 import re
 
 from envs import BadInput, Env, Episode, Message, Step, Task
+
+
+def question_of(task: Task) -> str:
+    return json.dumps([message for message in task.messages if message["role"] != "system"])
+
+
+def kinds(env: Env) -> set[str]:
+    """Names of its classes: those of a file may be there twice. None where a prompt is not the whole task."""
+    return set() if env.multi_turn else {kind.__name__ for kind in type(env).__mro__} - {"Env", "object"}
 
 
 class Mixture(Env):
@@ -63,8 +74,12 @@ class Mixture(Env):
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
-        short, inner = self._in_turn(index) if split == "test" else self._by_weight(index)
-        task = self.envs[short].task(split, inner)
+        if split == "test":
+            short, inner = self._in_turn(index)
+            task = self.envs[short].task("test", inner)
+        else:
+            short, inner = self._by_weight(index)
+            task = self._training_task(short, inner)
         return dataclasses.replace(task, id=f"{short}:{task.id}")
 
     def start(self, task: Task, seed: int) -> Episode:
@@ -89,6 +104,28 @@ class Mixture(Env):
         short = self.pattern[place]
         inner = rounds * self.pattern.count(short) + self.pattern[:place].count(short)
         return short, inner % self.envs[short].num_tasks("train")
+
+    def _training_task(self, short: str, inner: int) -> Task:
+        """An environment's task, or the next one that no other environment holds out."""
+        env = self.envs[short]
+        size = env.num_tasks("train")
+        for further in range(size):
+            task = env.task("train", (inner + further) % size)
+            if question_of(task) not in self._held_out[short]:
+                return task
+        raise BadInput(f"environment mixture: {short}: no training tasks, as others hold all of them out")
+
+    @functools.cached_property
+    def _held_out(self) -> dict[str, set[str]]:
+        """What others of its kind hold out, of each environment: two files may have a row in common."""
+        found = {}
+        for short, env in self.envs.items():
+            found[short] = set()
+            for other in self.envs.values():
+                if other is not env and kinds(other) & kinds(env):
+                    tasks = [other.task("test", k) for k in range(other.num_tasks("test"))]
+                    found[short].update(map(question_of, tasks))
+        return found
 
     def _in_turn(self, index: int) -> tuple[str, int]:
         """One of each, those that are used up left out."""

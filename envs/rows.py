@@ -391,7 +391,8 @@ class Rows(Env):
         check_option("rows", config, config.check or config.rewards or self.scores_itself, "check",
                      f"one of {', '.join(CHECKS)}, where no rewards are given")
         check_option("rows", config, config.timeout > 0, "timeout", "more than 0")
-        self.functions = load_rewards(config)
+        self.first_decides = not config.check and not self.scores_itself
+        self.functions = load_rewards(config, self.first_decides)
         self.check = CHECKS.get(config.check)
         if config.check == "math":
             import_math_verify()
@@ -457,7 +458,7 @@ class Rows(Env):
                 if reward is not None:
                     totals[k] += weight * reward
                     infos[k][name] = float(reward)
-                if not self.check and not self.scores_itself and not place:  # the first says what is right
+                if self.first_decides and place == 0:
                     infos[k]["correct"] = float(reward is not None and reward >= 1)
         totals = [total + step.reward for total, step in zip(totals, steps, strict=True)]
         return [dataclasses.replace(step, reward=total, info=info)
@@ -518,8 +519,8 @@ class Attempt(Episode):
         return Step([], info["correct"], True, False, info)
 
 
-def load_rewards(config: Config) -> list[tuple]:
-    """[(name, function, weight)]"""
+def load_rewards(config: Config, first_decides: bool) -> list[tuple]:
+    """[(name, function, weight)]. first_decides: of the functions the first says what is correct."""
     specs = [spec.strip() for spec in config.rewards.split(",") if spec.strip()]
     weights = [1.0] * len(specs)
     if config.weights:
@@ -535,10 +536,13 @@ def load_rewards(config: Config) -> list[tuple]:
             raise BadInput(f"environment rows: option rewards: {spec}: expected a function")
     names = [spec.rpartition(":")[2] for spec in specs]
     taken = {"correct", "format"} if config.check else {"correct"}
-    for number, name in enumerate(names):
-        if names.count(name) > 1 or config.check and name in taken:
-            names[number] = f"{Path(specs[number].rpartition(':')[0]).stem}_{name}"
-    return [*zip(names, functions, weights, strict=True)]
+    labels = []
+    for number, (spec, name) in enumerate(zip(specs, names, strict=True)):
+        is_verdict = first_decides and number == 0  # what it says is `correct`
+        if names.count(name) > 1 or name in taken and not is_verdict:
+            name = f"{Path(spec.rpartition(':')[0]).stem}_{name}"
+        labels.append(name)
+    return [*zip(labels, functions, weights, strict=True)]
 
 
 def import_math_verify() -> None:

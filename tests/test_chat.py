@@ -455,6 +455,26 @@ PARSED = {  # a reply, its calls, its text
 }
 
 
+def test_each_answer_has_the_id_of_its_call():
+    """In the order of the calls, in every turn; one that has an id keeps it."""
+    tokenizer = tokenizer_of(STRICT)
+    messages, expected = [user("hi")], []
+    for turn in range(3):
+        calls = [{"type": "function", "function": {"name": f"f{turn}{k}", "arguments": {}}} for k in range(3)]
+        if turn == 1:
+            calls[1]["id"] = "call_abcd"
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [{"role": "tool", "name": f"f{turn}{k}", "content": f"says {turn}{k}"} for k in range(3)]
+        expected += [f"{turn}{k}" for k in range(3)]
+    ready = chat.for_template(messages, tokenizer)
+    said = [call for message in ready for call in message.get("tool_calls", [])]
+    id_of = {call["function"]["name"]: call["id"] for call in said}
+    answers = [message for message in ready if message["role"] == "tool"]
+    assert [message["tool_call_id"] for message in answers] == [id_of[f"f{name}"] for name in expected]
+    assert len({*id_of.values()}) == 9 and id_of["f11"] == "call_abcd"
+    assert not any("id" in call for call in messages[1]["tool_calls"])  # what was given stays
+
+
 @pytest.mark.parametrize("name", PARSED)
 def test_calls_are_found_in_the_common_form(name):
     reply, calls, text = PARSED[name]

@@ -2,7 +2,11 @@
 
 import ast
 import graphlib
+import json
+import random
+import warnings
 
+import numpy as np
 import pytest
 
 import envs
@@ -69,3 +73,48 @@ def test_tasks_come_in_a_new_order_in_each_epoch():
     assert [envs.shuffled(i, 2, 10) for i in range(10)] != first
     env = envs.make("countdown")
     assert env.training_task(3, 7) == env.task("train", envs.shuffled(3, 7, env.num_tasks("train")))
+
+
+def test_a_number_is_not_rounded_to_an_option():
+    assert envs.make("countdown", max_operands=4.0).config.max_operands == 4
+    for value in (3.7, "3.7", True, "x", float("nan")):
+        with pytest.raises(envs.BadInput, match="option max_operands: expected int, got"):
+            envs.make("countdown", max_operands=value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_of_several_names_one_is_held_out_whatever_their_order(count):
+    names = [f"game-{number}" for number in range(count)]
+    found = []
+    for order in (names, names[::-1], random.Random(1).sample(names, count)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            split = envs.hold_out(order, lambda name: False, "environment it: game")
+        assert sorted(split["train"] + split["test"]) == sorted(names)
+        assert len(split["test"]) == (count > 1) == len(said)
+        assert all(f"game {name} is held out" in str(said[0].message) for name in split["test"])
+        found.append(split["test"])
+    assert found[0] == found[1] == found[2]
+    if count == 9:
+        split = envs.hold_out(names, lambda name: name > "game-5", "it")
+        assert split == dict(train=names[:6], test=names[6:])
+
+
+def test_options_are_what_stands_before_and_after_the_first_sign():
+    assert envs.parse_options(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+    assert envs.json_options(["a=1", "b=x=1", "c=[1,2]"]) == {"a": 1, "b": "x=1", "c": [1, 2]}
+    for pair in ("a", "=a"):
+        with pytest.raises(envs.BadInput, match="expected key=value"):
+            envs.parse_options([pair])
+
+
+def test_a_part_that_a_reply_lacks_counts_as_none():
+    infos = [{"correct": 1.0, "polite": 1.0, "state": "WIN"}, {"correct": 0.0}, {"correct": np.float32(0.5)}]
+    assert envs.means(infos) == {"correct": 0.5, "polite": pytest.approx(1 / 3)}
+
+
+def test_what_environments_tell_is_json():
+    said = {"nan": float("nan"), "endless": [float("inf")], "number": np.float64(0.5), "kind": {1}, 2: "é"}
+    assert json.loads(envs.to_json(said)) == {
+        "nan": None, "endless": [None], "number": 0.5, "kind": "{1}", "2": "é"}
+    assert b"NaN" not in envs.to_json(said)

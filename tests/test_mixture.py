@@ -76,6 +76,16 @@ def test_a_task_is_its_environments_own():
     assert env.demonstration(task)[-1]["content"] == "b solves train-1"
 
 
+@pytest.mark.parametrize("name", ["multi_turn", "blocking"])
+def test_one_that_waits_or_has_several_turns_is_enough(name):
+    few = dict(a=Few("a", {}), b=Few("b", {}))
+    assert getattr(mixture.Mixture("a,b", {}, lambda place: few[place]), name) is False
+    setattr(few["b"], name, True)
+    assert getattr(mixture.Mixture("a,b", {}, lambda place: few[place]), name) is True
+    few["a"].identity, few["b"].identity = "one", "two"
+    assert mixture.Mixture("a,b", {}, lambda place: few[place]).identity == "onetwo"
+
+
 def test_words_are_known_where_all_know_theirs():
     few = dict(a=Few("a", {}, "ab"), b=Few("b", {}, "bc"), c=Few("c", {}))
     assert mixture.Mixture("a,b", {}, lambda place: few[place]).vocabulary == ["a", "b", "c"]

@@ -17,6 +17,7 @@ import pytest
 
 import envs
 import grpo_llm
+from tests import stand_ins
 from tests.test_ways_in import make_model
 from tools.validate_train_log import validate
 
@@ -125,6 +126,28 @@ def test_no_server_at_all_and_bad_options_are_one_line():
         with pytest.raises(envs.BadInput, match=said) as told:
             envs.make("openenv", **{"url": closed} | options)
         assert "\n" not in str(told.value)
+
+
+def test_a_reply_is_an_action_or_is_told_why_not_and_a_failing_game_is_no_verdict():
+    with stand_ins.serving(listed=False) as url:
+        for action, form in (("", "{}"), ("json", 'So: {{"answer": "{}"}}.')):
+            env = envs.make("openenv", url=url, observation="text", action=action)
+            task = env.task("train", 0)
+            assert ("JSON object" in task.messages[0]["content"]) == (action == "json")
+            steps = steps_of(env, task, [form.format(text) for text in ("x" * 10, "hint", answer_to(task))])
+            assert steps[0].messages[0]["content"] == "This is no action: ['answer']: too long"
+            assert [step.reward for step in steps] == [0, 0.3, 0.6]
+            assert steps[-1].terminated and steps[-1].info == {"correct": 1, "invalid": 1, "error": 0}
+            with pytest.warns(UserWarning, match=f"task {task.id}: RuntimeError: EXECUTION_ERROR: oh"):
+                [step] = steps_of(env, task, [form.format("crash")])
+            assert step.truncated and step.info == {"correct": 0, "invalid": 0, "error": 1}
+        [step] = steps_of(env, task, ["7"])  # no object
+        assert step.messages and step.info["invalid"] == 1
+        with pytest.warns(UserWarning, match="another first observation than before"):
+            [step] = steps_of(env, env.task("test", 200), ["1"])
+        assert step.truncated and step.info["error"] == 1
+        whole = envs.make("openenv", url=url)
+        assert json.loads(whole.task("test", 3).messages[0]["content"]) == {"text": "3 + 21 = ?"}
 
 
 @pytest.mark.slow

@@ -320,6 +320,13 @@ def test_correct_is_above_the_mean_of_the_legal_moves_or_of_a_few():
     assert of_means and of_seeds
 
 
+def test_what_all_players_get_is_won_beyond_half_of_the_scale():
+    case = openspiel.load_case("tiny_hanabi", "cases")
+    half = (case.low + case.high) / 2
+    won = [openspiel.won(case, [value] * 2, 1) for value in (half - 1, half, half + 1)]
+    assert won == [False, False, True]
+
+
 @pytest.mark.parametrize("options", [
     {"cases": "hex(board_size=4);goofspiel(num_cards=4);kuhn_poker;2048", "seed": 3, "baseline_moves": 4},
     {"cases": "tic_tac_toe", "opponent": "mcts"}], ids=str)

@@ -1,11 +1,13 @@
 """The adapter of reasoning-gym, against the package: questions, scores, splits, options, hostile replies."""
 
 import random
+import re
 import time
 
 import pytest
 
 import envs
+from tests import stand_ins
 from tests.run_folders import package
 
 DATA_SETS = ["ab", "base_conversion", "binary_alternation", "caesar_cipher", "calendar_arithmetic",
@@ -27,6 +29,24 @@ def gym():
 
 def make(**options):
     return envs.make("reasoning-gym", **options)
+
+
+def test_options_go_to_all_data_sets_that_have_them_or_to_one(monkeypatch):
+    stand_ins.install(monkeypatch)
+    env = make(task="sums,sums_in_words", most="9", system="Be brief.",
+               **{"sums_in_words.most": 6, "sums_in_words.sign": "to"})
+    tasks = [env.task("train", k) for k in range(60)]
+    assert [task.source for task in tasks[:2]] == ["reasoning-gym/sums", "reasoning-gym/sums_in_words"]
+    assert all(task.messages[0] == dict(role="system", content="Be brief.") for task in tasks)
+    largest = [max(int(number) for task in tasks[k::2]
+                   for number in re.findall(r"\d+", task.messages[1]["content"])) for k in (0, 1)]
+    assert largest == [9, 6] and " to " in tasks[1].messages[1]["content"]
+    env = make(task="sums,sums_in_words", most=5)
+    texts = " ".join(env.task("train", k).messages[0]["content"] for k in range(40))
+    assert {int(number) for number in re.findall(r"\d+", texts)} == {*range(6)}
+    for option in ("sign", "sums.sign", "sums_in_words.sign"):
+        with pytest.raises(envs.BadInput, match=f"unknown option '{option}'"):
+            make(task="sums", **{option: "x"})
 
 
 @pytest.mark.slow

@@ -1,23 +1,32 @@
 """envs/rows.py: people's own rows. Files, columns, comparisons, code, reward functions, bad rows."""
 
+import collections
 import csv
+import functools
 import json
+import random
+import tempfile
+import typing
 import warnings
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 import envs
+from envs.rows import FILES, Config
 
 # Of a few rows, one is held out, which a line says.
 pytestmark = pytest.mark.filterwarnings("ignore:environment rows")
+
+
 def write(path, rows):
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, rows[0], delimiter="," if path.suffix == ".csv" else "\t")
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".json":
@@ -38,20 +47,73 @@ def make(data, **options):
 # Files
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
-def test_a_file_of_each_kind_gives_the_same_tasks(tmp_path, suffix):
-    env = make(write(tmp_path / f"data{suffix}", sums()), prompt="question", check="number")
-    assert env.num_tasks("train") + env.num_tasks("test") == 40 and env.num_tasks("test") > 0
-    assert "rows: " in env.about and " held out" in env.about
-    tasks = [env.task(split, k) for split in env.splits for k in range(env.num_tasks(split))]
-    assert len({task.id for task in tasks}) == 40 and {task.source for task in tasks} == {"rows"}
-    assert len({task.messages[0]["content"] for task in tasks}) == 40
-    other = make(write(tmp_path / "other.jsonl", sums()), prompt="question", check="number")
-    for task in tasks:
-        assert env.start(task, 1).step(env.solution(task)).info == {"correct": 1.0, "format": 1.0}
-        assert env.start(task, 1).step("It is -1.").info == {"correct": 0.0, "format": 1.0}
-    assert [other.task("test", k) for k in range(other.num_tasks("test"))] == [
-        env.task("test", k) for k in range(env.num_tasks("test"))]
+QUESTIONS = [f"What is {n} + {n}?" for n in range(100)]
+AGAIN = [*QUESTIONS, *QUESTIONS[::3]]  # with another answer
+
+
+def in_messages(question):
+    return [dict(role="system", content="Add."), dict(role="user", content=question)]
+
+
+# What stands in a row for a question.
+FORMS = {"text": lambda question: question, "messages": in_messages,
+         "JSON": lambda question: json.dumps(in_messages(question)),
+         "nested": lambda question: dict(question=question)}
+
+
+def asked(env):
+    """{split: how often each question is there}"""
+    tasks = {split: [env.task(split, k) for k in range(env.num_tasks(split))] for split in env.splits}
+    return {split: collections.Counter(task.messages[-1]["content"] for task in some)
+            for split, some in tasks.items()}
+
+
+@functools.cache
+def held_out(form):
+    """The questions that are held out of a file in which they stand once, in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [dict(prompt=FORMS[form](question), answer=0) for question in QUESTIONS]
+        env = make(write(Path(folder, "a.jsonl"), rows), check="exact")
+        return asked(env)["test"].keys()
+
+
+@pytest.mark.parametrize("suffix, form", [(suffix, form) for suffix in FILES for form in FORMS
+                                          if form != "messages" or suffix not in (".csv", ".tsv")])
+def test_a_question_is_on_one_side_in_files_of_every_form(tmp_path, suffix, form):
+    """However often and where it stands; and whatever is not held out is trained on."""
+    def saved(name, questions):
+        rows = []
+        for place, question in enumerate(questions):
+            prompt = FORMS[form](question)
+            if form == "nested" and suffix in (".csv", ".tsv"):
+                prompt = json.dumps(prompt)
+            rows.append(dict(prompt=prompt, answer=place))
+        return write(tmp_path / f"{name}{suffix}", rows)
+
+    options = dict(prompt="prompt.question" if form == "nested" else "prompt", check="exact")
+    shuffled = random.Random(1).sample(AGAIN, len(AGAIN))
+    env = make(saved("one", shuffled), **options)
+    sides = asked(env)
+    assert not sides["train"].keys() & sides["test"].keys()
+    assert sides["train"] + sides["test"] == collections.Counter(AGAIN)
+    same = {"nested": "text", "JSON": "messages"}.get(form, form)
+    assert sides["test"].keys() == held_out(same)
+    assert 0.05 < len(sides["test"]) / len(QUESTIONS) < 0.15  # a tenth
+    counts = {split: env.num_tasks(split) for split in env.splits}
+    assert f"one{suffix}: {counts['train']} to train on, {counts['test']} held out;" in env.about
+
+    test = [*QUESTIONS[10:40], *QUESTIONS[20:25], "What is 1 + 2?"]
+    env = make(saved("train", shuffled), test=saved("test", test), **options)
+    sides = asked(env)
+    assert sides["test"] == collections.Counter(test)
+    assert sides["train"] == collections.Counter(question for question in AGAIN if question not in test)
+    left_out = len(AGAIN) - env.num_tasks("train")
+    assert f"{env.num_tasks('train')} to train on; left out: {left_out} that are held out too;" in env.about
+    for split in env.splits:
+        task = env.task(split, 0)
+        right, wrong = task.data["answers"][0], "-1"
+        assert env.start(task, 1).step(right).info == {"correct": 1.0, "format": 1.0}
+        assert env.start(task, 1).step(wrong).info == {"correct": 0.0, "format": 1.0}
 
 
 def test_a_csv_keeps_texts_as_they_are(tmp_path):
@@ -72,37 +134,30 @@ def test_a_folder_has_splits(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "folder"
     folder.mkdir()
-    parts = {"train": sums(30), "test": sums(40)[30:]}
+    parts = {"train": sums(30), "validation": sums(60)[35:], "test": sums(40)[25:]}
     if kind == "files":
-        write(folder / "train.jsonl", parts["train"])
-        write(folder / "test.jsonl", parts["test"])
+        for name, rows in parts.items():
+            write(folder / f"{name}.jsonl", rows)
     else:
         splits = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
         datasets.DatasetDict(splits).save_to_disk(folder)
-    env = make(folder, prompt="question", check="number")
-    assert (env.num_tasks("train"), env.num_tasks("test")) == (30, 10)
-    assert env.task("test", 0).messages[0]["content"] == "What is 31 + 31?"
-    with pytest.raises(envs.BadInput, match="no split 'trian' .did you mean 'train'.*it has train, test"):
+    file = write(tmp_path / "file.csv", sums(6))
+    for options, train, test in [  # the numbers that are asked for
+            ({}, range(1, 26), range(26, 41)), (dict(test="validation"), range(1, 31), range(36, 61)),
+            (dict(split="validation"), range(41, 61), range(26, 41)),
+            (dict(split="test", test="train"), range(31, 41), range(1, 31)),
+            (dict(split="validation", test=file), range(36, 61), range(1, 7))]:
+        sides = asked(make(folder, prompt="question", check="number", **options))
+        expected = {"train": train, "test": test}
+        assert sides == {split: collections.Counter(f"What is {n} + {n}?" for n in numbers)
+                         for split, numbers in expected.items()}, options
+    sides = asked(make(folder, prompt="question", check="number", split="test"))  # a part of it is held out
+    assert sum(sides["train"].values()) + sum(sides["test"].values()) == 15 and sides["test"]
+    with pytest.raises(envs.BadInput, match="no split 'trian' .did you mean 'train'.*it has train, "):
         make(folder, prompt="question", check="number", split="trian")
-    with pytest.raises(envs.BadInput,
-                       match=r"option test: expected a file .* or a split of .* \(test\), got 'val'"):
+    with pytest.raises(envs.BadInput, match="option test: expected a file .* or a split of .* "
+                                            r"\((validation, test|test, validation)\), got 'val'"):
         make(folder, prompt="question", check="number", test="val")
-
-
-def test_no_held_out_question_is_trained_on(tmp_path):
-    train = write(tmp_path / "train.jsonl", sums(20) + sums(3))
-    test = write(tmp_path / "test.csv", sums(5))
-    env = make(train, test=test, prompt="question", check="number")
-    asked = {split: {env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))}
-             for split in env.splits}
-    assert not asked["train"] & asked["test"] and (len(asked["train"]), len(asked["test"])) == (15, 5)
-    assert "train.jsonl: 15 to train on; left out: 8 that are held out too;" in env.about
-    assert "test.csv: 5 held out;" in env.about
-    # Without a test file, equal questions are on the same side.
-    env = make(write(tmp_path / "twice.jsonl", sums(30) + sums(30)), prompt="question", check="number")
-    asked = {split: [env.task(split, k).messages[0]["content"] for k in range(env.num_tasks(split))]
-             for split in env.splits}
-    assert not {*asked["train"]} & {*asked["test"]} and len(asked["train"] + asked["test"]) == 60
 
 
 # Other projects' files, with the columns that they have
@@ -166,6 +221,8 @@ def text(completions, **kwargs):
     return ["good"] * len(completions)
 def fails(completions, **kwargs):
     return [float(c) for c in completions]
+def endless(completions, **kwargs):
+    return [float("inf"), float("nan")]
 def chat(prompts, completions, **kwargs):
     return [float(p[-1]["content"].startswith("What") and c[0]["content"] == "yes") for p, c in
             zip(prompts, completions)]
@@ -202,16 +259,52 @@ def test_reward_functions_see_a_group(tmp_path):
     assert steps[0].info == {"correct": 1.0, "format": 1.0, "my_correct": 0.0}
 
 
-def test_messages_reach_reward_functions_as_messages(tmp_path):
-    (tmp_path / "my.py").write_text(REWARDS)
-    rows = [dict(prompt=[dict(role="user", content=f"What is {n}?")]) for n in range(4)]
-    env = make(write(tmp_path / "train.jsonl", rows), rewards=f"{tmp_path}/my.py:chat")
-    _, steps = score(env, ["yes", "no"])
-    assert [step.reward for step in steps] == [1.0, 0.0] == [step.info["correct"] for step in steps]
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_functions_get_each_reply_beside_the_columns_of_its_row(tmp_path, form):
+    """Lists in the order of the replies; a column named as something that TRL gives does not hide it."""
+    (tmp_path / "my.py").write_text("CALLS = []\n\ndef noted(completions, **columns):\n"
+                                    "    CALLS.append((completions, columns))\n"
+                                    "    return [len(CALLS) + k / 10 for k in range(len(completions))]\n")
+    rows = [dict(prompt=FORMS[form](f"q{n}"), hint=f"h{n}", completions="c", prompts="p", label=[n, None])
+            for n in range(8)]
+    env = make(write(tmp_path / "a.jsonl", rows), system="Be brief.", rewards=f"{tmp_path}/my.py:noted")
+    calls = env.functions[0][1].__globals__["CALLS"]
+    replies = ["a", "b", "a", "", "c"]
+    for number in range(1, 4):
+        task = env.task("train", number)
+        row = task.data["row"]
+        given = [dict(role="assistant", content=reply) for reply in replies]
+        steps = env.score_group(task, [[*task.messages, message] for message in given],
+                                [env.start(task, 1).step(reply) for reply in replies])
+        assert [step.reward for step in steps] == [number + k / 10 for k in range(5)]
+        completions, columns = calls[-1]
+        prompt = row["prompt"] if form == "text" else task.messages
+        assert completions == (replies if form == "text" else [[message] for message in given])
+        assert columns["prompts"] == [prompt] * 5 and columns["prompt"] == [row["prompt"]] * 5
+        assert columns["hint"] == [row["hint"]] * 5 and columns["label"] == [row["label"]] * 5
+        assert "completion" not in columns and columns["completion_ids"] == [None] * 5
+    assert len(calls) == 3
+
+
+def test_functions_of_one_name_are_two_and_none_takes_the_place_of_the_verdict(tmp_path):
+    for name, earned in (("one", 0.25), ("two", 0.5)):
+        (tmp_path / f"{name}.py").write_text(f"def good(completions, **_):\n    return [{earned}]\n")
+    env = make(write(tmp_path / "a.jsonl", sums(9)), prompt="question", check="number",
+               rewards=f"{tmp_path}/one.py:good, {tmp_path}/two.py:good")
+    _, (step,) = score(env, ["none"])
+    assert step.reward == 0.75
+    assert step.info == {"correct": 0.0, "format": 0.0, "one_good": 0.25, "two_good": 0.5}
+    (tmp_path / "my.py").write_text("def correct(completions, **_):\n    return [0.5]\n")
+    good, correct = f"{tmp_path}/one.py:good", f"{tmp_path}/my.py:correct"
+    for names, parts in ([good, correct], dict(my_correct=0.5)), ([correct, good], {}):
+        env = make(tmp_path / "a.jsonl", prompt="question", rewards=",".join(names))
+        _, (step,) = score(env, ["none"])
+        assert step.reward == 0.75 and step.info == {"correct": 0.0, "good": 0.25} | parts
 
 
 @pytest.mark.parametrize("name, message", [
     ("few", r"reward few, row train-\d+: expected 2 numbers, or None, got \[1.0\]"),
+    ("endless", r"reward endless, row train-\d+: expected 2 numbers, or None, got \[inf, nan\]"),
     ("text", r"reward text, row train-\d+: expected 2 numbers, or None, got \['good', 'good'\]"),
     ("fails", r"reward fails, row train-\d+: ValueError: could not convert string to float: 'a'")])
 def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
@@ -219,6 +312,44 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
     env = make(write(tmp_path / "train.jsonl", sums()), prompt="question", rewards=f"{tmp_path}/my.py:{name}")
     with pytest.raises(envs.BadInput, match=message):
         score(env, ["a", "b"])
+
+
+# Checks
+
+
+@pytest.mark.parametrize("extract", typing.get_args(typing.get_type_hints(Config)["extract"]))
+@pytest.mark.parametrize("check, answer", [("number", 42), ("exact", "New York"), ("choice", "B")])
+def test_a_solution_is_marked_as_extract_has_it(tmp_path, check, answer, extract):
+    """What is read of a reply is what the option says, for other replies, too."""
+    if (check, extract) == ("exact", "last_number") or (check, extract) == ("choice", "last_number"):
+        return
+    rows = [dict(prompt=f"q{n}", answer=answer) for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check=check, extract=extract)
+    task = env.task("train", 0)
+    assert env.start(task, 1).step(env.solution(task)).info == {"correct": 1.0, "format": 1.0}
+    marked = {"boxed": f"\\boxed{{{answer}}}", "answer_tag": f"<answer>{answer}</answer>"}
+    for name, reply in (marked | {"last_number": f"{answer}", "whole": f"{answer}"}).items():
+        reads = extract in (name, "auto") or name in ("last_number", "whole") and extract not in marked
+        if extract in marked or reads:
+            assert env.start(task, 1).step(reply).reward == reads, reply
+
+
+def test_a_check_asks_what_the_user_asks(tmp_path):
+    """A number of a question about percentages may have the sign or not."""
+    for asked, right in (("What percentage is it?", 1), ("What is it?", 0)):
+        prompt = [dict(role="system", content="Answer."), dict(role="user", content=asked)]
+        env = make(write(tmp_path / "a.jsonl", [dict(prompt=prompt, answer="50")] * 3
+                         + [dict(prompt="Another?", answer="50")] * 3), check="number")
+        task = next(task for split in env.splits for k in range(env.num_tasks(split))
+                    if (task := env.task(split, k)).messages == prompt)
+        assert env.start(task, 1).step("It is 50 %.").reward == right
+
+
+def test_code_has_the_time_that_is_given_and_is_waited_for(tmp_path):
+    rows = [dict(prompt=f"q{n}", answer="assert f() == 1") for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check="python", timeout="2.5")
+    assert env.task("train", 0).data["timeout"] == 2.5
+    assert env.blocking and not make(tmp_path / "a.jsonl", check="exact").blocking
 
 
 # Bad input

@@ -96,9 +96,13 @@ def test_answers_of_other_types_of_arrow_are_plain_texts(tmp_path):
     columns = dict(single=pyarrow.array([0.1] * 4, pyarrow.float32()),
                    price=pyarrow.array([decimal.Decimal("2.50")] * 4),
                    day=pyarrow.array([datetime.date(2020, 1, 31)] * 4),
+                   structs=pyarrow.array([[dict(a="0.1", b=None)]] * 4,
+                                         pyarrow.list_(pyarrow.struct([("a", "string"), ("b", "string")]))),
                    many=pyarrow.array([[0.1, None]] * 4, pyarrow.list_(pyarrow.float32())),
                    right=pyarrow.array([dict(it=True)] * 4), prompt=[f"q{n}" for n in range(4)])
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    env = make(tmp_path / "a.parquet", answer="single", check="exact")
+    assert env.task("train", 0).data["row"]["structs"] == [{"a": "0.1"}]  # keys of other rows are not there
     found = {name: answers_of(make(tmp_path / "a.parquet", answer=name, check="exact"))["q1"]
              for name in ("single", "price", "day", "many", "right.it")}
     assert found == {"single": ["0.1"], "price": ["2.5"], "day": ["2020-01-31"], "many": ["0.1"],
@@ -266,6 +270,25 @@ def test_whole_numbers_stay_as_they_are_where_nothing_is_missing(tmp_path):
     assert answers_of(make(tmp_path / "a.csv", check="exact")) == {"q1": ["8.0"], "q2": ["7.5"]}
 
 
+def test_each_column_with_a_gap_is_read_as_whole_numbers(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer,other\nq1,8.0,1.0\nq2,7.0,\nq3,,2.0\nq4,6.0,3.0\n")
+    env = make(tmp_path / "a.csv", check="exact")
+    assert answers_of(env) == {"q1": ["8"], "q2": ["7"], "q4": ["6"]}
+    assert {task.data["row"]["other"] for task in tasks_of(env)} == {"1", "", "3"}
+    assert all(f"column {name} has gaps and whole" in env.about for name in ("answer", "other"))
+
+
+def test_reasons_of_many_kinds_are_told_in_part(tmp_path):
+    bad = [5, dict(answer="a"), dict(prompt="q"), dict(prompt="", answer="a"), dict(prompt="q", answer=""),
+           dict(prompt=[dict(role="robot", content="x")], answer="a"), dict(prompt="q", answer={"a": 1}),
+           dict(prompt="q", answer=[])]
+    rows = [dict(prompt=f"q{n}", answer="a") for n in range(20)]
+    env = make(write(tmp_path / "a.jsonl", rows + bad + bad[:1]), check="exact")
+    assert "left out: 9 that cannot be used (2 like row 21: expected an object" in env.about
+    assert "; row 22: no column prompt; it has answer; row 23: no column answer; it has prompt; " in env.about
+    assert "; and rows of 2 more kinds)" in env.about
+
+
 # Other files
 
 
@@ -366,6 +389,8 @@ def test_an_answer_that_the_check_judges_wrong_is_named_with_what_was_read(tmp_p
     env = make(write(tmp_path / "a.jsonl", rows), check="exact")
     assert env.about.endswith("; the check judges 38 of 40 gold answers right (95 %): row 7, box: "
                               r"'\\boxed{a}b}' is read as 'a'; its answer is 'a}b'")
+    env = make(write(tmp_path / "a.jsonl", rows[6:9]), check="exact")
+    assert "judges 2 of 3 gold answers right (66.6 %): row 1, box: " in env.about  # not more than there are
     env = make(write(tmp_path / "a.jsonl", rows), rewards=f"{__file__}:nothing")
     assert "gold" not in env.about
     env = make(write(tmp_path / "a.jsonl", rows), check="regex")

@@ -667,7 +667,8 @@ def prints_of(rows):
     return {name: [row[name] for row in rows] for name in ("prompt", "row")}
 
 
-@pytest.mark.parametrize("sizes", [[1] * 40, [3] * 12, [1, 9, 2, 2, 30, 5], [20, 20], [8] * 5], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 40, [3] * 12, [1, 9, 2, 2, 30, 5], [20, 20], [8] * 5, [30, 9, 7]],
+                         ids=str)
 def test_rows_of_one_prompt_are_learned_or_held_out_together(sizes):
     rows = [(f"p{i}", f"r{k}") for i, size in enumerate(sizes) for k in range(size)]
     for seed in range(5):
@@ -676,6 +677,10 @@ def test_rows_of_one_prompt_are_learned_or_held_out_together(sizes):
         assert {rows[i][0] for i in learned}.isdisjoint(rows[i][0] for i in held)
         assert 1 <= len(held) <= 6 or len(held) == min(sizes) > 6
         assert [*learned] == [*hold_out(prints_of(rows), 6, seed)[0]]
+    if sizes[0] == 1:
+        assert len({tuple(hold_out(prints_of(rows), 6, seed)[1]) for seed in range(5)}) > 1
+        assert not len(hold_out(prints_of(rows), 0, 1)[1])  # where none is asked for
+    assert not len(hold_out(prints_of([("p", "r")] * 5), 2, 1)[1])  # they are one
 
 
 @pytest.mark.parametrize("more", [[], [("p", "r")] * 4])
@@ -689,6 +694,18 @@ def test_rows_without_a_prompt_or_of_one_alone_are_told_apart_by_what_they_say(p
     assert {rows[i] for i in learned}.isdisjoint(rows[i] for i in held)
     val = prints_of([(prompt, "r1"), (prompt, "new")])
     assert is_repeated(prints_of(rows), val).tolist() == [True, False]
+
+
+def test_messages_that_ask_nothing_are_no_prompt():
+    """A row is then told from others by all that it says."""
+    def prompt(given, reply):
+        return fingerprints([1, 2, 3, reply], 3, given)["prompt"]
+
+    asks = [dict(role="system", content="Add."), dict(role="user", content="2 + 2?")]
+    assert prompt(asks, 4) == prompt(asks, 5) == prompt("2 + 2?", 6)
+    blank = dict(role="user", content=" \n")
+    for given in (asks[:1], [*asks[:1], blank], [*asks[:1], dict(role="user")], " "):
+        assert prompt(given, 4) != prompt(given, 5)
 
 
 def test_a_file_of_an_earlier_version_is_one_line():

@@ -1,9 +1,7 @@
-"""What every text environment promises: tasks, splits, solutions, and a verdict on any text whatever."""
+"""What every text environment promises: the same tasks everywhere, and a verdict on any text whatever."""
 
-import dataclasses
 import functools
 import hashlib
-import json
 import random
 import sys
 import time
@@ -29,8 +27,6 @@ ENVS = {  # name, options, how many tasks of a split are looked at
     "arcagi3-short": ("arcagi3", dict(style="short", downsample=8), 30),
     "mixture": ("countdown=3,logic", {"logic.types": "0,8"}, 60),
 }
-UNSOLVED = ("arcagi3", "arcagi3-short")  # by one reply
-FALLIBLE = ("countdown-mixed", "openspiel-game")  # a novice errs, a game goes on
 ALL = pytest.mark.parametrize("case", ENVS)
 
 
@@ -68,29 +64,6 @@ PINNED = {
 def test_tasks_and_solutions_are_the_same_in_every_process_and_in_any_order(case):
     """A published run names its tasks by index: a change here changes what old results were measured on."""
     assert digest(case, seed=1) == PINNED[case]  # Python hashes texts differently in each process
-
-
-@pytest.mark.slow
-@ALL
-def test_tasks_are_json_their_splits_are_apart_and_their_solutions_score_full_marks(case):
-    env, places = shared(case)
-    prompts, ids = {split: set() for split in env.splits}, set()
-    for split, k in places:
-        task = env.task(split, k)
-        assert task == env.task(split, k) and json.loads(json.dumps(dataclasses.asdict(task))) == (
-            dataclasses.asdict(task))
-        assert task.source.split("/")[0] in ENVS[case][0] and task.messages[-1]["role"] == "user"
-        prompts[split].add(str(task.messages))
-        ids.add((split, task.id))
-        reply = env.solution(task)
-        assert (reply is None) == (case in UNSOLVED)
-        if reply is not None:
-            step = env.start(task, k).step(reply)
-            assert step.terminated and not step.truncated and step.messages == [] or env.multi_turn
-            assert 0 <= step.reward <= 1 and (step.info["correct"] == 1 or case in FALLIBLE)
-            assert "openspiel" in case or step.reward == step.info["correct"]
-    assert len(ids) == len(places)
-    assert not prompts["train"] & prompts["test"] or case == "openspiel-game"  # a game may begin anywhere
 
 
 MEGABYTES = [

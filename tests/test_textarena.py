@@ -6,9 +6,11 @@ Fast tests play a game of this file; those of the package's games are slow.
 import concurrent.futures
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import pytest
 import envs
 from envs import BadInput
 from envs.adapters import arguments, seats, seeded
+from tests import stand_ins
 from tests.run_folders import package
 
 HOSTILE = ["", "\0\x07\x1b[2J", "\ud800", "[" * 10**6, "]" * 10**6, "[" * 500 + "]" * 500, " " * 10**6,
@@ -137,6 +140,12 @@ def test_seats_take_turns_splits_are_apart_and_the_seed_tells_what_happens():
         assert once == again and once[0].seat_rewards == () and set(once[1]) == {0}
         assert once[0].info["correct"] == (once[0].reward == 1)
     assert len({str(play(env, tasks[0], mover, seed)[1]) for seed in range(9)}) > 1
+    steps = set()  # of the other seat, which draws anew in each move
+    for task in tasks[::4]:
+        _, talk, _ = play(make_races(), task, lambda seat, messages: "1")
+        told = [int(place) for place in re.findall(r"1 is at (\d+)", str(talk[0]))]
+        steps.add(len({after - before - 1 for before, after in itertools.pairwise(told)}))
+    assert max(steps) > 1
     for split, k in (("test", -1), ("test", 256), ("train", 100_000)):
         with pytest.raises(IndexError):
             env.task(split, k)
@@ -173,6 +182,8 @@ def test_a_reply_that_breaks_the_game_loses_one_that_is_cut_too_and_limits_cut_i
     assert step.truncated and step.seat_rewards == (0.0, 0.0) and step.info["moves"] == 4
     step, *_ = play(env, task, lambda seat, messages: "?")
     assert step.truncated and step.info["invalid_moves"] == 4
+    step, *_ = play(env, task, lambda seat, messages: "?" if seat else "1")
+    assert step.info["moves"] == 4 and step.info["invalid_moves"] == 0  # another's are not the policy's
     for reason, rewards in (("length", (-1.0, 1.0)), ("turns", (0.0, 0.0))):
         episode = env.start(task, 1)
         episode.step("1")
@@ -217,6 +228,8 @@ def test_draws_from_the_global_generators_are_the_keys_and_leave_no_trace(capsys
     def draws():
         return random.random(), np.random.random(), random.choice("abc"), np.random.randint(99)
 
+    own = np.random.MT19937(7)  # not what `seeded` may have left there
+    np.random.set_bit_generator(own)
     random.seed(1)
     np.random.seed(1)
     expected = draws()
@@ -234,6 +247,7 @@ def test_draws_from_the_global_generators_are_the_keys_and_leave_no_trace(capsys
                     draws()
             seen[-1] += draws()
     assert seen[0] == seen[2] != seen[1] and draws() == expected and capsys.readouterr().out == ""
+    assert np.random.get_bit_generator() is own
 
 
 def test_episodes_in_several_threads_do_not_draw_each_others_numbers():
@@ -255,6 +269,26 @@ def test_arguments_have_the_types_of_the_functions_defaults():
                           ("piles=3", "known: size, share, name, quick")):
         with pytest.raises(BadInput, match=f"environment it: .*{message}"):
             arguments(function, text, "it", {"size": 5})
+
+
+# ---- A game in TextArena's place
+
+
+def test_a_seat_reads_what_others_say_and_a_try_is_no_move(monkeypatch):
+    stand_ins.install(monkeypatch)
+    env = envs.make("textarena", game="Race-v0", game_options="largest=2")
+    for k in range(4):
+        task = env.task("train", k)
+        own = task.data["seat"]
+        assert f"You are {own}; say [1] or [2]." in task.messages[0]["content"]
+        step, talk, _ = play(env, task, lambda seat, messages: "my words, [2]")
+        assert step.info["moves"] == 4 and step.info["invalid_moves"] == 0
+        read = "\n".join(message["content"] for message in talk[0] if message["role"] == "user")
+        assert "my words" not in read and f"[{1 - own}] [" in read
+        step, talk, _ = play(env, task, lambda seat, messages: "none")
+        assert step.info["invalid_moves"] == 2
+    tasks = [env.task("train", k) for k in range(12)]
+    assert len({re.search(r"Race \d+", task.messages[0]["content"])[0] for task in tasks}) == 12
 
 
 # ---- TextArena's games

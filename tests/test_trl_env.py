@@ -75,7 +75,10 @@ class Late(Restless):
 def polite(prompts, completions, hint, **columns):
     return [0.5 if completion[-1]["content"].startswith("so") else None for completion in completions]
 
-def first(completions, **columns):
+TOLD = []
+
+def told(prompts, completions, hint, **columns):
+    TOLD.append((prompts, completions, hint))
     return [1.0] * len(completions)
 '''
 
@@ -84,7 +87,7 @@ def first(completions, **columns):
 def shop(tmp_path):
     (tmp_path / "shop.py").write_text(SHOP)
     rows = [dict(prompt=[dict(role="user", content=f"Game {n}.")], hint=str(n),
-                 answer=str(n)) for n in range(20)]
+                 answer=str(n), code=f"assert f() == {n}") for n in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def make(name="Counter", **options):
@@ -108,6 +111,7 @@ def test_an_episode_calls_tools(shop):
     episode, other = env.start(task, 1), env.start(task, 2)
     secret = episode.made.secret
     assert other.made.secret == secret and other.made is not episode.made
+    assert len({env.start(env.task("train", k), 1).made.secret for k in range(9)}) > 1  # another row, another
     step = episode.step("hm", [call("is_larger", than=0), call("nope"), call("reset"), call("_private"),
                                call("is_larger", size=3), call(7)])
     assert not step.terminated and [m["role"] for m in step.messages] == ["tool"] * 6
@@ -147,6 +151,8 @@ def test_reward_functions_and_checks_are_added(shop):
     first, second = env.score_group(task, conversations, steps)
     assert (first.reward, second.reward) == (2.0, 1.0) and first.terminated
     assert first.info == dict(correct=1.0, get_reward=1.0, failed_calls=0.0, polite=0.5)
+    assert shop("Plain", check="python", answer="code").blocking  # as --env rows
+    assert shop(blocking=True, check="number").blocking and not shop(check="number").blocking
     env = shop("Plain", check="number")
     task = env.task("train", 0)
     assert task.tools is None and not env.multi_turn
@@ -158,6 +164,24 @@ def test_reward_functions_and_checks_are_added(shop):
         episode.step("", [call("guess", number=episode.made.secret)])
         step = episode.step(str(reply), [])
         assert (step.reward, step.info["correct"]) == (earned + 1.0, earned)  # 1 is get_reward's
+
+
+def test_functions_are_given_all_that_was_said_after_the_prompt(shop):
+    env = shop(rewards=f"{shop.folder}/shop.py:told")
+    task = env.task("train", 1)
+    conversations, steps = [], []
+    for number in (3, 4):
+        episode, talk = env.start(task, 1), [*task.messages]
+        for reply, calls in (("a", [call("guess", number=number)]), ("b", [])):
+            step = episode.step(reply, calls)
+            talk += [dict(role="assistant", content=reply), *step.messages]
+        conversations.append(talk)
+        steps.append(step)
+    env.score_group(task, conversations, steps)
+    ((prompts, completions, hints),) = env.functions[0][1].__globals__["TOLD"]
+    assert prompts == [task.messages] * 2 and hints == [task.data["row"]["hint"]] * 2
+    assert [[message["role"] for message in talk] for talk in completions] == [
+        ["assistant", "tool", "assistant"]] * 2
 
 
 @pytest.mark.parametrize("options, message", [

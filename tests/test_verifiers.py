@@ -9,6 +9,7 @@ import time
 import pytest
 
 import envs
+from tests import stand_ins
 from tests.run_folders import package
 
 FILE = "tests/letters_taskset.py"
@@ -32,6 +33,17 @@ def test_options_that_are_not_are_named_before_anything_is_imported(options, sai
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(envs.BadInput, match=said):
         envs.make("verifiers", **options)
+
+
+def test_a_reply_that_takes_too_long_is_no_verdict(monkeypatch):
+    stand_ins.install(monkeypatch)
+    env = envs.make("verifiers", taskset="letters", timeout=0.2)
+    began = time.monotonic()
+    step = env.start(env.task("train", 0), 0).step("wait")
+    assert time.monotonic() - began < 3
+    assert step.truncated and not step.terminated and step.info == {"correct": 0, "error": 1}
+    step = env.start(env.task("train", 0), 0).step("raise")
+    assert step.terminated and step.info["raised"] == 1 and step.info["error"] == 0
 
 
 @pytest.mark.slow
