@@ -5,8 +5,10 @@ and says what must hold between them, a direction or an exact relation. The flag
 without a check fails.
 """
 
+import atexit
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -19,6 +21,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import typing
@@ -56,7 +59,7 @@ from tests.run_folders import (
     weights_of,
     write_jsonl,
 )
-from tests.test_updates import corrections, group_advantages, surrogate
+from tests.test_updates import CHECKSUM, corrections, group_advantages, surrogate
 from tests.two_turn import Chances, FourTurn, TwoTurn
 from tools import docs_tables
 
@@ -65,6 +68,7 @@ RL = (grpo_llm, ppo_llm)
 LLM = (*RL, sft)
 ALL = (*LLM, a2c)
 CHECKS = {}  # (name of a script, flag) -> its check
+DONE = {}  # (check, script) -> what it has raised
 
 
 def shows(*flags, of):
@@ -88,7 +92,15 @@ def test_a_flag_does_what_its_help_says(script, flag, lab, tmp_path, monkeypatch
         (told,) = [known.help for known in docs_tables.flags(ROOT / f"{script.__name__}.py") if known.name == flag]
         pytest.fail(f"{script.__name__}.py --{flag.replace('_', '-')}: no check in tests/test_flags.py shows that "
                     f"it does what its help says: {told}", pytrace=False)
-    CHECKS[script.__name__, flag](Runs(lab, script, tmp_path, monkeypatch))
+    check = CHECKS[script.__name__, flag]
+    if (check, script) not in DONE:  # several flags may have one check, which runs once
+        DONE[check, script] = None
+        try:
+            check(Runs(lab, script, tmp_path, monkeypatch))
+        except BaseException as error:
+            DONE[check, script] = error
+    if DONE[check, script]:
+        raise DONE[check, script]
 
 
 def test_there_is_no_check_of_a_flag_that_is_gone():
@@ -102,15 +114,15 @@ SHORT = dict(eval_every=0, checkpoint_every=1, keep_checkpoints=0)
 FEW = dict(eval_tasks=2, eval_samples=2, learning_rate=1e-3, final_learning_rate=1.0)
 THREE = ("test_tasks=32", "max_operands=3")
 FOUR = ("test_tasks=32", "min_operands=4", "max_operands=4")
-OF_RL = SHORT | FEW | dict(  # prompts of 7 and of 8 tokens; most replies have 9 or 13, as solutions have
-    env_kwargs=("test_tasks=32", "max_operands=4"), max_response_tokens=13, reward_fn=f"{__file__}:score",
+OF_RL = SHORT | FEW | dict(
+    model=TINY,  # prompts of 7 and of 8 tokens; most replies have 9 or 13, as solutions have
+    env_kwargs=("test_tasks=32", "max_operands=4"), max_response_tokens=13, reward_fn=f"{ROOT}/{CHECKSUM}",
     iterations=1, prompts_per_iteration=4, group_size=4, warmup_iterations=0, epochs=1, minibatches=1,
     log_episodes=1.0)
 BASE = {  # of all runs here: one step, at the peak of the learning rate
     grpo_llm: OF_RL | dict(max_grad_norm=1e9),
     ppo_llm: OF_RL | dict(critic_warmup=0, critic_epochs=1, critic_minibatches=1),
-    sft: SHORT | FEW | dict(env_kwargs=THREE, model=TINY, steps=1, batch_size=8, log_every=1, warmup_steps=0, schedule="constant",
-                            max_response_tokens=9),
+    sft: SHORT | FEW | dict(model=TINY, steps=1, batch_size=4, log_every=1, warmup_steps=0, schedule="constant"),
     a2c: SHORT | dict(iterations=2, num_envs=6, num_steps=4, hidden_size=16, log_every=1, eval_episodes=2,
                       eval_envs=2, anneal=False, env_kwargs=("max_steps=9",)),
 }
@@ -118,37 +130,53 @@ BASE = {  # of all runs here: one step, at the peak of the learning rate
 LONG = {
     grpo_llm: dict(iterations=7, prompts_per_iteration=2, group_size=4, warmup_iterations=2, final_learning_rate=0.25,
                    max_response_tokens=4, eval_tasks=1, eval_every=3, checkpoint_every=2, keep_checkpoints=2),
-    sft: dict(steps=7, batch_size=2, eval_tasks=1, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
+    sft: dict(steps=7, batch_size=2, evaluates=True, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
               learning_rate=3e-4),
     a2c: dict(iterations=7, eval_every=3, checkpoint_every=2, keep_checkpoints=2, num_envs=2, num_steps=2),
 }
 LONG[ppo_llm] = LONG[grpo_llm] | dict(critic_warmup=2)
+FILES = Path(tempfile.mkdtemp())
+atexit.register(shutil.rmtree, FILES, ignore_errors=True)
 NOISE = 1.0  # what a sampler's log-probabilities are off by, where it is told to [nats]
 # The equations whose arguments and results are kept.
 KEPT = {grpo_llm: ("policy_loss",), ppo_llm: ("clipped_policy_loss",), sft: ("token_losses",),
         a2c: ("a2c_loss", "rollout", "evaluate")}
 
 
-def score(r):
-    """0, 0.5 or 1: rewards that differ within a group, and ties."""
-    return zlib.crc32(r.messages[-1]["content"].encode()) % 3 / 2
+LONG_ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"),
+             ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]  # 16 tokens each
+SHORT_ROWS = [("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"), ("2 5 -> 7", "2 + 5 = 7"),
+              ("4 4 -> 8", "4 + 4 = 8")]  # 11, of which 5 are learned, with <eos>
 
 
 class Runs:
-    """The runs of a check. Called with flags that differ from BASE; equal ones are made once."""
+    """The runs of a check. Called with flags that differ from BASE; equal ones are made once.
+
+    evaluates: without it an evaluation says nothing, which takes no time. noise: of what the sampler says [nats].
+    """
 
     def __init__(self, lab, script, folder, patch):
         self.lab, self.script, self.folder, self.patch = lab, script, folder, patch
 
-    def __call__(self, noise=0.0, **flags):
-        return self.lab(self.script, noise, **flags)
+    def __call__(self, noise=0.0, evaluates=False, **flags):
+        return self.lab(self.script, noise, evaluates, **self.of_rows(evaluates) | flags)
+
+    def of_rows(self, evaluates):
+        """sft.py learns four rows of equal length; evaluations are of shorter ones."""
+        if self.script is not sft:
+            return {}
+        return dict(train_files=(self.rows("long", LONG_ROWS),), val_ratio=0.0) | (
+            dict(val_files=(self.rows("short", SHORT_ROWS),)) if evaluates else {})
+
+    def rows(self, name, rows):
+        return write_jsonl(FILES / f"{name}.jsonl", [dict(prompt=prompt, response=response) for prompt, response in rows])
 
     def long(self, **flags):
         return self(**LONG[self.script] | flags)
 
-    def into(self, folder, **flags):
+    def into(self, folder, evaluates=False, **flags):
         """One that is not kept, in a folder of its own."""
-        return Seen(self.script, folder, BASE[self.script] | flags)
+        return Seen(self.script, folder, BASE[self.script] | self.of_rows(evaluates) | flags, 0.0, evaluates)
 
     def write(self, name, text):
         (self.folder / name).write_text(text)
@@ -158,15 +186,15 @@ class Runs:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     @functools.cache
-    def run(script, noise, **flags):
-        return Seen(script, tmp_path_factory.mktemp("run"), BASE[script] | flags, noise)
+    def run(script, noise, evaluates, **flags):
+        return Seen(script, tmp_path_factory.mktemp("run"), BASE[script] | flags, noise, evaluates)
     return run
 
 
 class Seen:
     """A finished run: its folder, what it said, and what went through torch and the equations."""
 
-    def __init__(self, script, folder, flags, noise=0.0):
+    def __init__(self, script, folder, flags, noise, evaluates):
         self.script, self.folder, self.flags = script, folder, flags
         self.steps = []  # of optimisers
         self.passes = []  # of decoders: whether there is a gradient, rows, tokens in each
@@ -177,6 +205,10 @@ class Seen:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
             hook = register_optimizer_step_pre_hook(self.keep_step)
             self.watch(patch, noise)
+            if not evaluates and script in RL:
+                patch.setattr(script, "evaluate", lambda *_: ({"val/none": 0.0}, []))
+            if not evaluates and script is a2c:
+                patch.setattr(script, "evaluate", lambda *_, **__: {"eval/none": 0.0})
             try:
                 script.main(script.Args(**flags | dict(run_dir=str(folder))))
             finally:
@@ -218,6 +250,8 @@ class Seen:
         # Neither is what this is about: a process for git, and waiting for the disk.
         patch.setattr(subprocess, "run", lambda *_, **__: types.SimpleNamespace(stdout=""))
         patch.setattr(os, "fsync", lambda _: None)
+        for kind in (AutoModelForCausalLM, AutoTokenizer):
+            patch.setattr(kind, "from_pretrained", loads(kind))
         patch.setattr(LlamaMLP, "forward", watched_layer)
         patch.setattr(LlamaModel, "forward", watched_decoder)
         patch.setattr(torch, "randperm", watched_order)
@@ -273,6 +307,24 @@ class Seen:
         return [record[name] for record in self.log if name in record]
 
 
+KNOWN = {}  # what has been loaded of the shipped folder
+
+
+def loads(kind):
+    """Its from_pretrained; of the shipped folder a copy, which takes a tenth of the time."""
+    load = kind.from_pretrained
+
+    def from_pretrained(name, **options):
+        if name != TINY:
+            return load(name, **options)
+        key = kind, *options.items()
+        if key not in KNOWN:
+            KNOWN[key] = load(name, **options)
+        return copy.deepcopy(KNOWN[key])
+
+    return from_pretrained
+
+
 def copied(thing):
     if isinstance(thing, torch.Tensor):
         return thing.detach().clone()
@@ -311,6 +363,11 @@ def tiny():
     return model, AutoTokenizer.from_pretrained(TINY)
 
 
+def weights_of_tiny():
+    """All in one vector."""
+    return torch.nn.utils.parameters_to_vector(tiny()[0].parameters()).detach().float()
+
+
 def is_rounded(numbers):
     """The share of numbers that bfloat16 has."""
     numbers = torch.tensor(numbers)
@@ -334,14 +391,21 @@ class Talk(Countdown):
         return dataclasses.replace(super().task(split, index), source="talk")
 
 
+OF_ENV = dict(evaluates=True, env_kwargs=THREE)  # of sft.py, which else learns rows
+
+
+def of_env(run):
+    return OF_ENV | (dict(train_files=(), val_files=(), val_ratio=0.1) if run.script is sft else {})
+
+
 def sources(seen):
     return {name.split("/")[1] for name in val(seen.last) if name.count("/") == 2}
 
 
 @shows("env", of=LLM)
 def _(run):
-    other = run(env=f"{__file__}:Talk")
-    assert (sources(run()), sources(other)) == ({"countdown"}, {"talk"})
+    one, other = run(**of_env(run)), run(**of_env(run), env=f"{__file__}:Talk")
+    assert (sources(one), sources(other)) == ({"countdown"}, {"talk"})
     (meta,) = [line["meta"] for line in log_lines(other.folder) if "meta" in line]
     assert meta["env"].endswith("Talk")
 
@@ -355,8 +419,8 @@ def _(run):
 @shows("env_kwargs", of=[sft])
 def _(run):
     """... and a reply of one step more, without `=` and `;`: 18 14 + 32 and <eos>."""
-    assert run().last["env_steps"] == 8 * (7 + 2 * 4 + 1)
-    assert run(env_kwargs=FOUR).last["env_steps"] == 8 * (8 + 3 * 4 + 1)
+    assert run(**of_env(run)).last["env_steps"] == 4 * (7 + 2 * 4 + 1)
+    assert run(**of_env(run) | dict(env_kwargs=FOUR)).last["env_steps"] == 4 * (8 + 3 * 4 + 1)
 
 
 def length(r):
@@ -379,11 +443,12 @@ def _(run):
 @shows("model", of=LLM)
 def _(run):
     """Another one begins where the run that made it has ended."""
-    other = run(model=str(run().folder / "checkpoints/step_000001"))
-    assert of_evaluation(other, 0) == pytest.approx(of_evaluation(run(), 1), rel=1e-4)
-    assert of_evaluation(other, 0) != pytest.approx(of_evaluation(run(), 0), rel=1e-3)
+    one = run(evaluates=True)
+    other = run(evaluates=True, model=str(one.folder / "checkpoints/step_000001"))
+    assert of_evaluation(other, 0) == pytest.approx(of_evaluation(one, 1), rel=1e-4)
+    assert of_evaluation(other, 0) != pytest.approx(of_evaluation(one, 0), rel=1e-3)
     if run.script is sft:  # without one, weights are random
-        assert run(model="", env_kwargs=()).log[0]["val/loss"] > math.log(50)
+        assert run(evaluates=True, model="").log[0]["val/loss"] > math.log(50)
 
 
 @shows("chat_template", of=LLM)
@@ -394,7 +459,7 @@ def _(run):
     sizes = []
     for given in ("model", "plain", template):
         seen = run(chat_template=given)
-        sizes.append(seen.last["env_steps"] / 8 if run.script is sft else seen.last["prompt_length/min"])
+        sizes.append(seen.last["env_steps"] / 4 if run.script is sft else seen.last["prompt_length/min"])
     assert sizes == ([16, 14, 17] if run.script is sft else [7, 5, 8])
 
 
@@ -408,11 +473,13 @@ def _(run):
     assert {of[1:] for of in half.dtypes if of[0]} == {(single, double)}
     assert {tensor.dtype for tensor in half.end.values()} == {double}
     if run.script is sft:
-        losses = [result for _, result in half.calls["token_losses"]]
+        evaluated = run(evaluates=True, dtype="bfloat16")
+        assert (False, single, double) in evaluated.dtypes
+        losses = [result for _, result in evaluated.calls["token_losses"]]
         assert {of.dtype for of in losses} == {double} and is_rounded(torch.cat(losses).tolist()) < 0.2
         assert half.last["train/loss"] == pytest.approx(whole.last["train/loss"], rel=0.02)
         assert half.last["train/loss"] != pytest.approx(whole.last["train/loss"], rel=1e-6)
-        assert half.dtypes - {(False, double, double)} == {(True, single, double), (False, single, double)}
+        assert {of[1:] for of in half.dtypes if of[0]} == {(single, double)}
     else:
         assert {of[1:] for of in half.dtypes} == {(single, double)}
         names = ["rollout_logprobs"]
@@ -465,8 +532,8 @@ def _(run):
 @shows("lora_adapter_path", of=LLM)
 def _(run):
     """Goes on where the adapter's run has ended, with its rank, and trains nothing else."""
-    first = run(lora_rank=2, learning_rate=2e-2)
-    seen = run(lora_adapter_path=str(first.folder / "checkpoints/step_000001"))
+    first = run(evaluates=True, lora_rank=2, learning_rate=2e-2)
+    seen = run(evaluates=True, lora_adapter_path=str(first.folder / "checkpoints/step_000001"))
     assert of_evaluation(seen, 0) == pytest.approx(of_evaluation(first, 1), rel=1e-4)
     assert of_evaluation(seen, 0) != pytest.approx(of_evaluation(first, 0), rel=1e-3)
     assert adapters(seen) == adapters(first) and seen.end.keys() == first.end.keys()
@@ -567,7 +634,7 @@ def replies(seen, **which):
 def _(run):
     """In training and in evaluations: those that are cut have as many, and of the others none has more."""
     for limit in (3, 9):  # a solution has 9, <eos> included
-        seen = run(max_response_tokens=limit)
+        seen = run(evaluates=True, max_response_tokens=limit)
         for kind in ("train", "val"):
             played = seen.played(kind)
             lengths = [len(reply) for reply in replies(seen, kind=kind)]
@@ -575,8 +642,9 @@ def _(run):
             assert all(length == limit for length, episode in zip(lengths, played, strict=True)
                        if episode["termination"] == "length")
         assert seen.last["response_length/max"] == limit
-    done = [episode["termination"] for episode in run(max_response_tokens=9).played()]
-    assert "done" in done and {e["termination"] for e in run(max_response_tokens=3).played()} == {"length"}
+    ends = [{episode["termination"] for episode in run(evaluates=True, max_response_tokens=limit).played()}
+            for limit in (3, 9)]
+    assert ends == [{"length"}, {"length", "done"}]
 
 
 TURNS = dict(env=f"{ROOT}/tests/two_turn.py:FourTurn")
@@ -600,23 +668,27 @@ def _(run):
 @shows("temperature", of=RL)
 def _(run):
     """Sampler and trainer both divide by it, and evaluations do not."""
-    plain, hot = run(), run(temperature=2.0)
+    plain, hot = run(), run(evaluates=True, temperature=2.0)
     assert hot.last["train/entropy"] > 1.3 * plain.last["train/entropy"]
-    assert hot.last["mismatch/kl"] < 1e-9 and val(hot.log[0]) == val(plain.log[0])
+    assert hot.last["mismatch/kl"] < 1e-9
     of_temperature(hot.segments()[:4], 2.0)
     of_temperature(plain.segments()[:4], 1.0)
+    of_temperature(hot.segments(kind="val", step=0), 1.0)
+
+
+def with_ids(s):
+    return types.SimpleNamespace(ids=s["prompt_ids"] + s["response_ids"], **s)
 
 
 def of_temperature(segments, temperature):
     for s in segments:
-        segment = types.SimpleNamespace(ids=s["prompt_ids"] + s["response_ids"], **s)
-        expected, _ = full_forward(tiny()[0], segment, temperature)
+        expected, _ = full_forward(tiny()[0], with_ids(s), temperature)
         assert s["rollout_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def rare(r):
     """The replies to some tasks teach something."""
-    return 0.0 if zlib.crc32(r.task.id.encode()) % 3 else score(r)
+    return 0.0 if zlib.crc32(r.task.id.encode()) % 3 else length(r)
 
 
 def same(r):
@@ -626,7 +698,7 @@ def same(r):
 @shows("dynamic_sampling", of=[grpo_llm])
 def _(run):
     """As many rounds more as it takes, and no more than are allowed, each of other tasks."""
-    flags = dict(prompts_per_iteration=4, group_size=4, max_response_tokens=5)
+    flags = dict(max_response_tokens=5)
     for seen, rounds in ((run(dynamic_sampling=2, reward_fn=f"{__file__}:same", **flags), 3), (run(dynamic_sampling=2), 1),
                          (run(reward_fn=f"{__file__}:rare", **flags), 1)):
         assert seen.last["rollout/groups_submitted"] == 4 * rounds
@@ -671,7 +743,7 @@ class Crowd(TwoTurn):
 @shows("max_concurrent", of=RL)
 def _(run):
     """The replies are the same."""
-    seen = {most: run(env=f"{__file__}:Crowd", max_concurrent=most) for most in (0, 1, 3)}
+    seen = {most: run(env=f"{__file__}:Crowd", max_concurrent=most) for most in (0, 3)}
     for most, one in seen.items():
         assert max(episode["info"]["most"] for episode in one.played() if episode["info"]) == (most or 16)
         assert replies(one) == replies(seen[0])
@@ -707,10 +779,10 @@ class Slow(Countdown):
 
 @shows("episode_timeout", of=RL)
 def _(run):
+    """In seconds."""
     flags = dict(env=f"{__file__}:Slow", temperature=3.0)
-    never, soon, late = (run(**flags, episode_timeout=limit) for limit in (0.0, 0.3, 60.0))
-    shares = [seen.last["rollout/termination/timeout"] for seen in (never, soon, late)]
-    assert shares[0] == shares[2] == 0 < shares[1] < 1
+    soon, late = (run(**flags, episode_timeout=limit).last["rollout/termination/timeout"] for limit in (0.3, 60.0))
+    assert late == 0 < soon < 1 and run().last["rollout/termination/timeout"] == 0
 
 
 class Asks(Countdown):
@@ -752,16 +824,16 @@ def _(run):
 @shows("seed", of=RL)
 def _(run):
     """Tasks, replies, those of evaluations to the same tasks, the order of a minibatch, an adapter's weights."""
-    flags = dict(lora_rank=2, iterations=2, minibatches=2)
+    flags = dict(lora_rank=2, epochs=2, minibatches=2, evaluates=True)
     one, other = run(**flags), run(**flags, seed=2)
     again = run.into(run.folder / "again", **flags)
     assert timeless(one.folder) == timeless(again.folder) and replies(one) == replies(again)
-    tasks = [{episode["task_id"] for episode in seen.played(step=n)} for seen in (one, other) for n in (1, 2)]
-    assert all(not mine & others for mine, others in itertools.combinations(tasks, 2))
+    tasks = [{episode["task_id"] for episode in seen.played()} for seen in (one, other)]
+    assert not tasks[0] & tasks[1]
     start = dict(kind="val", step=0)
     assert [e["task_id"] for e in one.played(**start)] == [e["task_id"] for e in other.played(**start)]
     assert replies(one, **start) != replies(other, **start)
-    assert replies(one, **start) == replies(run(), **start)  # as without an adapter, which begins as nothing
+    assert replies(one, **start) == replies(run(evaluates=True), **start)  # as without an adapter, which begins as nothing
     orders = [[order.tolist() for order in seen.orders] for seen in (one, other)]
     assert orders[0] != orders[1] and len(orders[0]) >= 2
     name = next(name for name in one.end if "lora_A" in name)
@@ -771,8 +843,8 @@ def _(run):
 @shows("iterations", of=RL)
 def _(run):
     assert [record["iteration"] for record in run(iterations=2).log] == [0, 1, 2]
-    none = run(iterations=0)
-    assert [record["iteration"] for record in none.log] == [0] and val(none.last) == val(run().log[0])
+    none = run(evaluates=True, iterations=0)
+    assert [record["iteration"] for record in none.log] == [0] and "val/countdown/greedy" in none.last
     assert (none.kept, run(iterations=2).kept) == ([], [1, 2])
 
 
@@ -875,6 +947,11 @@ def _(run):
 # The loss of grpo_llm.py
 
 
+def third(r):
+    """0, 0.5 or 1: rewards that differ within a group, and ties."""
+    return zlib.crc32(r.messages[-1]["content"].encode()) % 3 / 2
+
+
 def groups_of(seen):
     """(rewards, advantages) of each group that teaches; the advantage of an episode is that of its tokens."""
     for _, members in itertools.groupby(seen.played(), key=lambda episode: episode["task_id"]):
@@ -887,11 +964,11 @@ def groups_of(seen):
 def _(run):
     for flags in ({}, dict(scale_rewards=True), dict(baseline="loo"), dict(baseline="maxrl"),
                   dict(advantage_balance=0.4), dict(advantage_balance=-0.4)):
-        groups = [*groups_of(run(**flags))]
+        groups = [*groups_of(run(reward_fn=f"{__file__}:third", **flags))]
         assert len(groups) == 4 and any(len({*rewards}) == 3 for rewards, _ in groups)
         for rewards, advantages in groups:
             assert advantages == pytest.approx(group_advantages(rewards, flags), abs=1e-6), flags
-    of_sign = [[advantages for _, of in groups_of(run(**flags)) for advantages in of]
+    of_sign = [[advantages for _, of in groups_of(run(reward_fn=f"{__file__}:third", **flags)) for advantages in of]
                for flags in ({}, dict(advantage_balance=0.4))]
     for one, other in zip(*of_sign, strict=True):  # less is learned from what is worse than the others
         assert other == pytest.approx(0.6 * one if one < 0 else one)
@@ -916,7 +993,7 @@ def losses(seen, flags):
     return found, bound
 
 
-FAR = dict(epochs=3, learning_rate=1e-2)  # so that the policy leaves the one that sampled
+FAR = dict(epochs=2, learning_rate=3e-3)  # so that the policy leaves the one that sampled
 
 
 @shows("loss", "clip_low", "clip_high", of=[grpo_llm])
@@ -1003,8 +1080,9 @@ def _(run):
     assert far(two.gradient - none.gradient, 2 * (one.gradient - none.gradient)) < 1e-3
     assert none.last["train/kl_loss"] == none.last["kl/k1"] == 0 < one.last["train/kl_loss"]
     assert one.log[1]["train/kl_loss"] == pytest.approx(0, abs=1e-9)
-    more = [run(**flags | dict(iterations=4), kl_coef=coef).last["train/kl_loss"] for coef in (1e-6, 10.0)]
-    assert more[1] < 0.8 * more[0]
+    (before,) = [weights_of(one.folder / "checkpoints/step_000001")]
+    way = torch.cat([before[name].flatten() for name, _ in tiny()[0].named_parameters()]) - weights_of_tiny()
+    assert float(way.double() @ (one.gradient - none.gradient)) > 0  # back to where it came from
 
 
 @shows("entropy_coef", of=RL)
@@ -1013,9 +1091,14 @@ def _(run):
     none, one, two = (run(entropy_coef=coef) for coef in (0.0, 0.02, 0.04))
     assert far(one.gradient, none.gradient) > 1e-3
     assert far(two.gradient - none.gradient, 2 * (one.gradient - none.gradient)) < 1e-3
-    flags = dict(iterations=2, learning_rate=5e-3)
-    entropies = [run(**flags, entropy_coef=coef).last["train/entropy"] for coef in (0.0, 100.0)]
-    assert entropies[1] > 1.2 * entropies[0]
+    model, start = copy.deepcopy(tiny()[0]), weights_of_tiny().double()
+    way = (none.gradient - one.gradient)[:len(start)]
+    entropies = []
+    for step in (0.0, 0.01):
+        torch.nn.utils.vector_to_parameters(start + step * way / way.norm(), model.parameters())
+        with torch.no_grad():
+            entropies.append(float(torch.cat([full_forward(model, with_ids(s), 1.0)[1] for s in one.segments()]).mean()))
+    assert entropies[1] > entropies[0] + 1e-4
 
 
 # Critic and loss of ppo_llm.py
@@ -1074,7 +1157,7 @@ def _(run):
 @shows("gae_lambda", of=[ppo_llm])
 def _(run):
     """While all values are 0, a token's return is the reward, times lambda for each token in between."""
-    for lam in (0.95, 0.5, 1.0, 0.0):
+    for lam in (0.5, 1.0):
         for episode in run(gae_lambda=lam).played():
             returns = episode["segments"][0]["returns"]
             expected = [episode["reward"] * lam**left for left in reversed(range(len(returns)))]
@@ -1116,33 +1199,35 @@ def evaluated(seen):
 
 @shows("eval_every", of=ALL)
 def _(run):
-    first = [] if run.script is a2c else [0]
-    assert evaluated(run.long()) == [*first, 3, 6, 7]
-    assert evaluated(run.long(eval_every=0)) == [*first, 7]
+    """... and at an epoch's end, which two steps of two rows are; at the start, but for a2c_vecenv.py, and the end."""
+    expected = {a2c: [3, 6, 7], sft: [0, 2, 3, 4, 6, 7]}.get(run.script, [0, 3, 6, 7])
+    assert evaluated(run.long()) == expected
+    assert evaluated(run(evaluates=run.script is sft)) == ([2] if run.script is a2c else [0, 1])
 
 
 @shows("eval_tasks", "eval_samples", of=RL)
 def _(run):
     """Always the same tasks, the first ones; each reply to them is another one."""
     for flags in ({}, dict(eval_tasks=3, eval_samples=3)):
-        seen, (tasks, samples) = run(**flags), (flags.get("eval_tasks", 2), flags.get("eval_samples", 2))
+        seen, (tasks, samples) = run(evaluates=True, **flags), (flags.get("eval_tasks", 2), flags.get("eval_samples", 2))
         for step in (0, 1):
             played = seen.played("val", step)
             names = [episode["task_id"] for episode in played]
             assert names == [name for name in [f"test-{n}" for n in range(tasks)] for _ in range(samples)] or (
                 len({*names}) == tasks and {*collections.Counter(names).values()} == {samples})
         right = np.array([e["correct"] for e in seen.played("val")]).reshape(tasks, samples)
-        assert f"val/countdown/pass@{samples}" in seen.last and len(val(seen.last)) == len(val(run().last))
+        assert f"val/countdown/pass@{samples}" in seen.last and len(val(seen.last)) == 6
         assert seen.last[f"val/countdown/pass@{samples}"] == right.max(1).mean()
         assert seen.last["val/countdown/pass@1"] == pytest.approx(right.mean())
-    few, more = ([e["task_id"] for e in run(**flags).played("val")] for flags in ({}, dict(eval_tasks=3, eval_samples=3)))
+    few, more = ([e["task_id"] for e in run(evaluates=True, **flags).played("val")]
+                 for flags in ({}, dict(eval_tasks=3, eval_samples=3)))
     assert {*few} < {*more}
 
 
 @shows("eval_temperature", of=RL)
 def _(run):
     """Of the sampled replies of evaluations alone."""
-    plain, hot = run(), run(eval_temperature=3.0)
+    plain, hot = run(evaluates=True), run(evaluates=True, eval_temperature=3.0)
     start = dict(kind="val", step=0)
     of_temperature(plain.segments(**start), 1.0)
     of_temperature(hot.segments(**start), 3.0)
@@ -1154,7 +1239,7 @@ def _(run):
 def _(run):
     """Each evaluation samples so many replies to so many tasks, and one greedily."""
     for tasks, samples in ((2, 2), (3, 4)):
-        seen = run(eval_tasks=tasks, eval_samples=samples)
+        seen = run(**of_env(run), eval_tasks=tasks, eval_samples=samples)
         assert seen.log[0]["data/held_out"] == tasks
         assert {f"val/countdown/{name}" for name in ("pass@1", f"pass@{samples}", "greedy")} <= {*val(seen.last)}
         prompts = {shape[1] for shape in seen.passes if not shape[0] and shape[2] == 7}
@@ -1166,9 +1251,9 @@ def _(run):
 @shows("max_response_tokens", of=[sft])
 def _(run):
     """A solution has nine tokens, <eos> included: one less, and none is right."""
-    flags = dict(eval_tasks=16, eval_samples=4)
-    right = [run(**flags, max_response_tokens=limit).log[0]["val/countdown/greedy"] for limit in (8, 9, 30)]
-    assert right[0] == 0 < right[1] == right[2]
+    flags = of_env(run) | dict(eval_tasks=16, eval_samples=1)
+    right = [run(**flags, max_response_tokens=limit).log[0]["val/countdown/greedy"] for limit in (8, 9)]
+    assert right[0] == 0 < right[1]
 
 
 # Log
@@ -1177,7 +1262,7 @@ def _(run):
 @shows("experiment", of=ALL)
 def _(run):
     run.patch.chdir(run.folder)
-    flags = {sft: dict(steps=1), a2c: dict(iterations=1)}.get(run.script, dict(iterations=0))
+    flags = {sft: dict(steps=1)}.get(run.script, dict(iterations=1))
     seen = run.into("", **flags, experiment="mine")
     assert [*Path("runs").iterdir()] == [Path("runs/mine")] and seen.folder.name == seen.last["run_id"]
 
@@ -1207,7 +1292,7 @@ def _(run):
 @shows("log_episodes", of=RL)
 def _(run):
     """That share of training's, and of an evaluation the first replies to its first ten tasks besides."""
-    flags = dict(prompts_per_iteration=16, max_response_tokens=3, eval_tasks=12)
+    flags = dict(evaluates=True, prompts_per_iteration=16, max_response_tokens=3, eval_tasks=12)
     all_, some, none = (run(**flags, log_episodes=share) for share in (1.0, 0.25, 0.0))
     named = [{(e["task_id"], e["number"]) for e in seen.played()} for seen in (all_, some)]
     assert len(named[0]) == 64 and 8 < len(named[1]) < 26 and named[1] < named[0]
@@ -1221,21 +1306,13 @@ def _(run):
 def _(run):
     """At each of two evaluations and a rollout."""
     for number in (0, 2):
-        said = run(print_samples=number).said
+        said = run(evaluates=True, print_samples=number).said
         assert [len(re.findall(f"^{kind} ", said, re.M)) for kind in ("val", "train")] == [2 * number, number]
 
 
 # sft.py: data
 
-LONG_ROWS = [("6 18 14 -> 38", "18 + 14 = 32; 32 + 6 = 38"), ("3 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28"),
-             ("20 20 20 -> 60", "20 + 20 = 40; 40 + 20 = 60"), ("8 8 1 -> 1", "8 - 8 = 0; 1 - 0 = 1")]  # of 16 tokens
-SHORT_ROWS = [("1 1 -> 2", "1 + 1 = 2"), ("9 4 -> 5", "9 - 4 = 5"), ("2 5 -> 7", "2 + 5 = 7"),
-              ("4 4 -> 8", "4 + 4 = 8")]  # of 11
 EVERY = dict(steps=0, epochs=1.0, batch_size=1, learning_rate=1e-30)  # each row of an epoch is a step
-
-
-def rows_in(run, name, rows, keys=("prompt", "response")):
-    return write_jsonl(run.folder / name, [dict(zip(keys, row, strict=True)) for row in rows])
 
 
 def taught(seen):
@@ -1252,7 +1329,7 @@ def sizes(seen):
 @shows("train_files", of=[sft])
 def _(run):
     """Their rows in place of an environment's; with a weight, each so often."""
-    long, short = rows_in(run, "long.jsonl", LONG_ROWS), rows_in(run, "short.jsonl", SHORT_ROWS)
+    long, short = run.rows("long", LONG_ROWS), run.rows("short", SHORT_ROWS)
     for weights, counts in ((("", ""), (4, 4)), (("=1.5", "=0.5"), (6, 2)), (("=2", "=.25"), None)):
         files = (long + weights[0], short + weights[1])
         if counts is None:  # not a number
@@ -1264,13 +1341,13 @@ def _(run):
         assert (sizes(seen).count(16), sizes(seen).count(11)) == counts
         losses = collections.Counter(round(loss, 5) for loss in seen.column("train/loss"))
         assert sorted(losses.values()) == [1] * 8 if counts == (4, 4) else [1, 1, 1, 1, 2, 2]
-    assert not val(seen.last) and "val/countdown/greedy" in run().last
+    assert not val(seen.last)
 
 
 @shows("val_files", of=[sft])
 def _(run):
     """val/loss is of their rows: what train/loss would be."""
-    long, short = rows_in(run, "long.jsonl", LONG_ROWS), rows_in(run, "short.jsonl", SHORT_ROWS)
+    long, short = run.rows("long", LONG_ROWS), run.rows("short", SHORT_ROWS)
     seen = run.into(run.folder / "one", train_files=(long,), val_files=(short,))
     other = run.into(run.folder / "other", train_files=(short,), val_ratio=0.0, batch_size=4)
     few = run.into(run.folder / "few", train_files=(long,), val_files=(short,), eval_tasks=4)
@@ -1294,8 +1371,7 @@ def _(run):
             ("owner/name", None, (4, 0)), ("owner/name:main", ("other",), (3, 0)),
             ("owner/name", ("test", "train"), (4, 4)), ("owner/name", ("train", "other"), (4, 3))]):
         flags = dict(splits=splits) if splits else {}
-        seen = run.into(run.folder / str(number), dataset=name, eval_tasks=9, **flags,
-                        **dict(val_ratio=0.0) if counts[1] == 0 else {})
+        seen = run.into(run.folder / str(number), train_files=(), dataset=name, eval_tasks=9, **flags)
         assert (seen.log[0]["data/rows"], seen.log[0]["data/held_out"]) == counts
         width = {len(ids) for ids, _ in taught(seen)}
         assert width == ({16} if splits in (None, ("train", "other")) else {11})
@@ -1306,7 +1382,7 @@ def _(run):
 @shows("prompt_key", "response_key", "messages_key", of=[sft])
 def _(run):
     """Of columns of other names, and of conversations, the same rows; in these, all replies are learned."""
-    one = rows_in(run, "one.jsonl", LONG_ROWS)
+    one = run.rows("long", LONG_ROWS)
     other = write_jsonl(run.folder / "other.jsonl", [
         dict(prompt="1 1 -> 2", response="1 + 1 = 2", question=question, answer=answer)
         for question, answer in LONG_ROWS])
@@ -1325,7 +1401,7 @@ def _(run):
 @shows("val_ratio", of=[sft])
 def _(run):
     """A share of the rows, and no more than --eval-tasks."""
-    files = (rows_in(run, "rows.jsonl", LONG_ROWS + SHORT_ROWS),)
+    files = (run.rows("all", LONG_ROWS + SHORT_ROWS),)
     for number, (ratio, tasks, held_out) in enumerate([(0.0, 9, 0), (0.25, 9, 2), (0.5, 9, 4), (0.5, 3, 3)]):
         seen = run.into(run.folder / str(number), train_files=files, val_ratio=ratio, eval_tasks=tasks)
         assert (seen.log[0]["data/rows"], seen.log[0]["data/held_out"]) == (8 - held_out, held_out)
@@ -1334,7 +1410,7 @@ def _(run):
 
 @shows("max_length", "truncation", of=[sft])
 def _(run):
-    files = (rows_in(run, "rows.jsonl", LONG_ROWS),)
+    files = (run.rows("long", LONG_ROWS),)
     flags = dict(train_files=files, val_ratio=0.0, batch_size=4)
     whole = run.into(run.folder / "whole", max_length=16, **flags)  # which just fits
     with pytest.raises(BadInput, match="--max-length 15: a row has 16 tokens"):
@@ -1351,8 +1427,8 @@ def _(run):
 @shows("packing", of=[sft])
 def _(run):
     """Rows of different lengths in one: nothing is padded, and the gradient is the same."""
-    files = (rows_in(run, "rows.jsonl", LONG_ROWS + SHORT_ROWS),)
-    plain, packed = (run.into(run.folder / str(on), train_files=files, val_ratio=0.0, packing=on)
+    files = (run.rows("all", LONG_ROWS + SHORT_ROWS),)
+    plain, packed = (run.into(run.folder / str(on), train_files=files, batch_size=8, packing=on)
                      for on in (False, True))
     shapes = [[shape[1:] for shape in seen.passes if shape[0]] for seen in (plain, packed)]
     assert shapes == [[(8, 15)], [(1, 107)]]  # the last token predicts nothing
@@ -1363,7 +1439,7 @@ def _(run):
 
 @shows("batch_size", of=[sft])
 def _(run):
-    for size in (3, 8):
+    for size in (3, 4):
         seen = run(batch_size=size)
         assert seen.last["env_steps"] == 16 * size and [shape[1] for shape in seen.passes if shape[0]] == [size]
 
@@ -1371,7 +1447,7 @@ def _(run):
 @shows("seed", of=[sft])
 def _(run):
     """Which rows come first, the replies of an evaluation, and the weights of a new model or adapter."""
-    flags = dict(eval_tasks=16, eval_samples=4)
+    flags = of_env(run) | dict(eval_tasks=8, eval_samples=4, lora_rank=2)
     one, other = (run(**flags, seed=seed) for seed in (1, 2))
     again = run.into(run.folder / "again", **flags)
     assert timeless(one.folder) == timeless(again.folder)
@@ -1379,26 +1455,25 @@ def _(run):
     assert one.log[0]["val/loss"] == other.log[0]["val/loss"]  # of the same tasks and weights
     assert one.log[0]["val/countdown/greedy"] == other.log[0]["val/countdown/greedy"]
     assert one.log[0]["val/countdown/pass@1"] != other.log[0]["val/countdown/pass@1"]
-    new = [run(model="", seed=seed).log[0]["val/loss"] for seed in (1, 2)]
+    new = [run(evaluates=True, model="", seed=seed).log[0]["val/loss"] for seed in (1, 2)]
     assert new[0] != pytest.approx(new[1], rel=1e-4)
-    adapted = [run(lora_rank=2, seed=seed).end for seed in (1, 2)]
-    name = next(name for name in adapted[0] if "lora_A" in name)
-    assert abs(torch.cosine_similarity(*(end[name].flatten() for end in adapted), dim=0)) < 0.5
+    name = next(name for name in one.end if "lora_A" in name)
+    assert abs(torch.cosine_similarity(one.end[name].flatten(), other.end[name].flatten(), dim=0)) < 0.5
 
 
 @shows("steps", "epochs", of=[sft])
 def _(run):
     """Without steps, as many as the rows of the epochs take: the last one is filled."""
     assert [record["iteration"] for record in run(steps=2).log] == [0, 1, 2]
-    files = (rows_in(run, "rows.jsonl", LONG_ROWS + SHORT_ROWS),)
-    for number, (epochs, steps) in enumerate([(1.0, 3), (1.5, 4), (0.25, 1), (0.375, 1), (0.376, 2)]):
+    files = (run.rows("all", LONG_ROWS + SHORT_ROWS),)
+    for number, (epochs, steps) in enumerate([(1.5, 4), (0.375, 1), (0.376, 2)]):
         seen = run.into(run.folder / str(number), train_files=files, val_ratio=0.0, batch_size=3, steps=0, epochs=epochs)
         assert seen.last["iteration"] == seen.last["opt_steps"] == steps, epochs
         assert seen.last["train/epoch"] == pytest.approx(3 * steps / 8)
     seen = run.into(run.folder / "both", train_files=files, val_ratio=0.0, batch_size=3, steps=2, epochs=9.0)
     assert seen.last["iteration"] == 2
     with pytest.raises(BadInput, match="--steps 0"):
-        run.into(run.folder / "none", steps=0)
+        run.into(run.folder / "none", train_files=(), steps=0)
 
 
 @shows("schedule", "warmup_steps", "final_learning_rate", of=[sft])
@@ -1407,7 +1482,7 @@ def _(run):
     warm = [0.25, 0.5, 0.75, 1.0]
     cosine = [0.2 + 0.8 * (1 + math.cos(math.pi * n / 16)) / 2 for n in range(1, 17)]
     for schedule, rest in (("constant", [1.0] * 16), ("cosine", cosine), ("wsd", [1.0] * 14 + [0.6, 0.2])):
-        seen = run(schedule=schedule, steps=20, warmup_steps=4, final_learning_rate=0.2, batch_size=1, eval_tasks=1,
+        seen = run(schedule=schedule, steps=20, warmup_steps=4, final_learning_rate=0.2, batch_size=1,
                    checkpoint_every=20)
         rates = rates_of(seen, seen.steps, "train/learning_rate")
         assert rates == pytest.approx([1e-3 * rate for rate in warm + rest]), schedule
@@ -1439,17 +1514,15 @@ def _(run):
 @shows("checkpoint_every", "keep_checkpoints", of=[sft])
 def _(run):
     """Beside the newest regular ones, the last one and that of least val/loss, be it old or new."""
-    worse = run.long(eval_every=1, eval_samples=1)
-    losses = worse.column("val/loss")[1:]
-    assert losses.index(min(losses)) == 0  # or this would say nothing
-    assert worse.kept == [1, 4, 6, 7]
-    assert run.long(eval_every=1, eval_samples=1, keep_checkpoints=0).kept == [1, 2, 4, 6, 7]
-    assert run.long(eval_every=1, eval_samples=1, checkpoint_every=1).kept == [1, 6, 7]
+    flags = dict(train_files=(run.rows("short", SHORT_ROWS),), val_files=(run.rows("long", LONG_ROWS),), eval_every=1)
+    worse, better = (run.long(**flags, learning_rate=rate) for rate in (3e-3, 1e-4))
+    losses = [seen.column("val/loss")[1:] for seen in (worse, better)]
+    assert min(losses[0]) == losses[0][0] and losses[1] == sorted(losses[1], reverse=True)  # or nothing is shown
+    assert (worse.kept, better.kept) == ([1, 4, 6, 7], [4, 6, 7])
     pointer = json.loads((worse.folder / "checkpoints/state.json").read_text())
     assert pointer == dict(last="step_000007", best="step_000001")
-    better = run.long(eval_every=1, eval_samples=1, model="", learning_rate=3e-3, keep_checkpoints=1)
-    losses = better.column("val/loss")[1:]
-    assert losses == sorted(losses, reverse=True) and better.kept == [6, 7]
+    assert run.long(**flags, learning_rate=3e-3, keep_checkpoints=0).kept == [1, 2, 4, 6, 7]
+    assert run.long(**flags, learning_rate=3e-3, keep_checkpoints=1, checkpoint_every=3).kept == [1, 6, 7]
 
 
 # a2c_vecenv.py
@@ -1648,7 +1721,7 @@ gymnasium.register("NumberedFlags-v0", Numbered, disable_env_checker=True)
 def _(run):
     """Shared out equally: of seven episodes on three, 0 1 2, 0 1 and 0 1."""
     for episodes, count, numbers in ((7, 3, [0, 1, 2, 0, 1, 0, 1]), (4, 1, [0, 1, 2, 3]), (2, 2, [0, 0])):
-        seen = run(env_id="NumberedFlags-v0", env_kwargs=(), eval_episodes=episodes, eval_envs=count)
+        seen = run(evaluates=True, env_id="NumberedFlags-v0", env_kwargs=(), eval_episodes=episodes, eval_envs=count)
         for name in ("eval/return", "eval/greedy_return"):
             assert seen.last[name] == pytest.approx(statistics.fmean(numbers))
 
