@@ -62,6 +62,7 @@ from tests.run_folders import (
 from tests.test_updates import CHECKSUM, corrections, group_advantages, surrogate
 from tests.two_turn import Chances, FourTurn, TwoTurn
 from tools import docs_tables
+from tools.validate_train_log import validate
 
 torch.set_num_threads(1)
 RL = (grpo_llm, ppo_llm)
@@ -69,6 +70,8 @@ LLM = (*RL, sft)
 ALL = (*LLM, a2c)
 CHECKS = {}  # (name of a script, flag) -> its check
 DONE = {}  # (check, script) -> what it has raised
+RAN = {}  # (script, flag, value) -> the folder of a run
+STAND_INS = ("compile", "cudagraphs", "self_test")  # of which no run here is a real one
 
 
 def shows(*flags, of):
@@ -101,6 +104,17 @@ def test_a_flag_does_what_its_help_says(script, flag, lab, tmp_path, monkeypatch
             DONE[check, script] = error
     if DONE[check, script]:
         raise DONE[check, script]
+    for value in choices_of(script, flag):
+        assert (script, flag, value) in RAN, f"no run here has --{flag.replace('_', '-')} {value}"
+        assert validate(RAN[script, flag, value])["ok"]
+
+
+def choices_of(script, flag):
+    kind = typing.get_type_hints(script.Args)[flag]
+    if kind is bool:
+        return [False] if flag in STAND_INS else [False, True]
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    return [value for value in choices if value != "vllm"]
 
 
 def test_there_is_no_check_of_a_flag_that_is_gone():
@@ -216,6 +230,10 @@ class Seen:
         self.said = said.getvalue()
         if not str(folder):
             (self.folder,) = Path("runs", flags.get("experiment", script.Args.experiment)).iterdir()
+        for flag in flags_of(script):
+            value = flags.get(flag, getattr(script.Args, flag))
+            if not noise and isinstance(value, bool | str):
+                RAN.setdefault((script, flag, value), self.folder)
         self.log = records(self.folder)
         self.last = self.log[-1]
 
