@@ -518,24 +518,6 @@ def test_the_number_of_replies_reaches_the_bar(countdown_tiny, monkeypatch):
     assert updates.pop() == "closed" and sum(updates) == 32 and len(updates) > 8
 
 
-def choices():
-    """(script, flag, value) of each flag with a choice, or that is switched on, vLLM aside."""
-    for script in (*RL, sft):
-        for name, kind in typing.get_type_hints(script.Args).items():
-            values = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-            for value in (True,) if kind is bool else values:
-                if value != getattr(script.Args, name) and value != "vllm":
-                    yield pytest.param(script, name, value, id=f"{script.__name__}-{name}-{value}")
-
-
-@pytest.mark.parametrize("script, name, value", choices())
-def test_each_choice_of_a_flag_runs_without_another(script, name, value, tmp_path):
-    flags = dict(steps=1, batch_size=2, eval_samples=1) if script is sft else dict(
-        iterations=1, prompts_per_iteration=2)
-    folder = train(script, tmp_path, eval_every=0, eval_tasks=1, **flags, **{name: value})
-    assert records(folder)[-1]["iteration"] == 1 and validate(folder)["ok"]
-
-
 @pytest.mark.parametrize("loss", typing.get_args(typing.get_type_hints(grpo_llm.Args)["loss"]))
 def test_the_correction_that_is_meant_depends_on_the_loss(loss):
     assert grpo_llm.Args(loss=loss).weighting == ("none" if loss == "dppo" else "tis")
