@@ -86,10 +86,25 @@ def flags_of(script):
     return [field.name for field in dataclasses.fields(script.Args)]
 
 
+def readers(script, flag):
+    """The text of each function and class that reads a flag."""
+    text = (ROOT / f"{script.__name__}.py").read_text("utf-8")
+    parts = re.split(r"^(?=(?:@|def |class |async def )\w)", text, flags=re.M)
+    return {part.strip() for part in parts if re.search(rf"\bargs\.{flag}\b", part)}
+
+
+def cases():
+    """Of code that scripts have in common to the letter, the check of the first of them is fast."""
+    for number, script in enumerate(ALL):
+        for flag in flags_of(script):
+            earlier = [readers(other, flag) for other in ALL[:number]]
+            own = readers(script, flag)
+            marks = [pytest.mark.slow] if own and any(own <= known for known in earlier) else []
+            yield pytest.param(script, flag, id=f"{script.__name__}-{flag}", marks=marks)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("script", "flag"), [
-    pytest.param(script, flag, id=f"{script.__name__}-{flag}")
-    for script in ALL for flag in flags_of(script)])
+@pytest.mark.parametrize(("script", "flag"), cases())
 def test_a_flag_does_what_its_help_says(script, flag, lab, tmp_path, monkeypatch):
     if (script.__name__, flag) not in CHECKS:
         known = docs_tables.flags(ROOT / f"{script.__name__}.py")
@@ -239,7 +254,7 @@ class Seen:
             (self.folder,) = Path("runs", flags.get("experiment", script.Args.experiment)).iterdir()
         for flag in flags_of(script):
             value = flags.get(flag, getattr(script.Args, flag))
-            if not noise and isinstance(value, bool | str):
+            if isinstance(value, bool | str):
                 RAN.setdefault((script, flag, value), self.folder)
         self.log = records(self.folder)
         self.last = self.log[-1]
@@ -872,6 +887,10 @@ def _(run):
     assert orders[0] != orders[1] and len(orders[0]) >= 2
     name = next(name for name in one.end if "lora_A" in name)
     assert abs(torch.cosine_similarity(one.end[name].flatten(), other.end[name].flatten(), dim=0)) < 0.5
+    flags = dict(env_kwargs=(*FOUR, "train_tasks=1"), prompts_per_iteration=1)
+    one, other = run(**flags), run(**flags, seed=2)
+    assert len({episode["task_id"] for seen in (one, other) for episode in seen.played()}) == 1
+    assert replies(one) != replies(other)
 
 
 @shows("iterations", of=RL)
@@ -894,7 +913,7 @@ def _(run):
 @shows("epochs", "minibatches", "critic_epochs", "critic_minibatches", of=[ppo_llm])
 def _(run):
     """Of minibatches there are no more than episodes."""
-    for sizes in ((2, 3, 3, 5), (3, 2, 1, 1), (1, 99, 1, 99)):
+    for sizes in ((2, 3, 3, 5), (1, 99, 1, 99)):
         epochs, minibatches, critic_epochs, critic_minibatches = sizes
         seen = run(epochs=epochs, minibatches=minibatches, critic_epochs=critic_epochs,
                    critic_minibatches=critic_minibatches)
@@ -1197,28 +1216,29 @@ def _(run):
             assert returns == pytest.approx(expected, abs=1e-6), lam
 
 
-PENALTY = dict(iterations=3, learning_rate=3e-3, max_response_tokens=6)
+PENALTY = dict(iterations=2, learning_rate=3e-3, max_response_tokens=6)
 
 
 @shows("kl_coef", "kl_penalty", "kl_target", of=[ppo_llm])
 def _(run):
     """Each token's reward loses the coefficient times its distance; the coefficient follows the target."""
-    for flags in (dict(kl_coef=0.0), dict(kl_coef=0.3), dict(kl_coef=0.6, kl_penalty="k3"),
-                  dict(kl_coef=0.3, kl_target=1e-4), dict(kl_coef=0.3, kl_target=10.0)):
-        seen = run(**PENALTY, **flags)
+    for flags in (dict(kl_coef=0.3), dict(kl_coef=0.6, kl_penalty="k3"),
+                  dict(kl_coef=0.3, kl_target=1e-4, iterations=4),
+                  dict(kl_coef=0.3, kl_target=10.0, iterations=3)):
+        seen = run(**PENALTY | flags)
         assert seen.column("kl/coef")[0] == flags["kl_coef"]
         for record in seen.log[1:]:
             lengths = [len(s["response_ids"]) for s in seen.segments(step=record["iteration"])]
             kl = record["train/kl_loss" if "kl_penalty" in flags else "kl/k1"] * statistics.fmean(lengths)
             paid = record["critic/score/mean"] - record["critic/rewards/mean"]
             assert paid == pytest.approx(record["kl/coef"] * kl, abs=1e-6), flags
-            assert (kl != 0) is (record["iteration"] > 1 and flags["kl_coef"] > 0) or abs(kl) < 1e-5
+            assert abs(kl) > 1e-3 or record["iteration"] == 1
         if "kl_target" in flags:
             coef = seen.column("kl/coef")
             for before, after, kl in zip(coef, coef[1:], seen.column("kl/k1"), strict=False):
                 error = min(max(kl / flags["kl_target"] - 1, -0.2), 0.2)
                 assert after == pytest.approx(before * (1 + 0.1 * error))
-            assert (coef[2] > coef[1]) is (flags["kl_target"] < 1) or seen.column("kl/k1")[1] < 0
+            assert len({*coef}) > 2
         else:
             assert {*seen.column("kl/coef")} == {flags["kl_coef"]}
 
