@@ -1441,8 +1441,7 @@ def _(run):
         for question, answer in LONG_ROWS])
     chats = [[dict(role=role, content=text) for row in rows for role, text in zip(
         ("user", "assistant"), row, strict=True)] for rows in (*([row] for row in LONG_ROWS), LONG_ROWS[:2])]
-    chat = write_jsonl(run.folder / "chat.jsonl", [
-        dict(prompt="1 1 -> 2", response="1 + 1 = 2", turns=messages) for messages in chats])
+    chat = write_jsonl(run.folder / "chat.jsonl", [dict(turns=messages) for messages in chats])
     flags = dict(val_ratio=0.0, batch_size=4)
     plain = taught(run.into(run.folder / "1", train_files=(one,), **flags))
     keys = dict(prompt_key="question", response_key="answer")
@@ -1662,7 +1661,9 @@ def _(run):
 
 @shows("normalize_advantages", of=[a2c])
 def _(run):
-    plain, normal = (objectives(run(normalize_advantages=on))[0].advantages for on in (False, True))
+    raw, scaled = (objectives(run(normalize_advantages=on))[0] for on in (False, True))
+    plain, normal = raw.advantages, scaled.advantages
+    torch.testing.assert_close(plain, raw.returns - raw.values, rtol=1e-4, atol=1e-5)
     assert float(normal.mean()) == pytest.approx(0, abs=1e-6)
     torch.testing.assert_close(normal, (plain - plain.mean()) / plain.std(), rtol=1e-4, atol=1e-5)
 
