@@ -267,9 +267,9 @@ class Seen:
         gradient = [p.grad.detach().flatten() for p in weights if p.grad is not None]
         self.steps.append(types.SimpleNamespace(
             optimizer=id(optimizer), rates=[group["lr"] for group in groups], betas=groups[0]["betas"],
-            decays=[group["weight_decay"] for group in groups], gradient=torch.cat(gradient).double()))
-        if len(self.steps) > 30:
-            self.steps[-30].gradient = None  # to save memory
+            decays=[group["weight_decay"] for group in groups], gradient=torch.cat(gradient)))
+        if len(self.steps) > 2:
+            self.steps[-2].gradient = None  # the first and the last are enough, of hundreds of runs
 
     def watch(self, patch, noise):
         layer, decoder, permute = LlamaMLP.forward, LlamaModel.forward, torch.randperm
@@ -305,7 +305,7 @@ class Seen:
             def watched_generate(*given):
                 if not self.calls["generate"]:  # what was computed before is a test of the model
                     self.dtypes.clear()
-                self.calls["generate"].append(given)
+                self.calls["generate"].append(True)
                 return [(ids, [p + noise * (-1) ** token for token, p in zip(ids, logprobs, strict=True)])
                         for ids, logprobs in generate(*given)]
 
@@ -346,7 +346,7 @@ class Seen:
     @property
     def gradient(self):
         """Of the last step, as it was before it was clipped."""
-        clipped = self.steps[-1].gradient
+        clipped = self.steps[-1].gradient.double()
         return clipped * self.last["train/grad_norm"] / clipped.norm()
 
     def column(self, name):
