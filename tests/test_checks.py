@@ -357,24 +357,6 @@ def test_sampling_from_the_cache_of_other_architectures_is_sampling_from_the_pol
     assert record["opt_steps"] and record["mismatch/kl"] < grpo_llm.LIMITS[dtype][0]
 
 
-def gradients_of(script, folder, **flags):
-    """Trained weights after one step of plain size, from the same rollout."""
-    alone = {} if script is grpo_llm else dict(critic_warmup=0)
-    train(script, folder, iterations=1, prompts_per_iteration=6, eval_every=0, checkpoint_every=1,
-          warmup_iterations=0, **alone, **flags)
-    return records(folder)[-1]
-
-
-@pytest.mark.parametrize("script", OF_PPO_SLOW)
-def test_gradients_with_checkpointing_are_the_same(script, tmp_path):
-    plain = gradients_of(script, tmp_path / "plain")
-    kept = gradients_of(script, tmp_path / "kept", gradient_checkpointing=True)
-    for name in ("train/grad_norm", "train/policy_loss", "critic/grad_norm"):
-        if name == "critic/grad_norm" and script is grpo_llm:
-            continue
-        assert kept[name] == pytest.approx(plain[name], rel=1e-6) and plain["train/grad_norm"] > 0
-
-
 @pytest.mark.parametrize("script", RL)
 def test_no_pass_computes_more_tokens_than_it_may(script):
     """Prompts, responses and padding; a row that is longer is a pass of its own."""
