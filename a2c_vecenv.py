@@ -91,7 +91,7 @@ class Args:
     eval_envs: PositiveInt = 64  # separate environments; these episodes are shared out equally among them
     log_every: PositiveInt = 20  # iterations per record; evaluations and checkpoints write one too
     checkpoint_every: PositiveInt = 200  # iterations between checkpoints
-    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
+    keep_checkpoints: NonNegativeInt = 2  # newest regular ones to keep beside the last one; 0: all
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     experiment: str = "a2c"  # runs/<experiment>/ holds the run
     seed: Annotated[int, Field(ge=0, le=2**31)] = 1  # of weights, actions and environments

@@ -157,7 +157,7 @@ class Args:
     experiment: str = "grpo"  # runs/<experiment>/ holds the run
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     checkpoint_every: PositiveInt = 50  # iterations between checkpoints [iterations]
-    keep_checkpoints: NonNegativeInt = 2  # newest checkpoints to keep; 0: all
+    keep_checkpoints: NonNegativeInt = 2  # newest regular ones to keep beside the last one; 0: all
     log_episodes: Share = 0.001  # share of the episodes written to episodes/
     print_samples: NonNegativeInt = 0  # sample episodes to print at each rollout and evaluation
 

@@ -126,7 +126,7 @@ class Args:
     run_dir: str = ""  # the run's folder; one that holds a checkpoint is continued (default: a new one)
     log_every: PositiveInt = 10  # between records [steps]; a record's loss is the mean since the one before
     checkpoint_every: PositiveInt = 200  # steps between checkpoints [steps]
-    keep_checkpoints: NonNegativeInt = 2  # newest regular ones to keep beside that of least val/loss; 0: all
+    keep_checkpoints: NonNegativeInt = 2  # newest regular ones to keep beside the last and the best; 0: all
 
     def __post_init__(self):
         # What must hold where a flag is not at its default.

@@ -357,24 +357,6 @@ def test_sampling_from_the_cache_of_other_architectures_is_sampling_from_the_pol
     assert record["opt_steps"] and record["mismatch/kl"] < grpo_llm.LIMITS[dtype][0]
 
 
-def gradients_of(script, folder, **flags):
-    """Trained weights after one step of plain size, from the same rollout."""
-    alone = {} if script is grpo_llm else dict(critic_warmup=0)
-    train(script, folder, iterations=1, prompts_per_iteration=6, eval_every=0, checkpoint_every=1,
-          warmup_iterations=0, **alone, **flags)
-    return records(folder)[-1]
-
-
-@pytest.mark.parametrize("script", OF_PPO_SLOW)
-def test_gradients_with_checkpointing_are_the_same(script, tmp_path):
-    plain = gradients_of(script, tmp_path / "plain")
-    kept = gradients_of(script, tmp_path / "kept", gradient_checkpointing=True)
-    for name in ("train/grad_norm", "train/policy_loss", "critic/grad_norm"):
-        if name == "critic/grad_norm" and script is grpo_llm:
-            continue
-        assert kept[name] == pytest.approx(plain[name], rel=1e-6) and plain["train/grad_norm"] > 0
-
-
 @pytest.mark.parametrize("script", RL)
 def test_no_pass_computes_more_tokens_than_it_may(script):
     """Prompts, responses and padding; a row that is longer is a pass of its own."""
@@ -516,24 +498,6 @@ def test_the_number_of_replies_reaches_the_bar(countdown_tiny, monkeypatch):
     grpo_llm.rollout(engine, countdown_tiny[1], env, [env.task("test", n) for n in range(8)], 4,
                      grpo_llm.Sampling(1.0, (1, "val")), args, grpo_llm.episode_reward)
     assert updates.pop() == "closed" and sum(updates) == 32 and len(updates) > 8
-
-
-def choices():
-    """(script, flag, value) of each flag with a choice, or that is switched on, vLLM aside."""
-    for script in (*RL, sft):
-        for name, kind in typing.get_type_hints(script.Args).items():
-            values = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-            for value in (True,) if kind is bool else values:
-                if value != getattr(script.Args, name) and value != "vllm":
-                    yield pytest.param(script, name, value, id=f"{script.__name__}-{name}-{value}")
-
-
-@pytest.mark.parametrize("script, name, value", choices())
-def test_each_choice_of_a_flag_runs_without_another(script, name, value, tmp_path):
-    flags = dict(steps=1, batch_size=2, eval_samples=1) if script is sft else dict(
-        iterations=1, prompts_per_iteration=2)
-    folder = train(script, tmp_path, eval_every=0, eval_tasks=1, **flags, **{name: value})
-    assert records(folder)[-1]["iteration"] == 1 and validate(folder)["ok"]
 
 
 @pytest.mark.parametrize("loss", typing.get_args(typing.get_type_hints(grpo_llm.Args)["loss"]))
