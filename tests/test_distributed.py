@@ -34,6 +34,7 @@ from tests.run_folders import (
 )
 from tools.validate_train_log import validate
 
+
 class Telling(Countdown):
     """Each reply has a score of its own, so that what is logged of it tells which one was given."""
 
@@ -49,21 +50,22 @@ class Telling(Countdown):
         return episode
 
 
-# One to three processes. Shares are uneven: of 4 or 5 prompts, rows and environments, and of 7 tasks, which are
-# of several sources; two of grpo_llm.py's three have as many passes as the third has none.
+# One to three processes. Shares are uneven: of 4 or 5 prompts, rows and environments, and of 7 tasks, which
+# are of several sources.
 QUICK = {
-    "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05, "--aggregation", "sequence",
-                 "--epochs", 2),
+    "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05, "--epochs", 2,
+                 "--aggregation", "sequence"),
     "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 1, "--critic-minibatches", 1,
                 "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01),
     "sft": ("--batch-size", 5, "--microbatch-tokens", 40, "--eval-samples", 8, "--log-every", 1),
-    "a2c_vecenv": ("--num-envs", 5, "--num-steps", 6, "--hidden-size", 16, "--log-every", 1, "--eval-every", 2,
+    "a2c_vecenv": ("--num-envs", 5, "--num-steps", 6, "--hidden-size", 16, "--update-every", 2, "--chunk", 2,
                    "--eval-episodes", 7, "--eval-envs", 4, "--env-kwargs", "difficulty=3", "max_steps=9",
-                   "--learning-rate", 3e-3, "--update-every", 2, "--chunk", 2),
+                   "--learning-rate", 3e-3, "--log-every", 1, "--eval-every", 2),
 }
-TASKS = ("--env", f"{__file__}:Telling", "--env-kwargs", "test_tasks=32", "difficulty=true", "--eval-tasks", 7,
-         "--learning-rate", 1e-4, "--max-response-tokens", 10, "--eval-every", 2)
-RL = ("--microbatch-tokens", 300, "--eval-samples", 2, "--log-episodes", 1, "--temperature", 2.0, "--eval-temperature", 2.0)
+TASKS = ("--env", f"{__file__}:Telling", "--env-kwargs", "test_tasks=32", "difficulty=true", "--eval-tasks",
+         7, "--learning-rate", 1e-4, "--max-response-tokens", 10, "--eval-every", 2)
+RL = ("--microbatch-tokens", 300, "--temperature", 2.0, "--eval-temperature", 2.0, "--eval-samples", 2,
+      "--log-episodes", 1)
 
 
 def quick(script, folder):
@@ -72,13 +74,13 @@ def quick(script, folder):
     if script != "a2c_vecenv":
         shared = (*TASKS, "--model", folder.parent / "model", *([] if script == "sft" else RL))
     length = "--steps" if script == "sft" else "--iterations"
-    return (f"{script}.py", *QUICK[script], *shared, length, 2, "--checkpoint-every", 1, "--keep-checkpoints", 0,
-            "--run-dir", folder / script)
+    return (f"{script}.py", *QUICK[script], *shared, length, 2, "--run-dir", folder / script,
+            "--checkpoint-every", 1, "--keep-checkpoints", 0)
 
 
 @pytest.fixture(scope="module")
 def shared_out(tmp_path_factory):
-    """Number of processes -> a folder with a run of each script; the runs of two go on from those of three."""
+    """Number of processes -> a folder with a run of each script; two processes go on from what three began."""
     made, parent = {}, tmp_path_factory.mktemp("shared_out")
     model = AutoModelForCausalLM.from_pretrained(TINY, num_hidden_layers=2)  # whose replies end, or are cut
     model.save_pretrained(parent / "model")
@@ -146,7 +148,7 @@ def test_one_process_two_and_three_give_the_same_numbers_and_go_on_from_each_oth
 
 @pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm"])
 def test_every_episode_of_all_processes_is_written_once_with_draws_of_its_own(script, shared_out):
-    written = [{path.name: episodes(folder / script, path.stem) for path in (folder / script / "episodes").iterdir()}
+    written = [{path.name: episodes(folder / script, path.stem) for path in folder.glob(f"{script}/episodes/*")}
                for folder in shared_out.values()]
     assert written[0].keys() == written[1].keys() == written[2].keys() and len(written[0]) == 4
     for name, (found, summary) in written[0].items():
