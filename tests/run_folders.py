@@ -409,3 +409,19 @@ def rank_in_turn(output, environment, lines):
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
     end(code)
+
+
+def same_numbers(one, other, where):
+    """But for times; numbers to 1e-5, tensors to 1e-4."""
+    if isinstance(one, dict):
+        assert {*one} == {*other}, where
+        for name in one:
+            if not is_time(str(name)):
+                same_numbers(one[name], other[name], f"{where} {name}")
+    elif isinstance(one, (list, tuple)):
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same_numbers(left, right, f"{where} {number}")
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text: f"{where}: {text}")
+    else:
+        assert one == (pytest.approx(other, rel=1e-5, abs=1e-5) if isinstance(one, float) else other), where

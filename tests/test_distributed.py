@@ -19,13 +19,13 @@ from tests.run_folders import (
     command_line,
     episodes,
     finish,
-    is_time,
     killed_after,
     log_lines,
     process,
     ranks,
     ranks_of,
     records,
+    same_numbers,
     state_of,
     timeless,
     torchrun_in_turn,
@@ -79,9 +79,12 @@ def quick(script, folder):
 
 
 @pytest.fixture(scope="module")
-def shared_out(tmp_path_factory):
-    """Number of processes -> a folder with a run of each script; two processes go on from what three began."""
+def shared_out(request, tmp_path_factory):
+    """Number of processes -> a folder with a run of each script that a test names; two go on from what three
+    began.
+    """
     made, parent = {}, tmp_path_factory.mktemp("shared_out")
+    scripts = [script for script in QUICK if any(script in item.name for item in request.session.items)]
     model = AutoModelForCausalLM.from_pretrained(TINY, num_hidden_layers=2)  # whose replies end, or are cut
     model.save_pretrained(parent / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(parent / "model")
@@ -89,14 +92,14 @@ def shared_out(tmp_path_factory):
         made[count] = folder = parent / f"of {count}"
         folder.mkdir()
         if count == 2:
-            for script in QUICK:
+            for script in scripts:
                 killed_after(made[3] / script, folder / script, 1)
-        lines = [quick(script, folder) for script in QUICK]
+        lines = [quick(script, folder) for script in scripts]
         if count == 1:
             assert [command_line(*line) for line in lines] == [0] * len(lines)
         else:
             one, *others = ranks(count, lines, folder)
-            assert one.count("2/2, ") == len(QUICK) and not "".join(others)  # one process speaks
+            assert one.count("2/2, ") == len(scripts) and not "".join(others)  # one process speaks
     return made
 
 
@@ -118,21 +121,6 @@ def same_run(one, other):
         assert sorted(p.name for p in mine.iterdir()) == sorted(p.name for p in yours.iterdir())
         for left, right in ((weights_of(mine), weights_of(yours)), (state_of(mine), state_of(yours))):
             same_numbers(left, right, name)
-
-
-def same_numbers(one, other, where):
-    if isinstance(one, dict):
-        assert {*one} == {*other}, where
-        for name in one:
-            if not is_time(str(name)):
-                same_numbers(one[name], other[name], f"{where} {name}")
-    elif isinstance(one, (list, tuple)):
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            same_numbers(left, right, f"{where} {number}")
-    elif isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text: f"{where}: {text}")
-    else:
-        assert one == (pytest.approx(other, rel=1e-5, abs=1e-5) if isinstance(one, float) else other), where
 
 
 @pytest.mark.parametrize("script", QUICK)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_llm
 import ppo_llm
-from tests.run_folders import TINY, episodes, killed_after, records, slow_but, timeless, train
+from tests.run_folders import TINY, episodes, killed_after, records, same_numbers, slow_but, timeless, train
 from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
@@ -298,6 +298,9 @@ GRPO = {
                   microbatch_tokens=60, correction="none", aggregation="sequence"),
     "lora": dict(lora_rank=2, lora_alpha=8, kl_coef=0.3, epochs=2, learning_rate=2e-2, beta2=0.9,
                  prompts_per_iteration=4, env_kwargs=("test_tasks=32", "max_operands=4"), reward_fn=CHECKSUM),
+    # Replies of one token: equal ones to one prompt, which count as often as they occur, and to several.
+    "short": dict(max_response_tokens=1, epochs=2, kl_coef=0.3, prompts_per_iteration=6, reward_fn=CHECKSUM,
+                  env_kwargs=("test_tasks=32", "max_number=4")),
     "dynamic": dict(dynamic_sampling=2, prompts_per_iteration=3, temperature=0.6),
     "context": dict(TURNS, mask_truncated=True, max_context_tokens=26, loss="dppo", reward_fn=CHECKSUM),
     "loo": dict(baseline="loo", scale_rewards=True, advantage_balance=0.4, beta2=0.9, entropy_coef=0.01,
@@ -317,7 +320,7 @@ GRPO = {
 
 
 @pytest.mark.parametrize("case", slow_but(
-    ("turns", "lora", "dynamic", "context", "failing", "gspo-constant"), GRPO))
+    ("turns", "lora", "short", "dynamic", "context", "failing", "gspo-constant"), GRPO))
 def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
     flags = GRPO[case]
     folder = noisy_run(grpo_llm, tmp_path / "run", monkeypatch, **flags)
@@ -346,6 +349,9 @@ def test_an_iteration_of_grpo_is_its_equations(case, tmp_path, monkeypatch):
         assert len({sum(s["response_mask"]) for s in segments}) > 1  # or all aggregations are alike
     if case in ("lora", "loo"):
         assert len({len(s["prompt_ids"]) for s in segments}) > 1  # or nothing tells what is done with padding
+    if case == "short":
+        pairs = [(tuple(s["prompt_ids"]), tuple(s["response_ids"])) for s in segments]
+        assert len({*pairs}) < len(pairs) and len({reply for _, reply in pairs}) < len({*pairs})
     assert case != "context" or 0 < record["rollout/termination/context"] < 1
     assert case != "failing" or any(len(group) < flags["group_size"] for group in groups)
     if case == "dynamic":  # rounds of other tasks, until enough groups teach, or three of them were played
@@ -450,6 +456,41 @@ def test_an_iteration_of_ppo_is_its_equations(case, tmp_path, monkeypatch):
         assert record[name] == pytest.approx(number, rel=3e-3, abs=rounded), name
     assert len(adam.norms) == {"target": 1, "later": 3}.get(case, 2)
     assert case == "target" or record["train/clipfrac"] > 0
+
+
+# A pass cut in one, two, and as many as there are rows, of several turns and unequal lengths. sft.py's are in
+# test_sft.py, a2c_vecenv.py's in test_a2c_maths.py.
+CUT = {
+    "grpo": (grpo_llm, dict(TURNS, prompts_per_iteration=2, group_size=4, kl_coef=0.3, aggregation="sequence",
+                            entropy_coef=0.1), 450),
+    "ppo": (ppo_llm, dict(TURNS, prompts_per_iteration=5, critic_warmup=0, critic_epochs=1, epochs=1,
+                          critic_minibatches=1, minibatches=1, kl_coef=0.3, critic_learning_rate=1e-3), 230),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_pass_cut_in_one_two_and_many_gives_the_same_gradients_and_numbers(case, tmp_path, monkeypatch):
+    script, flags, half = CUT[case]
+    flags = dict(eval_every=0, eval_tasks=1, eval_samples=1, checkpoint_every=1, keep_checkpoints=0) | flags
+    flags |= dict(iterations=1, log_episodes=1.0)
+    passes, backward = [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *given: (passes.append(1), backward(*given)))
+    counts, found = [], []
+    for tokens in (10**6, half, 1):
+        passes.clear()
+        folder = train(script, tmp_path / f"{tokens}", microbatch_tokens=tokens, **flags)
+        counts.append(len(passes))
+        found.append((folder, checkpoint(folder, 1)[1]))
+    assert counts[1] == 2 * counts[0] and counts[2] >= 7 * counts[0], counts
+    for folder, state in found[1:]:
+        for one, other in zip(timeless(found[0][0]), timeless(folder), strict=True):
+            same_numbers(one | dict(trace_id=0), other | dict(trace_id=0), f"record {one['iteration']}")
+        for name in ("optimizer", "critic_optimizer"):
+            if name in state:
+                ours, others = (
+                    {key: moments["exp_avg"] for key, moments in of[name]["state"].items()}
+                    for of in (state, found[0][1]))
+                near(ours, others, 1e-4)
 
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
