@@ -136,8 +136,8 @@ def test_one_process_two_and_three_give_the_same_numbers_and_go_on_from_each_oth
 
 @pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm"])
 def test_every_episode_of_all_processes_is_written_once_with_draws_of_its_own(script, shared_out):
-    written = [{path.name: episodes(folder / script, path.stem) for path in folder.glob(f"{script}/episodes/*")}
-               for folder in shared_out.values()]
+    written = [{path.name: episodes(run / script, path.stem) for path in run.glob(f"{script}/episodes/*")}
+               for run in shared_out.values()]
     assert written[0].keys() == written[1].keys() == written[2].keys() and len(written[0]) == 4
     for name, (found, summary) in written[0].items():
         for others, other_summary in (written[1][name], written[2][name]):

@@ -424,6 +424,19 @@ def test_variables_of_other_systems_are_named(tmp_path, capsys, monkeypatch):
                     for name in ("SFT_BATCH_SIZE", "SFT_LR", "SFT_XYZ")]
 
 
+def test_half_a_weight_is_half_of_the_rows_and_one_and_a_half_is_all_and_half_of_them_once_more(tmp_path):
+    """A step of an epoch; rows of a file are equally long, so that the tokens tell how many of each it has."""
+    (tmp_path / "b").mkdir()
+    files = (write_rows(tmp_path, [(f"{n} 1 -> {n + 1}", f"{n} + 1 = {n + 1}") for n in range(6)]),
+             write_rows(tmp_path / "b", [(f"{n} 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28") for n in range(4)]))
+    for weights, counts in ((("=0.5", "=1.5"), (3, 6)), (("=1.5", "=0.5"), (9, 2))):
+        flags = dict(train_files=tuple(map("".join, zip(files, weights, strict=True))), batch_size=sum(counts))
+        folder = train(sft, tmp_path / weights[0], model=TINY, steps=1, val_ratio=0.0, eval_every=0, **flags)
+        assert records(folder)[0]["data/rows"] == sum(counts)
+        short, *_, long = (len(ids) for ids, _ in rows_of(folder))
+        assert records(folder)[-1]["env_steps"] == counts[0] * short + counts[1] * long
+
+
 @pytest.mark.slow
 def test_a_weight_says_how_often_an_epoch_has_the_rows_of_a_file(tmp_path):
     """One row a step, at a rate of nothing: the losses tell which. Three rows twice, half of four once."""

@@ -4,6 +4,7 @@ From the first checkpoint and the episodes of the second iteration all that this
 computed here again, in float64, sequence by sequence, as the papers have it.
 """
 
+import collections
 import itertools
 import math
 import statistics
@@ -14,10 +15,21 @@ import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import grpo_llm
 import ppo_llm
-from tests.run_folders import TINY, episodes, killed_after, records, same_numbers, slow_but, timeless, train
+from tests.run_folders import (
+    TINY,
+    episodes,
+    killed_after,
+    records,
+    same_checkpoint,
+    same_numbers,
+    slow_but,
+    timeless,
+    train,
+)
 from tests.test_sft import write_model
 from tools.validate_train_log import validate
 
@@ -491,6 +503,36 @@ def test_a_pass_cut_in_one_two_and_many_gives_the_same_gradients_and_numbers(cas
                     {key: moments["exp_avg"] for key, moments in of[name]["state"].items()}
                     for of in (state, found[0][1]))
                 near(ours, others, 1e-4)
+
+
+@pytest.mark.parametrize("script, flags", [
+    (grpo_llm, {}), (ppo_llm, dict(critic_warmup=9)),
+    pytest.param(ppo_llm, dict(critic="shared", lora_rank=2), marks=pytest.mark.slow)])
+def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing(
+        script, flags, tmp_path, monkeypatch):
+    """Of the policy, and of the critic where it learns alone; without a gradient nothing is computed again."""
+    computed, forward = collections.Counter(), LlamaMLP.forward
+
+    def counted(*given):
+        computed[recomputes, torch.is_grad_enabled()] += 1
+        return forward(*given)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    for recomputes in (False, True):
+        train(script, tmp_path / str(recomputes), gradient_checkpointing=recomputes, **RUN | dict(
+            iterations=1, prompts_per_iteration=4, env_kwargs=("test_tasks=4",)) | flags)
+    assert computed[True, True] == 2 * computed[False, True] > 0
+    assert computed[True, False] == computed[False, False] > 0
+    same_checkpoint(tmp_path / "False", tmp_path / "True", "step_000001")
+
+
+def test_values_are_float32_whatever_the_passes_are(tmp_path):
+    """bfloat16 tells a value of 1 from one of 1.01, and no nearer ones: returns would be as coarse."""
+    folder = train(ppo_llm, tmp_path / "run", **RUN | dict(
+        dtype="bfloat16", critic_warmup=2, critic_learning_rate=5e-3, prompts_per_iteration=4))
+    played, _ = episodes(folder, "train_step_000002")
+    values = torch.tensor([value for episode in played for s in episode["segments"] for value in s["values"]])
+    assert len(values) > 20 and (values.bfloat16().float() != values).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
