@@ -428,10 +428,11 @@ def test_half_a_weight_is_half_of_the_rows_and_one_and_a_half_is_all_and_half_of
     """A step of an epoch; rows of a file are equally long, so that the tokens tell how many of each it has."""
     (tmp_path / "b").mkdir()
     files = (write_rows(tmp_path, [(f"{n} 1 -> {n + 1}", f"{n} + 1 = {n + 1}") for n in range(6)]),
-             write_rows(tmp_path / "b", [(f"{n} 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28") for n in range(4)]))
+             write_rows(tmp_path / "b", [(f"{n} 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28") for n in "0123"]))
     for weights, counts in ((("=0.5", "=1.5"), (3, 6)), (("=1.5", "=0.5"), (9, 2))):
-        flags = dict(train_files=tuple(map("".join, zip(files, weights, strict=True))), batch_size=sum(counts))
-        folder = train(sft, tmp_path / weights[0], model=TINY, steps=1, val_ratio=0.0, eval_every=0, **flags)
+        weighted = tuple(map("".join, zip(files, weights, strict=True)))
+        folder = train(sft, tmp_path / weights[0], model=TINY, steps=1, val_ratio=0.0, eval_every=0,
+                       train_files=weighted, batch_size=sum(counts))
         assert records(folder)[0]["data/rows"] == sum(counts)
         short, *_, long = (len(ids) for ids, _ in rows_of(folder))
         assert records(folder)[-1]["env_steps"] == counts[0] * short + counts[1] * long

@@ -510,7 +510,7 @@ def test_a_pass_cut_in_one_two_and_many_gives_the_same_gradients_and_numbers(cas
     pytest.param(ppo_llm, dict(critic="shared", lora_rank=2), marks=pytest.mark.slow)])
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing(
         script, flags, tmp_path, monkeypatch):
-    """Of the policy, and of the critic where it learns alone; without a gradient nothing is computed again."""
+    """Of the policy, and of the critic where it learns alone; without a gradient nothing is made again."""
     computed, forward = collections.Counter(), LlamaMLP.forward
 
     def counted(*given):
