@@ -119,7 +119,8 @@ HEALTHY = {  # of training
     "train/clipfrac": 0.01, "train/kl_loss": 0.01, "response_length/clip_ratio": 0.01,
     "response_length/mean": 9.0, "mismatch/kl": 1e-9, "mismatch/ratio_mean": 1.0, "mismatch/slope": 0.0,
     "rollout/turns": 1.0, "rollout/segments": 1.0, "env/suspicious": 0.0}
-EVALUATED = {"pass@1": (0.3, 0.5, 0.7, 0.8, 0.9), "pass@16": (0.95,) * 5, "greedy": (0.6, 0.7, 0.8, 0.9, 0.95)}
+EVALUATED = {"pass@1": (0.3, 0.5, 0.7, 0.8, 0.9), "pass@16": (0.95,) * 5,
+             "greedy": (0.6, 0.7, 0.8, 0.9, 0.95)}
 LIKE_SFT = dict.fromkeys(HEALTHY, None) | {"train/grad_norm": 0.4, "train/weight_norm": line(40.0, 40.4)}
 LIKE_A2C = dict.fromkeys(HEALTHY, None) | {"grad_norm": 0.4}
 AT_REST = {"train/weight_norm": 40.0}
@@ -172,8 +173,8 @@ def story(folder, args=(), steps=1, **changes):
     ("entropy_collapses", dict(train={"train/entropy": line(0.5, 0.02), "train/pass@1": 0.3})),
     ("", dict(train={"train/entropy": line(0.5, 0.02)})),
     ("entropy_rises", dict(train={"train/entropy": line(0.5, 0.9), "train/reward": 0.4})),
-    ("", dict(train={"train/entropy": line(0.5, 0.9)})), ("", dict(train={"train/entropy": line(0.5, 0.7),
-                                                                         "train/reward": 0.4})),
+    ("", dict(train={"train/entropy": line(0.5, 0.9)})),
+    ("", dict(train={"train/entropy": line(0.5, 0.7), "train/reward": 0.4})),
     ("kl", dict(train={"train/kl_loss": line(0.0, 2.0), "train/pass@1": line(0.5, 0.48)})),
     ("", dict(train={"train/kl_loss": line(0.0, 2.0)})),
     ("", dict(train={"train/kl_loss": line(0.0, 0.8), "train/pass@1": line(0.5, 0.48)})),

@@ -172,7 +172,8 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LENGTH = dict.fromkeys(CASES, 6) | dict.fromkeys(("grpo", "grpo-lora", "ppo", "sft"), 20)  # steps
+LENGTH = dict.fromkeys(CASES, 6)  # steps
+OTHERS = [name for name in CASES if "-" in name or name == "few"]  # what no fast test above runs
 TWO = ("--standalone", "--nproc_per_node=2")
 
 
@@ -200,7 +201,7 @@ def alone(tmp_path_factory):
 def together(tmp_path_factory):
     """The folder of the same runs in two processes, which torchrun starts once for all of them."""
     folder = tmp_path_factory.mktemp("together")
-    torchrun_in_turn(2, [words_of(name, folder / name) for name in CASES], folder)
+    torchrun_in_turn(2, [words_of(name, folder / name) for name in OTHERS], folder)
     return folder
 
 
@@ -228,18 +229,13 @@ def assert_same_run(case, one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_two_processes_train_as_one_does(name, alone, together):
     one, two = alone(name), together / name
     assert_same_run(name, one, two)
     assert {record["system/processes"] for record in records(two)} == {2}
     if "lora" in name:
         assert not list(two.glob("checkpoints/*/model.safetensors"))  # the adapter alone
-    if name == "grpo":  # of both processes, in order
-        for step in ("train_step_000001", "val_step_000000"):
-            (played, summary), (expected, other) = (episodes(folder, step) for folder in (two, one))
-            assert [e["messages"] for e in played] == [e["messages"] for e in expected]
-            assert summary == other and summary["logged"] == len(played)
 
 
 ENDS_BADLY = """

@@ -407,8 +407,7 @@ def test_flags_win_over_the_defaults_of_the_command_line(form, tmp_path, capsys)
 def test_epochs_without_steps_set_the_length(tmp_path, capsys):
     rows = write_rows(tmp_path)
     flags = ["--train-files", rows, "--batch-size", 3, "--val-ratio", 0, "--eval-every", 0]
-    for number, (more, steps) in enumerate(((["--epochs", 1.5], 4), (["--epochs=1"], 3),
-                                            (["--epochs", 9, "--steps", 2], 2))):
+    for number, (more, steps) in enumerate(((["--epochs=1.5"], 4), (["--epochs", 9, "--steps", 2], 2))):
         folder = tmp_path / f"run{number}"
         assert command_line("sft.py", *flags, *more, "--run-dir", folder) == 0, capsys.readouterr().err
         assert records(folder)[-1]["iteration"] == steps
@@ -425,17 +424,15 @@ def test_variables_of_other_systems_are_named(tmp_path, capsys, monkeypatch):
 
 
 def test_half_a_weight_is_half_of_the_rows_and_one_and_a_half_is_all_and_half_of_them_once_more(tmp_path):
-    """A step of an epoch; rows of a file are equally long, so that the tokens tell how many of each it has."""
+    """A step of a whole epoch. Rows of a file are equally long: the tokens tell how many of each it has."""
     (tmp_path / "b").mkdir()
     files = (write_rows(tmp_path, [(f"{n} 1 -> {n + 1}", f"{n} + 1 = {n + 1}") for n in range(6)]),
              write_rows(tmp_path / "b", [(f"{n} 7 18 -> 28", "18 + 7 = 25; 25 + 3 = 28") for n in "0123"]))
-    for weights, counts in ((("=0.5", "=1.5"), (3, 6)), (("=1.5", "=0.5"), (9, 2))):
-        weighted = tuple(map("".join, zip(files, weights, strict=True)))
-        folder = train(sft, tmp_path / weights[0], model=TINY, steps=1, val_ratio=0.0, eval_every=0,
-                       train_files=weighted, batch_size=sum(counts))
-        assert records(folder)[0]["data/rows"] == sum(counts)
-        short, *_, long = (len(ids) for ids, _ in rows_of(folder))
-        assert records(folder)[-1]["env_steps"] == counts[0] * short + counts[1] * long
+    folder = train(sft, tmp_path / "run", model=TINY, steps=1, val_ratio=0.0, eval_every=0, batch_size=3 + 6,
+                   train_files=(f"{files[0]}=0.5", f"{files[1]}=1.5"))
+    short, *_, long = (len(ids) for ids, _ in rows_of(folder))
+    start, end = records(folder)
+    assert start["data/rows"] == 3 + 6 and end["env_steps"] == 3 * short + 6 * long
 
 
 @pytest.mark.slow
