@@ -53,7 +53,7 @@ class Telling(Countdown):
 # One to three processes. Shares are uneven: of 4 or 5 prompts, rows and environments, and of 7 tasks, which
 # are of several sources.
 QUICK = {
-    "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05, "--epochs", 2,
+    "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05,
                  "--aggregation", "sequence"),
     "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 1, "--critic-minibatches", 1,
                 "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01),

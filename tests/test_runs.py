@@ -444,7 +444,7 @@ SIGNALS = {f"{script.__name__}-{name}": (script, name) for script in ALL for nam
            if (script, name) != (a2c, "SIGINT")}  # which is in test_a2c_runs.py
 
 
-@pytest.mark.parametrize("case", slow_but(("grpo_llm-SIGTERM", "sft-SIGINT"), SIGNALS))
+@pytest.mark.parametrize("case", slow_but(("grpo_llm-SIGTERM",), SIGNALS))
 def test_sigterm_saves_and_ctrl_c_leaves_a_receipt_and_the_same_command_goes_on(
         case, finished, tmp_path, monkeypatch, capsys):
     script, name = SIGNALS[case]
@@ -599,7 +599,7 @@ def test_a_finished_run_stays_as_it_is_and_other_flags_are_refused_by_name(scrip
         go_on(script, folder, whole)
 
 
-@pytest.mark.parametrize("script", slow_but((sft, a2c), ALL))
+@pytest.mark.parametrize("script", slow_but((a2c,), ALL))
 def test_a_finished_run_is_extended_where_no_schedule_depends_on_its_length(script, tmp_path):
     """Windows, evaluation and checkpoint fall on the last iteration too."""
     length = "steps" if script is sft else "iterations"
@@ -1017,6 +1017,20 @@ class Hostile(Countdown):
         episode.step = lambda reply: dataclasses.replace(step(reply), messages=[
             dict(role="user", content="\ud800")])
         return episode
+
+
+class Undefined(Countdown):
+    def start(self, task, seed):
+        episode = super().start(task, seed)
+        step = episode.step
+        episode.step = lambda reply: dataclasses.replace(step(reply), info=dict(correct=0, own=math.nan))
+        return episode
+
+
+def test_a_number_that_is_none_is_named_and_not_logged(tmp_path):
+    with pytest.raises(SystemExit, match="^error: FloatingPointError: val/countdown/own is nan .*receipt"):
+        train(grpo_llm, tmp_path / "run", env=f"{__file__}:Undefined", iterations=0, eval_tasks=1)
+    assert validate(tmp_path / "run")["ok"] and not records(tmp_path / "run")
 
 
 def test_episodes_are_written_and_printed_and_no_name_or_text_breaks_that(tmp_path, capsys):
