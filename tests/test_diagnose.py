@@ -279,8 +279,8 @@ EVEN = dict(task_id="t", reward=0.0, correct=0, termination="length", messages=[
              "(0% of the replies are right)"),
     ({"val/countdown/format": 0.25}, [], "replies lack the form that the environment reads (0% of the "
                                          "replies are right, 25% have the form that the environment reads)"),
-    ({}, [EVEN, EVEN, EVEN | dict(termination="done")], "before their answer (0% of the replies are right, "
-                                                        "67% are cut off by --max-response-tokens 16"),
+    ({}, [EVEN, EVEN | dict(termination="context"), EVEN | dict(termination="done")],
+     "before their answer (0% of the replies are right, 67% are cut off by --max-response-tokens 16"),
     ({}, [EVEN | dict(termination="error")], "the environment fails (0% of the replies are right, 0% are"),
     ({"val/countdown/pass@1": 1.0, "val/countdown/pass@16": 1.0}, [], "every reply is right"),
     ({"val/countdown/pass@1": 0.5, "val/countdown/pass@16": 0.5}, [], "they differ between tasks"),
