@@ -742,7 +742,7 @@ def compared(capsys, form, *folders):
     return {name.strip("`"): tuple(values) for name, *values in cells[2:]}
 
 
-def test_what_a_comparison_shows_of_ties_zeros_losses_and_flags_that_one_run_has(tmp_path, capsys):
+def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_them_has(tmp_path, capsys):
     key, loss, odd = "val/own/pass@1", "val/loss", "eval/greedy_return"
     one = write_run(tmp_path / "x" / "run", dict(git_sha="a" * 40, model_sha256="m1", env="c|d"),
                     (0, {key: 0.0, loss: 2.0}), (5, {key: 0.5, loss: 1.0, odd: 3.0}),
