@@ -406,8 +406,8 @@ FEWER = {"grpo": dict(iterations=2, prompts_per_iteration=16),
          "ppo": dict(iterations=2, prompts_per_iteration=64, critic_warmup=1)}
 DEFAULT = {"grpo": dict(iterations=6), "ppo": dict(iterations=6, critic_warmup=2)}
 OTHER = {  # every flag that is not the default, in little
-    "grpo": dict(iterations=2, seed=2, prompts_per_iteration=6, group_size=4, microbatch_tokens=100, epochs=2,
-                 scale_rewards=True, clip_low=0.05, clip_high=0.1, kl_coef=0.1, temperature=2.0, beta2=0.9,
+    "grpo": dict(iterations=2, seed=2, prompts_per_iteration=6, group_size=3, microbatch_tokens=100, epochs=2,
+                 scale_rewards=True, clip_low=0.05, clip_high=0.1, kl_coef=0.1, temperature=0.8, beta2=0.9,
                  max_grad_norm=0.1, warmup_iterations=1, final_learning_rate=0.5, learning_rate=1e-3,
                  entropy_coef=0.1, max_response_tokens=12, eval_every=2),
     "ppo": dict(iterations=2, seed=2, prompts_per_iteration=12, epochs=1, minibatches=2, critic_epochs=2,
