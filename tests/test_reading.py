@@ -411,7 +411,7 @@ OTHER = {  # every flag that is not the default, in little
                  max_grad_norm=0.1, warmup_iterations=1, final_learning_rate=0.5, learning_rate=1e-3,
                  entropy_coef=0.1, max_response_tokens=12, eval_every=2),
     "ppo": dict(iterations=2, seed=2, prompts_per_iteration=12, epochs=1, minibatches=2, critic_epochs=2,
-                critic_minibatches=3, critic_warmup=1, critic_learning_rate=2e-3, critic_beta2=0.9, beta2=0.9,
+                critic_minibatches=3, critic_warmup=1, critic_learning_rate=2e-3, critic_beta2=0.8, beta2=0.9,
                 gae_lambda=0.8, clip=0.05, kl_coef=0.1, temperature=2.0, warmup_iterations=1,
                 final_learning_rate=0.5, learning_rate=1e-3, entropy_coef=0.1, max_response_tokens=12,
                 eval_every=2),

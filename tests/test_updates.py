@@ -509,6 +509,23 @@ def test_a_pass_cut_in_one_two_and_many_gives_the_same_gradients_and_numbers(cas
                 near(ours, others, 1e-4)
 
 
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
+def test_no_pass_has_more_tokens_than_it_may_unless_one_row_has_and_each_segment_is_in_one(script):
+    segments = [script.Segment([n] * (1 + n % 4), [n] * (1 + n % 7), [1] * (1 + n % 7), [0.0] * (1 + n % 7))
+                for n in range(40)]
+    known = dict(advantages=0.0) if script is grpo_llm else {}
+    for limit in (1, 8, 23, 60, 10**4):
+        seen = []
+        for s in segments:
+            for name, value in known.items():
+                setattr(s, name, [value] * len(s.response_ids))
+        for part, batch in script.microbatches(segments, script.Args(microbatch_tokens=limit), "cpu"):
+            rows, prompt = batch["prompts"].shape
+            assert rows == 1 or rows * (prompt + batch["responses"].shape[1]) <= limit
+            seen += map(id, part)
+        assert sorted(seen) == sorted(map(id, segments))
+
+
 @pytest.mark.parametrize("script, flags", [
     (ppo_llm, dict(critic_warmup=0)), pytest.param(grpo_llm, {}, marks=pytest.mark.slow),
     pytest.param(ppo_llm, dict(critic="shared", lora_rank=2), marks=pytest.mark.slow)])
