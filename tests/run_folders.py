@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -428,3 +429,58 @@ def gradients(model):
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad(set_to_none=True)
     return flat
+
+
+def ranks(count, lines, folder):
+    """Command lines, one after the other, in so many processes that this one forks. They meet as torchrun's
+    do, on this machine alone.  -> what each rank has said
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started, outputs = [], [folder / f"rank_{rank}_of_{count}.txt" for rank in range(count)]
+    for rank, output in enumerate(outputs):
+        environment = dict(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RUN_ID="a test's", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+            WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+        started.append(multiprocessing.get_context("fork").Process(
+            target=rank_in_turn, args=(output, environment, lines), daemon=True))
+        started[-1].start()
+    try:
+        for run in started:
+            run.join(120)
+            assert run.exitcode == 0, "\n".join(output.read_text()[-3000:] for output in outputs)
+    finally:
+        for run in started:
+            run.kill()
+    return [output.read_text() for output in outputs]
+
+
+def rank_in_turn(output, environment, lines):
+    """What one of the processes does; it ends without Python's end, as the scripts do under torchrun."""
+    os.environ |= environment
+    torch.set_num_threads(1)
+    end, code = os._exit, 0
+    with output.open("w", 1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        for number, line in enumerate(lines):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each has keys of its own in the store
+            with mock.patch("atexit._run_exitfuncs"), mock.patch("os._exit"):
+                code = code or command_line(*line)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    end(code)
+
+
+def same_numbers(one, other, where):
+    """But for times; numbers to 1e-5, tensors to 1e-4."""
+    if isinstance(one, dict):
+        assert {*one} == {*other}, where
+        for name in one:
+            if not is_time(str(name)):
+                same_numbers(one[name], other[name], f"{where} {name}")
+    elif isinstance(one, (list, tuple)):
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same_numbers(left, right, f"{where} {number}")
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text: f"{where}: {text}")
+    else:
+        assert one == (pytest.approx(other, rel=1e-5, abs=1e-5) if isinstance(one, float) else other), where

@@ -107,6 +107,136 @@ def test_on_either_side_of_a_threshold(key, start, silent, seen, symptom, tmp_pa
     assert symptom in found
 
 
+def line(start, end, last=20):
+    """A straight one, from the first record of training to the last."""
+    return lambda i: start + (end - start) * (i - 1) / (last - 1)
+
+
+HEALTHY = {  # of training
+    "train/reward": line(0.3, 0.9), "train/pass@1": line(0.3, 0.9), "critic/score/max": 1.0,
+    "critic/score/min": 0.0, "rollout/groups_trainable": 9, "train/entropy": line(0.5, 0.3),
+    "train/grad_norm": 0.4, "train/weight_norm": line(40.0, 40.4), "train/approx_kl": 0.001,
+    "train/clipfrac": 0.01, "train/kl_loss": 0.01, "response_length/clip_ratio": 0.01,
+    "response_length/mean": 9.0, "mismatch/kl": 1e-9, "mismatch/ratio_mean": 1.0, "mismatch/slope": 0.0,
+    "rollout/turns": 1.0, "rollout/segments": 1.0, "env/suspicious": 0.0}
+EVALUATED = {"pass@1": (0.3, 0.5, 0.7, 0.8, 0.9), "pass@16": (0.95,) * 5,
+             "greedy": (0.6, 0.7, 0.8, 0.9, 0.95)}
+LIKE_SFT = dict.fromkeys(HEALTHY, None) | {"train/grad_norm": 0.4, "train/weight_norm": line(40.0, 40.4)}
+LIKE_A2C = dict.fromkeys(HEALTHY, None) | {"grad_norm": 0.4}
+AT_REST = {"train/weight_norm": 40.0}
+LORA = dict(lora_rank=2)
+
+
+def stepwise(*values):
+    return lambda i: values[min(i, len(values)) - 1]
+
+
+def story(folder, args=(), steps=1, **changes):
+    """A run of 20 iterations that is healthy but for some numbers, evaluated five times.  -> its folder"""
+    evaluated = EVALUATED | {name[4:]: changes[name] for name in changes if name.startswith("val_")}
+    curves = HEALTHY | changes.get("train", {})
+    flags = dict(iterations=20, eval_tasks=512, eval_samples=16, dtype="float32", learning_rate=1e-3)
+    lines = [dict(meta=dict(run_id="a", algo="grpo", args=flags | dict(args)))]
+    for i in range(21):
+        found = dict(run_id="a", trace_id=f"a:{i}", iteration=i, env_steps=9 * i, opt_steps=steps * i,
+                     wall_time_s=float(i))
+        for key, value in curves.items() if i else ():
+            if value is not None:
+                found[key] = value(i) if callable(value) else value
+        if i % 5 == 0:
+            found |= {f"val/countdown/{name}": values[i // 5] for name, values in evaluated.items()}
+        lines.append(found)
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "train_log.jsonl", lines)
+    return folder
+
+
+@pytest.mark.parametrize("symptoms, changes", [
+    ("", {}),
+    ("no_step", dict(train=AT_REST)), ("lora", dict(train=AT_REST, args=LORA)),
+    ("lora", dict(train=AT_REST, args=dict(lora_rank=0, lora_adapter_path="adapter"))),  # which goes on
+    ("", dict(train=AT_REST, steps=0)), ("no_step", dict(train={"train/grad_norm": 0.0})),
+    ("lora", dict(train={"train/weight_norm": line(40.0, 40.002)}, args=LORA, steps=3)),
+    ("lora", dict(train={"train/weight_norm": line(40.0, 39.998)}, args=LORA, steps=3)),
+    ("", dict(train={"train/weight_norm": line(40.0, 40.002)}, args=LORA)),  # of 19 steps, which are few
+    ("", dict(train={"train/weight_norm": line(40.0, 39.9)}, args=LORA, steps=3)),
+    ("", dict(train={"train/weight_norm": line(40.0, 40.002)}, steps=3)),
+    ("reward_falls", dict(train={"train/reward": stepwise(0.9, 0.9, 0.1)})),  # before a window is full
+    ("reward_falls", dict(train={"train/reward": line(-0.5, -1.0), "critic/score/min": -1.0})),
+    ("", dict(train={"train/reward": line(-0.5, -1.0), "critic/score/min": -2.0})),  # not half of the way
+    ("", dict(train={"train/reward": line(0.5, 0.4)})),
+    ("reward_falls", dict(train=LIKE_A2C | {"reward_mean": line(0.9, 0.1)})),
+    ("", dict(train=LIKE_A2C | {"reward_mean": line(0.1, 0.9)})),
+    ("reward_falls", dict(train={"train/reward": line(0.9, 0.0), "rollout/groups_trainable": stepwise(
+        *[9] * 17, 0)})),  # that it has come to nothing says no more
+    ("", dict(train={"train/entropy": line(0.15, 0.1), "train/pass@1": 0.3})),
+    ("entropy_collapses", dict(train={"train/entropy": line(0.5, 0.02), "train/pass@1": 0.3})),
+    ("", dict(train={"train/entropy": line(0.5, 0.02)})),
+    ("entropy_rises", dict(train={"train/entropy": line(0.5, 0.9), "train/reward": 0.4})),
+    ("", dict(train={"train/entropy": line(0.5, 0.9)})),
+    ("", dict(train={"train/entropy": line(0.5, 0.7), "train/reward": 0.4})),
+    ("kl", dict(train={"train/kl_loss": line(0.0, 2.0), "train/pass@1": line(0.5, 0.48)})),
+    ("", dict(train={"train/kl_loss": line(0.0, 2.0)})),
+    ("", dict(train={"train/kl_loss": line(0.0, 0.8), "train/pass@1": line(0.5, 0.48)})),
+    ("length", dict(train={"response_length/mean": line(9.0, 40.0), "train/pass@1": 0.5})),
+    ("", dict(train={"response_length/mean": line(9.0, 40.0)})),
+    ("", dict(train={"response_length/mean": line(9.0, 12.0), "train/pass@1": 0.5})),
+    ("pass_at_n", {"val_pass@16": (0.95, 0.9, 0.8, 0.8, 0.8)}),
+    ("", {"args": dict(eval_tasks=9), "val_pass@16": (0.95, 0.9, 0.8, 0.8, 0.8)}),
+    ("", {"val_pass@16": (0.95, 0.9, 0.8, 0.95, 0.8)}),
+    ("greedy", dict(val_greedy=(0.6, 0.7, 0.5, 0.5, 0.5))), ("", dict(val_greedy=(0.6, 0.7, 0.5, 0.8, 0.5))),
+    ("sampler", dict(train={"mismatch/kl": 1e-4})), ("", dict(train={"mismatch/kl": 5e-7})),
+    ("", dict(train={"mismatch/kl": 1e-4}, args=dict(dtype="bfloat16"))),
+    ("sampler", dict(train={"mismatch/ratio_mean": 0.9})), ("sampler", dict(train={"mismatch/slope": 0.1})),
+    ("template", dict(train={"rollout/turns": 3.0, "rollout/segments": 2.5})),
+    ("", dict(train={"rollout/turns": 3.0, "rollout/segments": 1.8})),
+    ("", dict(train={"rollout/turns": 1.05, "rollout/segments": 1.04})),
+    ("verifier", dict(train={"train/pass@1": line(0.5, 0.3)})), ("", dict(train={"train/pass@1": 0.5})),
+    ("", dict(train={"train/pass@1": line(0.5, 0.3), "train/reward": line(0.3, 0.35)})),
+    ("", dict(train=LIKE_SFT | {"train/loss": line(1.0, 0.5)})),
+    ("sft_loss", dict(train=LIKE_SFT | {"train/loss": line(1.0, 0.99)})),
+    ("sft_loss", dict(train=LIKE_SFT | {"train/loss": stepwise(1.0, 1.6, 0.5)})),
+    ("", dict(train=LIKE_SFT | {"train/loss": stepwise(1.0, 1.4, 0.5)})),
+])
+def test_a_run_that_is_healthy_but_for_one_thing(symptoms, changes, tmp_path, capsys):
+    """On either side of what each symptom needs: a threshold, what goes with it, what explains it."""
+    code, found = look(story(tmp_path, **changes), capsys)
+    assert {*found} == {*symptoms.split()} and code == bool(symptoms), found
+
+
+def test_the_plan_is_that_of_the_script_unless_a_run_was_extended(tmp_path, capsys):
+    plans = {}
+    for name, args in dict(sft=dict(iterations=None, steps=40), grpo={}, longer=dict(iterations=10)).items():
+        lines = [json.loads(text) for text in story(tmp_path / name).joinpath("train_log.jsonl").open()]
+        lines[0]["meta"]["args"] |= args
+        write_jsonl(tmp_path / name / "train_log.jsonl", lines)
+        assert diagnose.main([str(tmp_path / name), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        plans[name] = report["of"]
+        assert (report["iteration"], report["records"]) == (20, 20)
+    assert plans == dict(sft=40, grpo=20, longer=None)
+
+
+def test_where_two_runs_part_first_whatever_the_machine(tmp_path, capsys):
+    """In an evaluation, which is also of a record of training; what only one of them has is passed over."""
+    one = story(tmp_path / "one", train={"system/memory_usage": 1.0, "time/update": 2.0})
+    other = story(tmp_path / "other", train={"system/memory_usage": 3.0, "time/update": 4.0})
+    log = other / "train_log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:4] + lines[5:]))
+    assert look(one, capsys, "--like", other) == (0, {})
+    for changed in (10, 0):  # the later one stays changed, too
+        here = [*log.read_text().splitlines(keepends=True)]
+        place = next(n for n, text in enumerate(here) if f'"iteration": {changed},' in text)
+        altered = json.loads(here[place])
+        key = "val/countdown/greedy"
+        altered[key] += 0.25
+        here[place] = json.dumps(altered) + "\n"
+        log.write_text("".join(here))
+        says = look(one, capsys, "--like", other)[1]["resumed"]
+        assert says.startswith(f"iteration {changed} is the first that differs") and "in 1 metrics" in says
+
+
 def test_a_script_that_was_changed_between_two_commits_is_told(tmp_path, capsys):
     def changed(number, line):
         inside = line.get("meta") or line.get("resume")
@@ -149,8 +279,8 @@ EVEN = dict(task_id="t", reward=0.0, correct=0, termination="length", messages=[
              "(0% of the replies are right)"),
     ({"val/countdown/format": 0.25}, [], "replies lack the form that the environment reads (0% of the "
                                          "replies are right, 25% have the form that the environment reads)"),
-    ({}, [EVEN, EVEN, EVEN | dict(termination="done")], "before their answer (0% of the replies are right, "
-                                                        "67% are cut off by --max-response-tokens 16"),
+    ({}, [EVEN, EVEN | dict(termination="context"), EVEN | dict(termination="done")],
+     "before their answer (0% of the replies are right, 67% are cut off by --max-response-tokens 16"),
     ({}, [EVEN | dict(termination="error")], "the environment fails (0% of the replies are right, 0% are"),
     ({"val/countdown/pass@1": 1.0, "val/countdown/pass@16": 1.0}, [], "every reply is right"),
     ({"val/countdown/pass@1": 0.5, "val/countdown/pass@16": 0.5}, [], "they differ between tasks"),

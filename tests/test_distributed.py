@@ -1,14 +1,19 @@
 """Two processes of torchrun and one: the same run, whatever happens to them."""
 
+import dataclasses
 import functools
 import json
 import re
 import socket
+import zlib
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from envs.countdown import Countdown
 from tests.run_folders import (
     TINY,
     command_line,
@@ -17,14 +22,131 @@ from tests.run_folders import (
     killed_after,
     log_lines,
     process,
+    ranks,
     ranks_of,
     records,
+    same_numbers,
+    state_of,
+    timeless,
     torchrun_in_turn,
     wait_for,
+    weights_of,
 )
 from tools.validate_train_log import validate
 
-pytestmark = pytest.mark.slow
+
+class Telling(Countdown):
+    """Each reply has a score of its own, so that what is logged of it tells which one was given."""
+
+    def start(self, task, seed):
+        episode = super().start(task, seed)
+        step = episode.step
+
+        def told(reply):
+            score = zlib.crc32(f"{task.id} {reply}".encode()) / 2**32
+            return dataclasses.replace(step(reply), reward=np.float32(score), info=dict(correct=score))
+
+        episode.step = told
+        return episode
+
+
+# One to three processes. Shares are uneven: of 4 or 5 prompts, rows and environments, and of 7 tasks, which
+# are of several sources.
+QUICK = {
+    "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05,
+                 "--aggregation", "sequence"),
+    "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 1, "--critic-minibatches", 1,
+                "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01),
+    "sft": ("--batch-size", 5, "--microbatch-tokens", 40, "--eval-samples", 8, "--log-every", 1),
+    "a2c_vecenv": ("--num-envs", 5, "--num-steps", 6, "--hidden-size", 16, "--update-every", 2, "--chunk", 2,
+                   "--eval-episodes", 7, "--eval-envs", 4, "--env-kwargs", "difficulty=3", "max_steps=9",
+                   "--learning-rate", 3e-3, "--log-every", 1, "--eval-every", 2),
+}
+TASKS = ("--env", f"{__file__}:Telling", "--env-kwargs", "test_tasks=32", "difficulty=true", "--eval-tasks",
+         7, "--learning-rate", 1e-4, "--max-response-tokens", 10, "--eval-every", 2)
+RL = ("--microbatch-tokens", 300, "--temperature", 2.0, "--eval-temperature", 2.0, "--eval-samples", 2,
+      "--log-episodes", 1)
+
+
+def quick(script, folder):
+    """A command line of two iterations."""
+    shared = ()
+    if script != "a2c_vecenv":
+        shared = (*TASKS, "--model", folder.parent / "model", *([] if script == "sft" else RL))
+    length = "--steps" if script == "sft" else "--iterations"
+    return (f"{script}.py", *QUICK[script], *shared, length, 2, "--run-dir", folder / script,
+            "--checkpoint-every", 1, "--keep-checkpoints", 0)
+
+
+@pytest.fixture(scope="module")
+def shared_out(request, tmp_path_factory):
+    """Number of processes -> a folder with a run of each script that a test names; two go on from what three
+    began.
+    """
+    made, parent = {}, tmp_path_factory.mktemp("shared_out")
+    scripts = [script for script in QUICK if any(script in item.name for item in request.session.items)]
+    model = AutoModelForCausalLM.from_pretrained(TINY, num_hidden_layers=2)  # whose replies end, or are cut
+    model.save_pretrained(parent / "model")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(parent / "model")
+    for count in (1, 3, 2):
+        made[count] = folder = parent / f"of {count}"
+        folder.mkdir()
+        if count == 2:
+            for script in scripts:
+                killed_after(made[3] / script, folder / script, 1)
+        lines = [quick(script, folder) for script in scripts]
+        if count == 1:
+            assert [command_line(*line) for line in lines] == [0] * len(lines)
+        else:
+            one, *others = ranks(count, lines, folder)
+            assert one.count("2/2, ") == len(scripts) and not "".join(others)  # one process speaks
+    return made
+
+
+def same_run(one, other):
+    """All numbers but times, and all that checkpoints hold: the order of sums may differ, no more."""
+    for mine, yours in zip(timeless(one), timeless(other), strict=True):
+        assert list(mine) == list(yours)
+        for name in mine.keys() - {"trace_id", "run_id"}:
+            if name == "train/padding":  # processes cut their rows into passes of their own
+                continue
+            if name in ("iteration", "env_steps", "opt_steps", "action_hist") or name.startswith("rollout/"):
+                assert mine[name] == yours[name], name
+            else:
+                assert mine[name] == pytest.approx(yours[name], rel=1e-5, abs=1e-5), (name, mine["iteration"])
+    names = sorted(path.name for path in one.glob("checkpoints/step_*"))
+    assert names == sorted(path.name for path in other.glob("checkpoints/step_*")) and len(names) == 2
+    for name in names:
+        (mine, yours) = (folder / "checkpoints" / name for folder in (one, other))
+        assert sorted(p.name for p in mine.iterdir()) == sorted(p.name for p in yours.iterdir())
+        for left, right in ((weights_of(mine), weights_of(yours)), (state_of(mine), state_of(yours))):
+            same_numbers(left, right, name)
+
+
+@pytest.mark.parametrize("script", QUICK)
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_process_two_and_three_give_the_same_numbers_and_go_on_from_each_other(count, script, shared_out):
+    one, other = (shared_out[number] / script for number in (1, count))
+    same_run(one, other)
+    assert {record["system/processes"] for record in records(other)[-1:]} == {count}
+    verdict = validate(other, strict=True)
+    assert verdict["ok"] and verdict["resumes"] == (count == 2), verdict
+    assert len(list(other.glob("events*"))) == (2 if count == 2 else 1) and not (other / "receipts").exists()
+
+
+@pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm"])
+def test_every_episode_of_all_processes_is_written_once_with_draws_of_its_own(script, shared_out):
+    written = [{path.name: episodes(run / script, path.stem) for path in run.glob(f"{script}/episodes/*")}
+               for run in shared_out.values()]
+    assert written[0].keys() == written[1].keys() == written[2].keys() and len(written[0]) == 4
+    for name, (found, summary) in written[0].items():
+        for others, other_summary in (written[1][name], written[2][name]):
+            assert [e["messages"] for e in others] == [e["messages"] for e in found], name
+            assert other_summary["episodes"] == summary["episodes"] == len(found)
+            assert other_summary == pytest.approx(summary)
+
+
+# Slow: torchrun itself, adapters, fewer prompts than processes; kills.
 
 # Shares that are uneven: 5 prompts, 13 rows, 7 tasks. Passes of few tokens, so that processes differ in their
 # number. Each iteration is one step, since minibatches are cut within a process; and learning is slow: where
@@ -50,7 +172,8 @@ CASES = {
                                "--critic", "shared", "--learning-rate", 3e-5)),
     "sft-few": ("sft.py", ("--batch-size", 1, "--eval-tasks", 1, "--packing")),
 }
-LENGTH = dict.fromkeys(CASES, 6) | dict.fromkeys(("grpo", "grpo-lora", "ppo", "sft"), 20)  # steps
+LENGTH = dict.fromkeys(CASES, 6)  # steps
+OTHERS = [name for name in CASES if "-" in name or name == "few"]  # what no fast test above runs
 TWO = ("--standalone", "--nproc_per_node=2")
 
 
@@ -78,7 +201,7 @@ def alone(tmp_path_factory):
 def together(tmp_path_factory):
     """The folder of the same runs in two processes, which torchrun starts once for all of them."""
     folder = tmp_path_factory.mktemp("together")
-    torchrun_in_turn(2, [words_of(name, folder / name) for name in CASES], folder)
+    torchrun_in_turn(2, [words_of(name, folder / name) for name in OTHERS], folder)
     return folder
 
 
@@ -105,18 +228,14 @@ def assert_same_run(case, one, other):
     assert verdict["ok"] and not verdict["warnings"], verdict
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_two_processes_train_as_one_does(name, alone, together):
     one, two = alone(name), together / name
     assert_same_run(name, one, two)
     assert {record["system/processes"] for record in records(two)} == {2}
     if "lora" in name:
         assert not list(two.glob("checkpoints/*/model.safetensors"))  # the adapter alone
-    if name == "grpo":  # of both processes, in order
-        for step in ("train_step_000001", "val_step_000000"):
-            (played, summary), (expected, other) = (episodes(folder, step) for folder in (two, one))
-            assert [e["messages"] for e in played] == [e["messages"] for e in expected]
-            assert summary == other and summary["logged"] == len(played)
 
 
 ENDS_BADLY = """
@@ -127,6 +246,7 @@ sys.last = type("Last", (), {"__del__": lambda self, end=end: end()})()
 """
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_saves_and_ends_with_0_and_two_hosts_go_on(alone, tmp_path):
     """Between two checkpoints; the last iteration is not lost."""
     folder, env = tmp_path / "run", tmp_path / "env.py"
@@ -151,6 +271,7 @@ def test_sigterm_to_one_process_saves_and_ends_with_0_and_two_hosts_go_on(alone,
     assert validate(folder)["errors"] == 0
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_where_one_was_killed_and_torchrun_starts_them_again(alone, tmp_path):
     whole = alone("ppo-lora")
     folder = killed_after(whole, tmp_path / "run", 2)
@@ -178,6 +299,7 @@ def reward(rollout):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     path, message = tmp_path / "failing.py", "ValueError: the reward of rank 1 broke"
     path.write_text(FAILING)
@@ -193,6 +315,7 @@ def test_a_failing_process_ends_all_with_its_message_and_receipt(tmp_path):
     assert all(draws) and not set.intersection(*draws)  # of each rank its own random numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, flag, value, says", [
     ("grpo_llm.py", "--model", "nowhere/at/all", "error: --model nowhere/at/all: it cannot be loaded"),
     ("sft.py", "--train-files", "tests/data/a2c.jsonl", "error: --train-files tests/data/a2c.jsonl, row 1"),

@@ -8,8 +8,9 @@ import pytest
 import envs
 import grpo_llm
 import ppo_llm
-from envs.countdown import Countdown
-from tests.run_folders import episodes, train
+import sft
+from envs.countdown import Attempt, Countdown
+from tests.run_folders import TINY, episodes, train
 from tests.test_rollout import Speaker, byte_tokenizer, failing
 
 RL = pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
@@ -40,6 +41,24 @@ class One(Countdown):
 def checksum(r):
     """A reward that tells any two replies apart, so that each group carries a signal."""
     return zlib.crc32(r.messages[-1]["content"].encode()) / 2**32
+
+
+def test_tasks_that_sft_samples_in_different_calls_have_draws_of_their_own(tmp_path, monkeypatch):
+    """Two calls of four equal tasks each, and the same again in the next evaluation."""
+    heard, start = [], Countdown.start
+    monkeypatch.setattr(Countdown, "start", lambda env, task, seed: (
+        heard.append(task.id), start(env, task, seed))[1])
+    monkeypatch.setattr(Attempt, "step", lambda attempt, reply, step=Attempt.step: (
+        heard.append(reply), step(attempt, reply))[1])
+    train(sft, tmp_path / "run", env=f"{Path(__file__)}:One", env_kwargs=("test_tasks=8",), model=TINY,
+          steps=1, eval_tasks=8, eval_samples=3, microbatch_tokens=30, max_response_tokens=10,
+          learning_rate=1e-12)
+    replies = {}
+    for name, reply in zip(heard[::2], heard[1::2], strict=True):
+        replies.setdefault(name, []).append(reply)
+    assert len(replies) == 8 and heard[:len(heard) // 2] == heard[len(heard) // 2:]
+    calls = [[replies[f"test-{n}"] for n in numbers] for numbers in (range(4), range(4, 8))]
+    assert calls[0] != calls[1]
 
 
 @RL

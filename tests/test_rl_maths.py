@@ -157,6 +157,15 @@ def test_a_correction_is_its_formula_token_by_token(correction, bounds):
     assert is_out.any() == (correction != "none")
 
 
+def test_the_weights_of_tokens_are_means_over_tokens_or_sequences_or_a_constant_length():
+    mask = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.float64)
+    for aggregation, first, second in (("token", 1 / 9, 1 / 9), ("sequence", 1 / 3 / 7, 1 / 7),
+                                       ("constant", 1 / 7 / 11, 1 / 7 / 11)):
+        found = grpo_llm.token_weights(mask, aggregation, 9, 7, 11)  # of a minibatch of several passes
+        assert found[0].tolist() == pytest.approx([first, first, 0, first, 0])
+        assert found[1:].tolist() == [pytest.approx([0, second, 0, 0, 0]), [0.0] * 5]
+
+
 def of_script(loss, old_logprobs, batch, correction, aggregation):
     """The loss of grpo_llm.py on a batch, and its gradient by the log-probabilities."""
     logprobs, old, sampled, advantages, mask = batch

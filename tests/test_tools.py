@@ -721,6 +721,82 @@ def test_runs_are_compared_by_flags_that_differ_and_by_held_out_figures(tmp_path
         assert says in line and line.count("\n") == 1
 
 
+def write_run(folder, meta, *records):
+    """A log of records (iteration, {key: value}).  -> its folder"""
+    folder.mkdir(parents=True)
+    head = sample_log("grpo")[0]["meta"]
+    lines = [dict(meta=head | meta | dict(args=head["args"] | meta.get("args", {})))]
+    lines += [dict(sample_log("grpo")[1], iteration=number) | numbers for number, numbers in records]
+    write_jsonl(folder / "train_log.jsonl", lines)
+    return folder
+
+
+def compared(capsys, form, *folders):
+    """{name of a row: its cells} of a table in markdown; of CSV its rows by column."""
+    assert compare_runs.main([*map(str, folders), "--form", form]) == 0
+    said = capsys.readouterr().out
+    if form == "csv":
+        header, *rows = csv.reader(said.splitlines())
+        return dict(zip(header, zip(*rows, strict=True), strict=True))
+    cells = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in said.splitlines()]
+    return {name.strip("`"): tuple(values) for name, *values in cells[2:]}
+
+
+def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_them_has(tmp_path, capsys):
+    key, loss, odd = "val/own/pass@1", "val/loss", "eval/greedy_return"
+    one = write_run(tmp_path / "x" / "run", dict(git_sha="a" * 40, model_sha256="m1", env="c|d"),
+                    (0, {key: 0.0, loss: 2.0}), (5, {key: 0.5, loss: 1.0, odd: 3.0}),
+                    (9, {key: 0.5, loss: 1.5, odd: 3.0}))
+    other = write_run(tmp_path / "y" / "run", dict(git_sha="b" * 40, model_sha256="m2", args=dict(pool=0)),
+                      (0, {key: 0.25, loss: 1.0}), (9, {key: 0.25, loss: 0.5, odd: 3.0}))
+    table = compared(capsys, "csv", one, other)
+    assert table["run"] == (str(one), str(other))  # both are called `run`
+    assert table[f"{key} final"] == ("0.5", "0.25")
+    assert table[f"{key} best at"] == ("5", "0")  # the first of equal ones
+    assert table[f"{loss} best"] == ("1.0", "0.5") and table[f"{loss} best at"] == ("5", "9")
+    assert table["--pool"] == ("", "0") and "model_sha256" not in table and "--run-dir" not in table
+    assert table["git_sha"] == ("a" * 40, "b" * 40) and table["iterations"] == ("9", "9")
+
+    shown = compared(capsys, "markdown", one, other)
+    assert shown[f"{loss} final"] == ("1.5", "**0.5**")  # the least loss, the most of all else
+    assert shown[f"{key} final"] == ("**0.5**", "0.25")
+    assert shown[f"{odd} best"] == ("3", "3") and shown[f"{loss} best at"] == ("5", "9")  # none is better
+    assert shown["env"] == ("c\\|d", "countdown") and shown["--pool"] == ("-", "0")
+    assert shown["git_sha"] == ("aaaaaaaa", "bbbbbbbb")
+
+    same = write_run(tmp_path / "same", dict(git_sha="b" * 40, model_sha256="m2"), (0, {key: 0.25}))
+    assert compared(capsys, "csv", one, same)["model_sha256"] == ("m1", "m2")  # where no flag differs
+    assert compared(capsys, "csv", one, same)[f"{loss} best"] == ("1.0", "")
+
+
+def test_a_run_is_mirrored_once_with_its_best_checkpoint_and_conversations_from_their_first_reply(
+        tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = write_run(tmp_path / "run", dict(algo="sft"), (0, {}), (5, {"own": 1.0}), (5, {"own": 2.0}),
+                       (9, {}))
+    turns = [dict(role=role, content=text) for role, text in (
+        ("user", "task"), ("assistant", "one"), ("user", "no"), ("assistant", "x" * 30_000))]
+    (folder / "episodes").mkdir()
+    write_jsonl(folder / "episodes" / "val_step_000005.jsonl",
+                [episode(number, *turns, correct=0.5, turns=[{}, {}]) for number in (2, 0, 1)])
+    for step in ("step_000005", "step_000009"):
+        (folder / "checkpoints" / step).mkdir(parents=True)
+    (folder / "checkpoints" / "state.json").write_text('{"last": "step_000009", "best": "step_000005"}')
+    words = [str(folder), "--once", "--artifacts", "best", "--name", "token-1 is it"]
+    assert track_run.main([*words, *REDACT]) == 0
+    assert fake.begun["name"] == "[redacted] is it"
+    assert [*fake.logged] == [0, 5, 9] and fake.logged[5]["own"] == 1.0  # the first of two
+    best = str(folder / "checkpoints" / "step_000005")
+    assert fake.artifacts == [("run-best", best, ["latest", "step_000005"])]
+    _, row, *others = fake.logged[5]["val/sample_table"]
+    assert row[0] == "task" and row[1].startswith("assistant: one\n\nuser: no\n\nassistant: xx")
+    assert row[3] is False and len(row[1]) < 21_000 and "more characters]" in row[1] and len(others) == 2
+    fake.starting_step, fake.logged = 6, {}  # wandb has steps up to 5: a second call goes on there
+    assert track_run.main(words) == 0
+    assert [*fake.logged] == [9]
+
+
 def lines_of(run):
     """The records of a run with a held-out accuracy."""
     lines = map(json.loads, (run / "train_log.jsonl").read_text().splitlines())
