@@ -15,11 +15,9 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +46,7 @@ from envs.countdown import Countdown
 from tests.run_folders import (
     ROOT,
     TINY,
+    asked_once,
     command_line,
     episodes,
     full_forward,
@@ -246,7 +245,8 @@ class Seen:
             if not evaluates and script is a2c:
                 patch.setattr(script, "evaluate", lambda *_, **__: {"eval/none": 0.0})
             try:
-                script.main(script.Args(**flags | dict(run_dir=str(folder))))
+                with asked_once(script):
+                    script.main(script.Args(**flags | dict(run_dir=str(folder))))
             finally:
                 hook.remove()
         self.said = said.getvalue()
@@ -288,11 +288,6 @@ class Seen:
             self.orders.append(permute(size))
             return self.orders[-1]
 
-        # Neither is what this is about: a process for git, and waiting for the disk.
-        patch.setattr(subprocess, "run", lambda *_, **__: types.SimpleNamespace(stdout=""))
-        patch.setattr(os, "fsync", lambda _: None)
-        for kind in (AutoModelForCausalLM, AutoTokenizer):
-            patch.setattr(kind, "from_pretrained", loads(kind))
         patch.setattr(LlamaMLP, "forward", watched_layer)
         patch.setattr(LlamaModel, "forward", watched_decoder)
         patch.setattr(torch, "randperm", watched_order)
@@ -351,24 +346,6 @@ class Seen:
 
     def column(self, name):
         return [record[name] for record in self.log if name in record]
-
-
-KNOWN = {}  # what has been loaded of the shipped folder
-
-
-def loads(kind):
-    """Its from_pretrained; of the shipped folder a copy, which takes a tenth of the time."""
-    load = kind.from_pretrained
-
-    def from_pretrained(name, **options):
-        if name != TINY:
-            return load(name, **options)
-        key = kind, *options.items()
-        if key not in KNOWN:
-            KNOWN[key] = load(name, **options)
-        return copy.deepcopy(KNOWN[key])
-
-    return from_pretrained
 
 
 def copied(thing):
