@@ -29,27 +29,37 @@ from tests import mutate  # noqa: E402
 
 # The tests that a file is for, the likeliest to fail first; then pytest's -k.
 TESTS = {
-    "grpo_llm.py": ("rl_maths crash draws updates checks rollout runs chat engines", "not ppo and not sft"),
-    "ppo_llm.py": ("rl_maths crash draws updates checks runs rollout chat", "not grpo and not sft"),
-    "sft.py": ("crash draws sft sft_data runs", "not grpo and not ppo"),
-    "a2c_vecenv.py": ("a2c_maths crash runs a2c_runs a2c_distributed", "not grpo and not ppo and not sft"),
-    "envs/__init__.py": ("envs rows_files countdown logic text_envs", ""),
+    "grpo_llm.py": (
+        "rl_maths crash draws updates checks flags rollout runs chat engines distributed",
+        "not ppo and not sft"),
+    "ppo_llm.py": (
+        "rl_maths crash draws updates checks flags runs rollout chat distributed",
+        "not grpo and not sft"),
+    "sft.py": ("crash draws sft sft_data flags runs distributed", "not grpo and not ppo"),
+    "a2c_vecenv.py": (
+        "a2c_maths crash flags runs a2c_runs a2c_distributed distributed",
+        "not grpo and not ppo and not sft"),
+    "envs/__init__.py": ("envs env_properties rows_files countdown logic text_envs", ""),
     "envs/chat.py": ("chat calls sft_data runs", "template or bad_input or chat or calls or sft_data"),
     "envs/calls.py": ("calls chat", ""),
     "envs/splits.py": ("sft_data", ""),
-    "envs/countdown.py": ("countdown text_envs", "countdown"),
-    "envs/mixture.py": ("mixture envs text_envs", "mixture or wait"),
+    "envs/countdown.py": ("countdown env_properties text_envs", "countdown"),
+    "envs/mixture.py": ("mixture env_properties envs text_envs", "mixture or wait"),
     "envs/answers/": ("answers", ""),
-    "envs/rows.py": ("rows rows_files", ""),
+    "envs/rows.py": (
+        "rows env_properties rows_files trl_env",
+        "not env_properties or rows or mixture or trl"),
     "envs/csv_files.py": ("rows_files", ""),
     "envs/census.py": ("rows_files", ""),
-    "envs/adapters/": ("textarena openspiel openenv reasoning_gym verifiers trl_env rows", ""),
-    "envs/adapters/trl.py": ("trl_env rows", ""),
-    "envs/logic/": ("logic text_envs", "logic"),
-    "envs/openspiel/": ("openspiel text_envs", "openspiel"),
-    "envs/arcagi3/": ("arcagi3 text_envs", "arcagi3"),
-    "envs/code/repl.py": ("repl", ""),
-    "envs/code/": ("swe", ""),
+    "envs/adapters/": (
+        "env_properties trl_env textarena openenv reasoning_gym verifiers mixture openspiel",
+        ""),
+    "envs/adapters/trl.py": ("trl_env env_properties rows", "not env_properties or trl"),
+    "envs/logic/": ("logic env_properties text_envs", "logic"),
+    "envs/openspiel/": ("openspiel env_properties text_envs", "openspiel"),
+    "envs/arcagi3/": ("arcagi3 env_properties text_envs", "arcagi3"),
+    "envs/code/repl.py": ("repl env_properties", "test_repl or repl"),
+    "envs/code/": ("swe env_properties", "test_swe or swe"),
     "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy a2c_distributed", ""),
     "tools/compare_runs.py": ("tools golden", "compare or golden or runs"),
     "tools/convert_sft.py": ("convert_sft", ""),
@@ -362,6 +372,8 @@ MUTANTS = {
         "held-out rows are trained": ("not in held_out]", "or True]"),
     },
     "envs/mixture.py": {
+        "what another file holds out is trained on": (
+            "if question_of(task) not in self._held_out[short]:", "if True:"),
         "weights are ignored": ("(place, int(number or 1))", "(place, 1)"),
         "some tasks never come": ("max(math.ceil(n / self", "min(math.ceil(n / self"),
         "waits for nothing": ("any(env.blocking for", "all(env.blocking for"),
@@ -438,7 +450,7 @@ MUTANTS = {
         "what is partly right is right": (
             "reward is not None and reward >= 1)", "reward is not None and reward > 0)"),
         "the last reward says what is right": (
-            "not self.scores_itself and not place:", "not self.scores_itself:"),
+            "self.first_decides and place == 0:", "self.first_decides:"),
         "rewards of one reply for all": (
             'completions = [messages[-1]["content"] for messages in completions]',
             'completions = [completions[0][-1]["content"]] * len(steps)'),
@@ -450,8 +462,8 @@ MUTANTS = {
         "what is thought is judged": ("self.check.marked(final_part(reply),", "self.check.marked(reply,"),
         "tests have the default's time": ("timeout=config.timeout)", "timeout=Config.timeout)"),
         "a reward has another one's weight": (
-            "[*zip(names, functions, weights, strict=True)]",
-            "[*zip(names, functions, weights[::-1], strict=True)]"),
+            "[*zip(labels, functions, weights, strict=True)]",
+            "[*zip(labels, functions, weights[::-1], strict=True)]"),
         "each reply has the first one's verdict": (
             "infos = [dict(step.info) for step in steps]", "infos = [dict(steps[0].info) for _ in steps]"),
         "held out by row, not by prompt": ("zlib.crc32(key_of[name].encode())", "zlib.crc32(name.encode())"),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
 import itertools
 import math
 import multiprocessing
@@ -305,10 +306,25 @@ def begins_in(mutant, text):
 # Many mutants
 
 
+def import_libraries(folder):
+    """All that tests import: once, not for each mutant. What is the tree's own is forgotten again."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    for path in sorted(Path(folder, "tests").glob("test_*.py")):
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(f"tests.{path.stem}")
+    for name, module in [*sys.modules.items()]:
+        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
+        if str(place).startswith(folder):
+            del sys.modules[name]
+    sys.path.remove(folder)
+
+
 def work(waiting, results, end):
     """A process that tries mutants, in a copy of the tree."""
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(folder)
+        import_libraries(folder)
         while True:
             task = waiting.get()
             left = end - time.monotonic()
