@@ -156,6 +156,7 @@ def test_an_error_in_an_environment_keeps_its_traceback_and_leaves_a_receipt(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_self_test_passes_and_says_so_as_json(tmp_path):
     run = process("a2c_vecenv.py", "--self-test", env=dict(TMPDIR=str(tmp_path)))
     output, _ = run.communicate(timeout=400)
@@ -165,6 +166,7 @@ def test_the_self_test_passes_and_says_so_as_json(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_compiled_run_gives_the_same_numbers(tmp_path):
     plain, compiled = (train(a2c, tmp_path / str(on), compile=on, iterations=12, checkpoint_every=12,
                              eval_every=12, num_steps=6, chunk=4) for on in (False, True))

@@ -206,6 +206,7 @@ def test_a_run_whose_sampler_has_another_temperature_updates_nothing(script, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("script", RL)
 def test_two_hundred_iterations_in_bfloat16_end_by_themselves(script, tmp_path):
     size = dict(prompts_per_iteration=4, group_size=8, critic_warmup=2) if script is ppo_llm else dict(

@@ -453,6 +453,7 @@ def test_what_a_cut_cannot_do_is_said_at_once(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @cuts
 def test_the_default_run_ends_where_those_of_the_full_script_do(name, tmp_path):
     finish(process(f"docs/reading/{name}.py", "--run-dir", tmp_path))
