@@ -11,6 +11,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -314,7 +315,7 @@ def import_libraries(folder):
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(f"tests.{path.stem}")
     for name, module in [*sys.modules.items()]:
-        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
+        place = vars(module).get("__file__") or next(iter(vars(module).get("__path__", [])), "")
         if str(place).startswith(folder):
             del sys.modules[name]
     sys.path.remove(folder)
@@ -345,12 +346,18 @@ def tried(tasks, jobs, seconds=math.inf):
     """Yields (mutant, tests that failed, seconds) for tasks [(mutant, options of failures)], as they end."""
     waiting, results = multiprocessing.Queue(), multiprocessing.Queue()
     end = time.monotonic() + seconds
-    for _ in range(jobs):
-        multiprocessing.Process(target=work, args=(waiting, results, end)).start()
+    processes = [multiprocessing.Process(target=work, args=(waiting, results, end)) for _ in range(jobs)]
+    for process in processes:
+        process.start()
     for task in [*tasks, *[None] * jobs]:
         waiting.put(task)
     while jobs:
-        result = results.get()
+        try:
+            result = results.get(timeout=5)
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                sys.exit("a process that tries mutants has died: see above")
+            continue
         if result is None:
             jobs -= 1
         else:
