@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tqdm.std
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 900  # seconds for the tests of one mutant; one that hangs is killed, too
@@ -319,6 +320,9 @@ def import_libraries(folder):
         if str(place).startswith(folder):
             del sys.modules[name]
     sys.path.remove(folder)
+    # One that all processes share stays locked where a process is killed that has it.
+    tqdm.std.TqdmDefaultWriteLock.mp_lock = None
+    tqdm.tqdm.set_lock(tqdm.std.TqdmDefaultWriteLock())
 
 
 def work(waiting, results, end):
