@@ -310,6 +310,18 @@ MUTANTS = {
         "the best checkpoint is the first one": (
             'if metrics.get("val/loss", math.inf) < best_loss:',
             'if not best and metrics.get("val/loss", math.inf) < best_loss:'),
+        "a resume forgets the best loss": (
+            'best, best_loss = run.state["best"], run.state["best_loss"]', 'best = run.state["best"]'),
+        "a resume forgets the steps since the record": ('window = run.state["window"]', "window = []"),
+        "an epoch ends where the batch divides it": (
+            "epoch_ends = step * args.batch_size % num_rows < args.batch_size",
+            "epoch_ends = step * args.batch_size % num_rows == 0"),
+        "pass@n counts the greedy reply": ("of_source[:, :-1].max(1)", "of_source.max(1)"),
+        "a cut prompt is compared": (
+            "fingerprints(all_ids, all_mask.index(1), row[keys[0]])",
+            "fingerprints(ids, mask.index(1), row[keys[0]])"),
+        "a resume's adapter is the flag's": (
+            "model = add_lora(model, args, run.checkpoint)", "model = add_lora(model, args)"),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (

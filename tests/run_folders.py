@@ -403,7 +403,8 @@ def same_tree(one, other, tolerance=0.0):
         for a, b in zip(one, other, strict=True):
             same_tree(a, b, tolerance)
     else:
-        assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other)
+        expected = pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other
+        assert one == expected, f"{one} is not {expected}"
 
 
 def killed_after(whole, target, step):
@@ -457,7 +458,7 @@ def ranks(count, lines, folder):
     try:
         for run in started:
             run.join(120)
-            assert run.exitcode is not None, f"{count} processes wait for one another: {outputs[0].read_text()}"
+            assert run.exitcode is not None, f"processes wait for one another: {outputs[0].read_text()}"
             assert run.exitcode == 0, "\n".join(output.read_text()[-3000:] for output in outputs)
     finally:
         for run in started:

@@ -61,7 +61,7 @@ QUICK = {
                  "--aggregation", "sequence"),
     "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 3, "--critic-minibatches", 1,
                 "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01,
-                "--target-kl", 2.1e-4),  # less than the last pass of all has, more than any process's part of it
+                "--target-kl", 2.1e-4),  # less than the last pass has, more than a process's part of it
     "sft": ("--batch-size", 5, "--microbatch-tokens", 40, "--eval-samples", 8, "--log-every", 1),
     "a2c_vecenv": ("--num-envs", 5, "--num-steps", 6, "--hidden-size", 16, "--update-every", 2, "--chunk", 2,
                    "--eval-episodes", 7, "--eval-envs", 4, "--env-kwargs", "difficulty=3", "max_steps=9",
