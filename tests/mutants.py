@@ -207,6 +207,17 @@ MUTANTS = {
             "itertools.cycle(self.args.vllm_url)", "itertools.cycle(self.args.vllm_url[:1])"),
         "bounds of the correction are ignored": (
             "args.weighting, args.correction_bounds)", "args.weighting)"),
+        "a resume's reference is its checkpoint": (
+            "reference = add_lora(reference, args)", "reference = add_lora(reference, args, run.checkpoint)"),
+        "a resume's adapter is the flag's": (
+            "model = add_lora(model, args, run.checkpoint)", "model = add_lora(model, args)"),
+        "the same numbers in each round": ("score, drawn + mine.start)", "score, cursor + mine.start)"),
+        "the last rank's adapter": (
+            "name, problem = gather([(name, problem)])[0]", "name, problem = gather([(name, problem)])[-1]"),
+        "an update does not end what is idle": (
+            "num_idle = 0 if num_trainable", "num_idle = num_idle if num_trainable"),
+        "cut by the context is no clip": (
+            '(ends["length"] + ends["context"]) / num_played', 'ends["length"] / num_played'),
     },
     "ppo_llm.py": {
         "GAE: no lambda": ("+ gamma * lam * trace", "+ gamma * trace"),
@@ -248,6 +259,19 @@ MUTANTS = {
             "if learned and iteration >= alone:", "if learned and iteration > alone:"),
         "the coefficient starts anew": (
             "adapt_kl_coef(kl_coef, measured", "adapt_kl_coef(args.kl_coef, measured"),
+        "a rank without episodes earns 0": ("tolist()[:len(episodes)])", "tolist())"),
+        "target_kl of one rank": ("all_reduce(kl) > args", "kl > args"),
+        "as many steps as one rank can": ("max(gather([len(episodes)]))", "max(len(episodes), 1)"),
+        "failed sub-agents are trained": (
+            '"error" not in (r.termination, member.termination)', 'r.termination != "error"'),
+        "the critic has no adapter": (
+            "            if args.lora:\n                backbone = add_lora(backbone, args)\n", ""),
+        "a resume's reference is its checkpoint": (
+            "reference = add_lora(reference, args)", "reference = add_lora(reference, args, run.checkpoint)"),
+        "a reward of all sorts does not end what is idle": ("num_idle = 0 if", "num_idle = num_idle if"),
+        "warm-up while the critic is alone": (
+            "learning_rate(args.learning_rate, iteration + 1, alone + 1, args)",
+            "learning_rate(args.learning_rate, iteration + 1, 1, args)"),
     },
     "sft.py": {
         "the shift by one": ('batch["response_mask"][:, 1:]', 'batch["response_mask"][:, :-1]'),
@@ -286,6 +310,18 @@ MUTANTS = {
         "the best checkpoint is the first one": (
             'if metrics.get("val/loss", math.inf) < best_loss:',
             'if not best and metrics.get("val/loss", math.inf) < best_loss:'),
+        "a resume forgets the best loss": (
+            'best, best_loss = run.state["best"], run.state["best_loss"]', 'best = run.state["best"]'),
+        "a resume forgets the steps since the record": ('window = run.state["window"]', "window = []"),
+        "an epoch ends where the batch divides it": (
+            "epoch_ends = step * args.batch_size % num_rows < args.batch_size",
+            "epoch_ends = step * args.batch_size % num_rows == 0"),
+        "pass@n counts the greedy reply": ("of_source[:, :-1].max(1)", "of_source.max(1)"),
+        "a cut prompt is compared": (
+            "fingerprints(all_ids, all_mask.index(1), row[keys[0]])",
+            "fingerprints(ids, mask.index(1), row[keys[0]])"),
+        "a resume's adapter is the flag's": (
+            "model = add_lora(model, args, run.checkpoint)", "model = add_lora(model, args)"),
     },
     "a2c_vecenv.py": {
         "a time limit is an end": (

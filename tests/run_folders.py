@@ -332,14 +332,17 @@ def signal_once(patch, number, step):
 def same_end(one, other, step=LAST):
     """Bit for bit: the weights' file, what the trainer keeps beside them, and the log."""
     same_checkpoint(one, other, step)
-    assert timeless(one) == timeless(other)
+    for mine, yours in zip(timeless(one), timeless(other), strict=True):
+        differ = [name for name in mine if mine[name] != yours.get(name)]
+        assert mine == yours, f"iteration {mine['iteration']} of {other}: other numbers, of {differ}"
 
 
 def same_checkpoint(one, other, step=LAST):
     """Weights, the state of the optimiser, counters; the critic and its optimiser where there is one."""
     one_end, other_end = one / "checkpoints" / step, other / "checkpoints" / step
     for weights in one_end.glob("*model.safetensors"):
-        assert weights.read_bytes() == (other_end / weights.name).read_bytes()
+        other = other_end / weights.name
+        assert weights.read_bytes() == other.read_bytes(), f"{other} holds other weights than {weights}"
     same_tree(state_of(one_end), state_of(other_end))
     listed = [json.loads((end / "manifest.json").read_text()).keys() for end in (one_end, other_end)]
     assert listed[0] == listed[1]
@@ -400,7 +403,8 @@ def same_tree(one, other, tolerance=0.0):
         for a, b in zip(one, other, strict=True):
             same_tree(a, b, tolerance)
     else:
-        assert one == (pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other)
+        expected = pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other
+        assert one == expected, f"{one} is not {expected}"
 
 
 def killed_after(whole, target, step):
@@ -454,6 +458,7 @@ def ranks(count, lines, folder):
     try:
         for run in started:
             run.join(120)
+            assert run.exitcode is not None, f"processes wait for one another: {outputs[0].read_text()}"
             assert run.exitcode == 0, "\n".join(output.read_text()[-3000:] for output in outputs)
     finally:
         for run in started:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
 import sys
 import typing
@@ -467,6 +468,23 @@ def test_what_teaches_nothing_says_so_and_why(script, name, tmp_path, capsys):
     assert "three iterations" in line and f"python tools/diagnose.py {tmp_path} says why" in line
     assert diagnose.main([str(tmp_path)]) == 1
     assert says in capsys.readouterr().out
+
+
+LEARNS_ONCE = """
+def score(r, seen=[]):
+    seen += [r] * ("train" in r.task.id)
+    return float(len(seen) % 2) if 8 < len(seen) <= 12 else 0.0  # of the four replies of the third iteration
+"""
+
+
+@pytest.mark.parametrize("script", RL)
+def test_three_iterations_in_a_row_that_teach_nothing_are_told_once(script, tmp_path, capsys):
+    """Two before one that teaches are no three, and a fourth says no more than the third."""
+    (tmp_path / "own.py").write_text(LEARNS_ONCE)
+    train(script, tmp_path / "run", iterations=7, eval_every=0, eval_tasks=1, eval_samples=1,
+          prompts_per_iteration=2, group_size=2, reward_fn=f"{tmp_path}/own.py:score")
+    told = re.findall(r"^(warning: three iterations|\d/7, )", capsys.readouterr().out, re.M)
+    assert told == [*(f"{n}/7, " for n in range(6)), "warning: three iterations", "6/7, ", "7/7, "]
 
 
 @pytest.mark.slow

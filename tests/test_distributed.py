@@ -36,9 +36,13 @@ from tools.validate_train_log import validate
 
 
 class Telling(Countdown):
-    """Each reply has a score of its own, so that what is logged of it tells which one was given."""
+    """Each reply has a score of its own, so that what is logged of it tells which one was given. The first
+    task fails: one of three processes has nothing to learn from then.
+    """
 
     def start(self, task, seed):
+        if task.id == self.training_task(0, 1).id:
+            raise ConnectionError("no answer")
         episode = super().start(task, seed)
         step = episode.step
 
@@ -55,8 +59,9 @@ class Telling(Countdown):
 QUICK = {
     "grpo_llm": ("--prompts-per-iteration", 4, "--group-size", 3, "--kl-coef", 0.05,
                  "--aggregation", "sequence"),
-    "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 1, "--critic-minibatches", 1,
-                "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01),
+    "ppo_llm": ("--prompts-per-iteration", 5, "--minibatches", 1, "--epochs", 3, "--critic-minibatches", 1,
+                "--critic-epochs", 1, "--critic-warmup", 0, "--kl-coef", 0.02, "--kl-target", 0.01,
+                "--target-kl", 2.1e-4),  # less than the last pass has, more than a process's part of it
     "sft": ("--batch-size", 5, "--microbatch-tokens", 40, "--eval-samples", 8, "--log-every", 1),
     "a2c_vecenv": ("--num-envs", 5, "--num-steps", 6, "--hidden-size", 16, "--update-every", 2, "--chunk", 2,
                    "--eval-episodes", 7, "--eval-envs", 4, "--env-kwargs", "difficulty=3", "max_steps=9",
@@ -76,6 +81,12 @@ def quick(script, folder):
     length = "--steps" if script == "sft" else "--iterations"
     return (f"{script}.py", *QUICK[script], *shared, length, 2, "--run-dir", folder / script,
             "--checkpoint-every", 1, "--keep-checkpoints", 0)
+
+
+def few(folder):
+    """One iteration that may make three steps, of episodes for two: the first of two processes has none."""
+    return (*quick("ppo_llm", folder), "--prompts-per-iteration", 3, "--minibatches", 3, "--iterations", 1,
+            "--eval-tasks", 1, "--eval-samples", 1, "--target-kl", 0, "--run-dir", folder / "few")
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +109,8 @@ def shared_out(request, tmp_path_factory):
         if count == 1:
             assert [command_line(*line) for line in lines] == [0] * len(lines)
         else:
+            if count == 2 and "ppo_llm" in scripts:
+                lines.append(few(folder))
             one, *others = ranks(count, lines, folder)
             assert one.count("2/2, ") == len(scripts) and not "".join(others)  # one process speaks
     return made
@@ -132,6 +145,19 @@ def test_one_process_two_and_three_give_the_same_numbers_and_go_on_from_each_oth
     verdict = validate(other, strict=True)
     assert verdict["ok"] and verdict["resumes"] == (count == 2), verdict
     assert len(list(other.glob("events*"))) == (2 if count == 2 else 1) and not (other / "receipts").exists()
+
+
+def test_the_kl_that_ends_an_update_of_ppo_llm_is_that_of_all_processes(shared_out):
+    """... or they would part where one ends: each of its parts is less than --target-kl."""
+    for count, runs in shared_out.items():
+        steps = [record["train/policy_steps"] for record in records(runs / "ppo_llm")[1:]]
+        assert steps == [3, 2], f"of {count}"
+
+
+def test_all_processes_of_ppo_llm_make_as_many_steps_as_the_one_with_most_episodes_can(shared_out):
+    record = records(shared_out[2] / "few")[-1]
+    assert record["rollout/termination/error"] == pytest.approx(1 / 3)
+    assert record["train/policy_steps"] == 3 * 2  # of three epochs
 
 
 @pytest.mark.parametrize("script", ["grpo_llm", "ppo_llm"])

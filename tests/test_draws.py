@@ -1,5 +1,6 @@
 """No random number is used twice: within a rollout, from one to the next, from run to run."""
 
+import itertools
 import zlib
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def checksum(r):
     return zlib.crc32(r.messages[-1]["content"].encode()) / 2**32
 
 
+def nothing(r):
+    """A reward with which no round of --dynamic-sampling is enough."""
+    return 0.0
+
+
 def test_tasks_that_sft_samples_in_different_calls_have_draws_of_their_own(tmp_path, monkeypatch):
     """Two calls of four equal tasks each, and the same again in the next evaluation."""
     heard, start = [], Countdown.start
@@ -62,13 +68,20 @@ def test_tasks_that_sft_samples_in_different_calls_have_draws_of_their_own(tmp_p
 
 
 @RL
-def test_the_same_prompt_gets_other_replies_in_each_iteration(script, tmp_path):
+def test_the_same_prompt_gets_other_replies_in_each_iteration_and_round(script, tmp_path):
     """... of a policy that does not move; and the same ones in each evaluation."""
+    rounds = dict(dynamic_sampling=1, reward_fn=f"{__file__}:nothing") if script is grpo_llm else {}
     folder = train(script, tmp_path / "run", env=f"{Path(__file__)}:One", env_kwargs=("test_tasks=2",),
                    iterations=2, eval_every=1, log_episodes=1.0, learning_rate=1e-12, temperature=3.0,
-                   eval_temperature=3.0)
+                   eval_temperature=3.0, **rounds)
     train_1, train_2, val_0, val_2 = (
         [episode["messages"][-1]["content"] for episode in episodes(folder, name)[0]]
         for name in ("train_step_000001", "train_step_000002", "val_step_000000", "val_step_000002"))
-    assert all(one != other for one, other in zip(train_1, train_2, strict=True))
+    size = len(train_1) // (1 + len(rounds) // 2)
+    parts = [replies[start:start + size] for replies in (train_1, train_2)
+             for start in range(0, len(replies), size)]
+    assert len(parts) == (4 if rounds else 2)
+    for one, other in itertools.combinations(parts, 2):
+        equal = [reply for reply, again in zip(one, other, strict=True) if reply == again]
+        assert not equal, f"drawn with the same numbers: {equal}"
     assert val_0 == val_2

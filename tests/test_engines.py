@@ -35,6 +35,7 @@ from tests.run_folders import (
     full_forward,
     killed_after,
     log_lines,
+    ranks,
     records,
     same_end,
     torchrun_in_turn,
@@ -179,6 +180,16 @@ def test_every_server_samples_with_the_policys_weights_in_every_iteration(
         assert len(server.asked("/v1/load_lora_adapter" if lora_rank else "/collective_rpc")) == 3
         assert len(server.asked("/pause")) == len(server.asked("/resume")) == 3
     assert not list(folder.glob("sync*"))  # what was handed over is gone
+
+
+def test_two_processes_sample_with_the_one_adapter_that_the_first_hands_over(stand_in, tmp_path):
+    server = stand_in(lora=True)
+    flags = asking(server, lora_rank=2, iterations=0, eval_tasks=2)
+    ranks(2, [("grpo_llm.py", *words_of(grpo_llm, tmp_path / "run", **flags))], tmp_path)
+    (handed,) = server.asked("/v1/load_lora_adapter")
+    asked = {body["model"] for body in server.asked()}
+    assert asked == {handed["lora_name"]}, f"{asked} were asked, {handed} is what the server has"
+    assert "val/countdown/greedy" in records(tmp_path / "run")[0]
 
 
 def words_of(script, folder, **flags):

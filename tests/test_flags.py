@@ -50,8 +50,10 @@ from tests.run_folders import (
     command_line,
     episodes,
     full_forward,
+    killed_after,
     log_lines,
     records,
+    same_end,
     state_of,
     timeless,
     weights_of,
@@ -161,7 +163,7 @@ LONG = {
     grpo_llm: dict(iterations=7, prompts_per_iteration=2, group_size=4, warmup_iterations=2,
                    final_learning_rate=0.25, max_response_tokens=4, eval_tasks=1, eval_every=3,
                    checkpoint_every=2, keep_checkpoints=2),
-    sft: dict(steps=7, batch_size=2, evaluates=True, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
+    sft: dict(steps=7, batch_size=3, evaluates=True, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
               learning_rate=3e-4),
     a2c: dict(iterations=7, eval_every=3, checkpoint_every=2, keep_checkpoints=2, num_envs=2, num_steps=2),
 }
@@ -528,6 +530,12 @@ def adapters(seen):
 LINEAR = {f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down", "gate")}
 
 
+def of_both(seen):
+    """What is kept of ppo_llm.py's critic and of its policy."""
+    folder = seen.folder / "checkpoints/step_000001"
+    return state_of(folder)["critic"], load_file(folder / "adapter_model.safetensors")
+
+
 @shows("lora_rank", of=LLM)
 def _(run):
     for rank in (2, 3):
@@ -535,6 +543,9 @@ def _(run):
         assert adapters(seen) == dict.fromkeys(LINEAR, {rank})
         trained = {name for name in seen.end if "lora_" not in name}
         assert all(name.startswith("head.") for name in trained)  # that of ppo_llm.py's critic
+        if run.script is ppo_llm:  # whose layers have adapters, as many as the policy's
+            critic, policy = (sum("lora_" in name for name in names) for names in of_both(seen))
+            assert critic == policy > 0, "of the critic's copy only the head is trained, or all"
     assert not adapters(run()) and re.search(r"LoRA adapts .*q_proj", run(lora_rank=2).said)
 
 
@@ -554,12 +565,22 @@ def _(run):
 
 @shows("lora_adapter_path", of=LLM)
 def _(run):
-    """Goes on where the adapter's run has ended, with its rank, and trains nothing else."""
+    """Goes on where the adapter's run has ended, with its rank, and trains nothing else. It is the reference
+    of a penalty, too; a resumed run goes on from the adapter of its checkpoint, and keeps that reference.
+    """
     first = run(evaluates=True, lora_rank=2, learning_rate=2e-2)
-    seen = run(evaluates=True, lora_adapter_path=str(first.folder / "checkpoints/step_000001"))
+    flags = dict(steps=2) if run.script is sft else dict(iterations=2, kl_coef=0.1)
+    flags |= dict(lora_adapter_path=str(first.folder / "checkpoints/step_000001"), learning_rate=2e-2,
+                  checkpoint_every=1, keep_checkpoints=0)
+    seen = run(evaluates=True, **flags)
     assert of_evaluation(seen, 0) == pytest.approx(of_evaluation(first, 1), rel=1e-4)
     assert of_evaluation(seen, 0) != pytest.approx(of_evaluation(first, 0), rel=1e-3)
     assert adapters(seen) == adapters(first) and seen.end.keys() == first.end.keys()
+    if run.script in RL:
+        assert abs(seen.log[1]["train/kl_loss"]) < 1e-9 < seen.log[2]["train/kl_loss"]
+    folder = killed_after(seen.folder, run.folder / "run", 1)
+    run.into(folder, evaluates=True, **flags)
+    same_end(seen.folder, folder, "step_000002")
 
 
 @shows("gradient_checkpointing", of=LLM)
@@ -1229,7 +1250,7 @@ def evaluated(seen):
 
 @shows("eval_every", of=ALL)
 def _(run):
-    """... and at the end, at the start but for a2c_vecenv.py, and after an epoch: two steps of two rows."""
+    """... and at the end, at the start but for a2c_vecenv.py, and after an epoch: four rows, three a step."""
     expected = {a2c: [3, 6, 7], sft: [0, 2, 3, 4, 6, 7]}.get(run.script, [0, 3, 6, 7])
     assert evaluated(run.long()) == expected
     assert evaluated(run(evaluates=run.script is sft)) == ([2] if run.script is a2c else [0, 1])

@@ -797,7 +797,7 @@ class Generations(World):
         return envs.Task(f"t{index}", "world", [{"role": "user", "content": PROBLEMS[3]}], {})
 
 
-@pytest.mark.parametrize("script", slow_but((grpo_llm,), (grpo_llm, ppo_llm)))
+@pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 @pytest.mark.parametrize("told", slow_but((True,), (False, True)))
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""

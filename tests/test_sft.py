@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import envs
 import sft
+from envs.countdown import Countdown
 from tests.run_folders import TINY, command_line, killed_after, records, same_end, told, train, write_jsonl
 from tools import merge_adapter
 from tools.validate_train_log import validate
@@ -530,6 +531,20 @@ def test_accuracy_is_that_of_replies_that_end_and_greedy_ones_are_transformers(t
         found[limit] = [start[f"val/countdown/{name}"] for name in ("greedy", "pass@1", "pass@2")]
     assert found[8] == [0, 0, 0]
     assert 0.2 < found[9][0] == sum(expected) / 16 < 1 and 0 < found[9][1] < found[9][2] <= 2 * found[9][1]
+
+
+class Last(Countdown):
+    """Of the replies to a task, the last alone is right: the greedy one."""
+
+    def score_group(self, task, conversations, steps):
+        return [dataclasses.replace(step, info=dict(correct=float(step is steps[-1]))) for step in steps]
+
+
+def test_the_greedy_reply_counts_in_no_other_share(tmp_path):
+    folder = train(sft, tmp_path / "run", model=TINY, steps=1, env=f"{__file__}:Last", eval_every=0,
+                   env_kwargs=("test_tasks=8",), eval_tasks=8, eval_samples=2, max_response_tokens=20)
+    found = [records(folder)[0][f"val/countdown/{name}"] for name in ("greedy", "pass@1", "pass@2")]
+    assert found == [1, 0, 0]
 
 
 def test_a_conversation_is_cut_only_where_it_does_not_fit():

@@ -208,7 +208,7 @@ def test_shares_held_out_are_of_rows_that_can_be_learned(tmp_path):
 
 
 def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_learned(tmp_path):
-    sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 2), (11, 0), (60, 0))
+    sizes = ((5, 7), (6, 7), (40, 2), (40, 30), (0, 40), (13, 1), (14, 3), (11, 0), (60, 0))
     name = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p" * p, "response": "r" * r} for p, r in sizes])
     whole = [simple_row(" " + "p" * p, "r" * r) for p, r in sizes]
     whole = [(ids, mask if r else [0] * len(mask)) for (ids, mask), (_, r) in zip(whole, sizes, strict=True)]
@@ -221,6 +221,9 @@ def test_a_long_row_is_refused_or_loses_an_end_and_its_first_token_is_never_lear
         counts, rows = train(tmp_path / side, truncation=side, **flags)
         assert rows == expected
         assert counts == (len(expected), 0, 7, len(whole) - len(expected))
+        prompts = [p for (p, _), (_, mask) in zip(sizes, whole, strict=True) if any(mask[kept][1:])]
+        repeated = records(tmp_path / side)[0]["data/repeated"]
+        assert repeated == len(prompts) - len({*prompts}), f"of prompts before they are cut at their {side}"
 
     line = complaint(tmp_path / "run", **flags)
     assert re.match(rf"--train-files {re.escape(name)}, row 2, --max-length 18: a row has 19 tokens; pass "
