@@ -161,7 +161,7 @@ LONG = {
     grpo_llm: dict(iterations=7, prompts_per_iteration=2, group_size=4, warmup_iterations=2,
                    final_learning_rate=0.25, max_response_tokens=4, eval_tasks=1, eval_every=3,
                    checkpoint_every=2, keep_checkpoints=2),
-    sft: dict(steps=7, batch_size=2, evaluates=True, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
+    sft: dict(steps=7, batch_size=3, evaluates=True, eval_every=3, checkpoint_every=2, keep_checkpoints=2,
               learning_rate=3e-4),
     a2c: dict(iterations=7, eval_every=3, checkpoint_every=2, keep_checkpoints=2, num_envs=2, num_steps=2),
 }
@@ -1229,7 +1229,10 @@ def evaluated(seen):
 
 @shows("eval_every", of=ALL)
 def _(run):
-    """... and at the end, at the start but for a2c_vecenv.py, and after an epoch: two steps of two rows."""
+    """... and at the end, at the start but for a2c_vecenv.py, and in the step that ends an epoch.
+
+    An epoch has four rows, a batch three, so that it ends with a batch or within one.
+    """
     expected = {a2c: [3, 6, 7], sft: [0, 2, 3, 4, 6, 7]}.get(run.script, [0, 3, 6, 7])
     assert evaluated(run.long()) == expected
     assert evaluated(run(evaluates=run.script is sft)) == ([2] if run.script is a2c else [0, 1])
