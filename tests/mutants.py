@@ -383,6 +383,9 @@ MUTANTS = {
             "tokenizer(before + text, add_special_tokens=False).input_ids[length:]",
             "tokenizer(text, add_special_tokens=False).input_ids"),
         "any number of calls is sent": ("for call in calls[:MAX_CALLS]:", "for call in calls:"),
+        "of a mixture the first alone is looked at": (
+            "            continue\n        style = style_of(tokenizer)",
+            "            return\n        style = style_of(tokenizer)"),
     },
     "envs/calls.py": {
         "half a call is one": ("if not closed and stop < len(answer):", "if False:"),
@@ -397,6 +400,10 @@ MUTANTS = {
                                                  "    if False:\n"),
         "more are held out": ("        if sizes[prompt] <= room:\n", "        if room > 0:\n"),
         "the largest is held out": ("chosen[sizes.argmin()]", "chosen[sizes.argmax()]"),
+        "what is learned has one prompt": (
+            "len(np.unique(np.concatenate(keys))) > 1", "len(np.unique(keys[0])) > 1"),
+        "what is held out has one prompt": (
+            "len(np.unique(np.concatenate(keys))) > 1", "len(np.unique(keys[-1])) > 1"),
     },
     "envs/countdown.py": {
         "numbers are used twice": ("            pool.remove(n)", "            pass"),
@@ -509,6 +516,8 @@ MUTANTS = {
             "columns = columns | dict(prompts=prompts, completions=columns.get('completions', completions),"),
         "functions get the last message alone": (
             "[messages[start:] for messages", "[messages[-1:] for messages"),
+        "a file's names begin where blank lines end": (
+            "before += rows[-1][0] if rows else 0", "before += len(rows)"),
     },
     "envs/csv_files.py": {
         "the first delimiter that gives columns": (
@@ -539,6 +548,18 @@ MUTANTS = {
     },
     "envs/logic/sudoku.py": {
         "givens may change": ('given in (".", digit)', "True"),
+        "boxes may repeat a digit": ("for unit in UNITS)", "for unit in UNITS[:18])"),
+    },
+    "envs/logic/game_of_24.py": {
+        "numbers are used twice": (
+            'sorted(numbers) == sorted(data["numbers"])', 'set(numbers) == set(data["numbers"])'),
+        "any operator will do": (' and used <= set(data["operators"])', ""),
+    },
+    "envs/logic/cryptarithm.py": {
+        "a letter is two digits": (
+            "len(matched) == len(letters) == len(digits)", "len(matched) == len(digits)"),
+        "two letters are one digit": (
+            "len(matched) == len(letters) == len(digits)", "len(matched) == len(letters)"),
     },
     "envs/openspiel/__init__.py": {
         "ties are won": ("returns[player] > max(others)", "returns[player] >= max(others)"),
@@ -577,6 +598,7 @@ MUTANTS = {
             "[derive_seed(seed + row, split, start) for row in rows]"),
         "training and evaluation are alike": ("*use.encode(), *numbers", "*numbers"),
         "an episode's return goes on": ('self.so_far.masked_fill_(info["reset_mask"], 0)', "pass"),
+        "returns are of clipped rewards": ('info.get("score", rewards)', "rewards"),
     },
     "envs/pixels/goals.py": {
         "farther is better": ("(previous_dist - dist)", "(dist - previous_dist)"),
@@ -643,6 +665,7 @@ MUTANTS = {
             'MISMATCH.get(run.args.get("dtype"), MISMATCH["bfloat16"])', 'MISMATCH["bfloat16"]'),
         "rewards below 0 cannot fall": (
             'floor = min(run.values("critic/score/min") or rewards)', "floor = 0.0"),
+        "a slow run hangs": ("max(SILENT, TIMES_LONGER *", "min(SILENT, TIMES_LONGER *"),
     },
     "tools/runs.py": {
         "a line that is half written": ('if not line.endswith(b"\\n"):', "if False:"),
@@ -741,6 +764,8 @@ MUTANTS = {
         "held-out questions are trained": (
             '% TEST_SHARE == 0) == (split == "test"):', '% TEST_SHARE == 0) >= (split == "test"):'),
         "partly right is correct": ('float(info["score"] == 1)', 'float(info["score"] > 0)'),
+        "chunks overlap but for one": ("seed=1 + number * CHUNK", "seed=1 + number"),
+        "a split draws a task's question again": ("number + draw * self.num_tasks(split)", "number + draw"),
     },
     "envs/adapters/verifiers.py": {
         "the sum says what is correct": (

@@ -332,9 +332,7 @@ def signal_once(patch, number, step):
 def same_end(one, other, step=LAST):
     """Bit for bit: the weights' file, what the trainer keeps beside them, and the log."""
     same_checkpoint(one, other, step)
-    for mine, yours in zip(timeless(one), timeless(other), strict=True):
-        differ = [name for name in mine if mine[name] != yours.get(name)]
-        assert mine == yours, f"iteration {mine['iteration']} of {other}: other numbers, of {differ}"
+    same_tree(timeless(one), timeless(other), where="a record's")
 
 
 def same_checkpoint(one, other, step=LAST):
@@ -391,20 +389,20 @@ def timeless(folder):
             | {"trace_id": record["trace_id"].split(":")[1]} for record in records(folder)]
 
 
-def same_tree(one, other, tolerance=0.0):
-    assert type(one) is type(other) or {type(one), type(other)} == {list, tuple}
+def same_tree(one, other, tolerance=0.0, where=""):
+    assert type(one) is type(other) or {type(one), type(other)} == {list, tuple}, where
     if isinstance(one, torch.Tensor):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     elif isinstance(one, dict):
-        assert list(one) == list(other)
+        assert list(one) == list(other), where
         for key in one:
-            same_tree(one[key], other[key], tolerance)
+            same_tree(one[key], other[key], tolerance, f"{where} {key}")
     elif isinstance(one, (list, tuple)):
         for a, b in zip(one, other, strict=True):
-            same_tree(a, b, tolerance)
+            same_tree(a, b, tolerance, where)
     else:
         expected = pytest.approx(other, tolerance, tolerance) if isinstance(one, float) else other
-        assert one == expected, f"{one} is not {expected}"
+        assert one == expected, f"{where}: {one} is not {other}"
 
 
 def killed_after(whole, target, step):

@@ -32,11 +32,17 @@ class SumsConfig:
 
 class Sums:
     def __init__(self, config):
-        rng = random.Random(config.seed)
-        self.pairs = [(rng.randint(0, config.most), rng.randint(0, config.most)) for _ in range(config.size)]
+        self.config = config
+
+    def pair(self, index):
+        """As in the package, an entry has a seed of its own: those of seed 2 are seed 1's, but for one."""
+        if not 0 <= index < self.config.size:
+            raise IndexError(index)
+        rng = random.Random(self.config.seed + index)
+        return rng.randint(0, self.config.most), rng.randint(0, self.config.most)
 
     def __getitem__(self, index):
-        a, b = self.pairs[index]
+        a, b = self.pair(index)
         return dict(question=f"{a} + {b} = ?", answer=str(a + b))
 
     def score_answer(self, answer, entry):
@@ -59,7 +65,7 @@ class Words(Sums):
         self.form = f"Add {{}} {config.sign} {{}}."
 
     def __getitem__(self, index):
-        return super().__getitem__(index) | dict(question=self.form.format(*self.pairs[index]))
+        return super().__getitem__(index) | dict(question=self.form.format(*self.pair(index)))
 
 
 def reasoning_gym():

@@ -16,6 +16,7 @@ import grpo_llm
 import ppo_llm
 import sft
 from envs import BadInput, Step, chat
+from envs.mixture import Mixture
 from tests.run_folders import full_forward, train
 from tests.test_rollout import AT_1, Speaker, World, byte_tokenizer, over, play
 
@@ -298,9 +299,18 @@ def test_a_thought_that_the_prompt_opens_is_a_thought(script):
 
 
 def test_sft_scores_replies_as_the_rl_scripts_do(monkeypatch, countdown_tiny):
-    """The prompt's open thought comes first, special tokens stay, and what follows the first eos is gone."""
+    """The prompt's open thought comes first, special tokens stay, and what follows the first eos is gone.
+
+    Of the first task the greedy reply alone is right, of the second one of three that are sampled.
+    """
     tokenizer, seen = tokenizer_of(OPENS), []
-    env = World(lambda episode, reply: seen.append(reply) or over())
+
+    def behave(episode, reply):
+        seen.append(reply)
+        right = {"t0": [4], "t1": [2]}[episode.task.id]
+        return over(1.0, float(env.attempts.count(episode.task.id) in right))
+
+    env = World(behave)
     eos = tokenizer.eos_token_id
     answer = tokenizer.convert_tokens_to_ids(["h", "</think>", "[TOOL_CALLS]", "X"])
     model = types.SimpleNamespace(device="cpu", modules=list, generation_config=types.SimpleNamespace(
@@ -309,7 +319,8 @@ def test_sft_scores_replies_as_the_rl_scripts_do(monkeypatch, countdown_tiny):
         [*answer, eos, tokenizer.pad_token_id]] * len(texts) * sampling.get("num_return_sequences", 1))
     monkeypatch.setattr(sft, "precision", lambda *_: torch.inference_mode())
     metrics = sft.accuracy(model, tokenizer, env, sft.Args(eval_tasks=2, eval_samples=3))
-    assert seen == ["<think>\nh</think>[TOOL_CALLS]X"] * 8 and metrics["val/world/greedy"] == 1.0
+    assert seen == ["<think>\nh</think>[TOOL_CALLS]X"] * 8
+    assert metrics == {"val/world/greedy": 1 / 2, "val/world/pass@1": 1 / 6, "val/world/pass@3": 1 / 2}
 
 
 # Several turns with tools
@@ -486,8 +497,12 @@ def test_calls_are_found_in_the_common_form(name):
 def test_a_form_that_is_not_known_is_read_by_the_tokenizers_response_template():
     """Transformers' parse_response; the prompt opens the thought."""
     tokenizer = tokenizer_of(OPENS.replace("<tool_call>", "<<").replace("</tool_call>", ">>"))
-    with pytest.raises(BadInput, match=r"--chat-template mine: .* a form that is not known, '.*<<"):
-        chat.check_calls(Weather(), tokenizer, "mine")
+    parts = dict(weather=Weather(), world=World(over))  # of which one has functions to call
+    mixed = [Mixture(names, {}, parts.get) for names in ("weather,world", "world,weather")]
+    for env in (parts["weather"], *mixed):
+        with pytest.raises(BadInput, match=r"--chat-template mine: .* a form that is not known, '.*<<"):
+            chat.check_calls(env, tokenizer, "mine")
+    chat.check_calls(parts["world"], tokenizer, "mine")
     tokenizer.response_template = {
         "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
             "thinking": {"open": "<think>", "close": "</think>", "content": "text"},

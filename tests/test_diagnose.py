@@ -1,6 +1,7 @@
 """tools/diagnose.py, on recorded logs of good runs and of some broken on purpose; docs/symptoms.md."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -356,7 +357,14 @@ def started(*command):
 
 
 def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
-    folder = altered(tmp_path, lambda _, line: line.get("meta", {}).get("args", {}).update(iterations=999))
+    def unfinished(_, line):
+        line.get("meta", {}).get("args", {}).update(iterations=999)
+
+    def paced(seconds, number, line):
+        unfinished(number, line)
+        line["wall_time_s"] = seconds * number
+
+    folder = altered(tmp_path, unfinished)
     log = folder / "train_log.jsonl"
     os.utime(log, (time.time() - 900,) * 2)
     assert look(folder, capsys) == (0, {})  # it was killed
@@ -364,8 +372,10 @@ def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
     with started("-c", code, "--run-dir", folder) as process:
         process.stdout.readline()
         code, found = look(folder, capsys)
-        os.utime(log)
-        assert look(folder, capsys) == (0, {})
+        for seconds, silent in ((0.1, 0), (0.1, 30), (100, 900)):  # between records; since the last one
+            altered(tmp_path, functools.partial(paced, seconds))
+            os.utime(log, (time.time() - silent,) * 2)
+            assert look(folder, capsys) == (0, {}), (seconds, silent)
     says = rf"no record for 90\d s .*py-spy dump --pid {process.pid} "
     assert code == 1 and re.search(says, found["hangs"])
 

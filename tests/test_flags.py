@@ -1250,7 +1250,10 @@ def evaluated(seen):
 
 @shows("eval_every", of=ALL)
 def _(run):
-    """... and at the end, at the start but for a2c_vecenv.py, and after an epoch: four rows, three a step."""
+    """... and at the end, at the start but for a2c_vecenv.py, and in the step that ends an epoch.
+
+    An epoch has four rows, a batch three, so that it ends with a batch or within one.
+    """
     expected = {a2c: [3, 6, 7], sft: [0, 2, 3, 4, 6, 7]}.get(run.script, [0, 3, 6, 7])
     assert evaluated(run.long()) == expected
     assert evaluated(run(evaluates=run.script is sft)) == ([2] if run.script is a2c else [0, 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from envs import BadInput
-from envs.pixels import RecordEpisodeStatistics, make_vec
+from envs.pixels import RecordEpisodeStatistics, VecEnv, make_vec
 
 
 class Counter(gymnasium.Env):
@@ -279,6 +279,28 @@ def test_a_saved_environment_of_other_size_is_refused():
     env.reset(seed=1)
     with pytest.raises(BadInput, match="shape"):
         make_vec("Counter-v0", 3).load_state_dict(env.state_dict())
+
+
+class Judged(VecEnv):
+    """Rewards an action with what it is, cut to 0 or 1; an episode of four steps is judged by the action."""
+
+    num_envs, device = 2, torch.device("cpu")
+
+    def reset(self, seeds):
+        self.count = 0
+
+    def step(self, actions):
+        self.count += 1
+        end = torch.tensor([self.count % 4 == 0] * 2)
+        return None, actions.clamp(0, 1), end, ~end & False, {"reset_mask": end, "score": actions}
+
+
+def test_the_return_of_an_episode_is_what_it_is_judged_by():
+    env = RecordEpisodeStatistics(Judged())
+    env.reset(0)
+    steps = [env.step(action) for action in torch.tensor([[3.0, 0.0], [-2.0, 1.0], [5.0, -9.0], [1.0, 1.0]])]
+    assert [info["episode_return"].tolist() for *_, info in steps] == [[0.0, 0.0]] * 3 + [[7.0, -7.0]]
+    assert [rewards.tolist() for _, rewards, *_ in steps[:2]] == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_statistics_of_episodes_are_sums_over_their_steps_and_go_on_from_a_state():

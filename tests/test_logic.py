@@ -359,6 +359,86 @@ def test_trap_answers(data, form, right, wrong):
             assert score_of(data, form.replace("ANSWER", answer)) == expected, answer
 
 
+def replaced(items, place, item):
+    return [*items[:place], item, *items[place + 1:]]
+
+
+def unlike(data):
+    """Tasks that differ in one thing.  -> which, data, whether a right reply to it is right there"""
+    number, answer = data["type"], data["answer"]
+    if number == 1 and answer != "None":
+        first, *rest = data["numbers"]
+        yield "the same numbers", data | dict(numbers=rest + [first]), 1
+        yield "one of them twice", data | dict(numbers=[first, *rest, first]), 0
+        yield "one fewer", data | dict(numbers=rest), 0
+        yield "another one", data | dict(numbers=[first + 1, *rest]), 0
+        yield "target", data | dict(target=data["target"] + 1), 0
+        for sign in set(re.findall("[-+*/]", answer)):
+            yield f"no {sign}", data | dict(operators=data["operators"].replace(sign, "")), 0
+    elif number == 3:
+        words = data["words"]
+        letters = sorted(set("".join(words)))
+        for one, other in itertools.combinations(letters, 2):
+            yield f"{one} is {other}", data | dict(words=[word.replace(one, other) for word in words]), 0
+        new = next(letter for letter in "ABCDEFGHIJK" if letter not in letters)
+        for place, word in enumerate(words):
+            for k, letter in enumerate(word):
+                alone = "".join(words).count(letter) == 1
+                changed = replaced(words, place, word[:k] + new + word[k + 1:])
+                yield f"{letter} of word {place} is {new}", data | dict(words=changed), int(alone)
+        for place, sign in enumerate(data["operators"]):
+            changed = replaced(data["operators"], place, "-" if sign == "+" else "+")
+            yield f"operator {place}", data | dict(operators=changed), 0
+        yield "a word longer", data | dict(words=[words[0] * 2, *words[1:]]), 0
+    elif number == 7:
+        for cell in range(0, 81, 9):
+            digit = str(int(answer[cell]) % 9 + 1)
+            changed = data["puzzle"][:cell] + digit + data["puzzle"][cell + 1:]
+            yield f"cell {cell}", data | dict(puzzle=changed), 0
+    elif number == 2:
+        for off in (Fraction(1, 10**5), Fraction(-1, 10**5), 1, -1, -2 * Fraction(answer) or 1):
+            yield f"value {off}", data | dict(answer=str(Fraction(answer) + off)), 0
+    elif number in (6, 8):
+        known = "ABCDEFGH" if number == 6 else [str(k) for k in range(1, len(data["sequence"]) + 1)]
+        listed = set(answer.split(", ")) - {"none", ""}
+        for item in known:
+            changed = ", ".join(k for k in known if k in listed ^ {item}) or "none"
+            yield item, data | dict(answer=changed), 0
+    elif number in (0, 4, 5):
+        for place in range(len(answer) - 1):
+            a, b = answer[place:place + 2]
+            changed = answer[:place] + b + a + answer[place + 2:]
+            yield f"place {place}", data | dict(answer=changed), int(a == b)
+            yield f"without place {place}", data | dict(answer=answer[:place] + answer[place + 1:]), 0
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_a_right_reply_is_wrong_where_the_task_differs_in_one_thing(number):
+    env, found = tasks(1 if number in (3, 7) else 4, number, cryptarithm_max_letters=4, game_max_numbers=4)
+    seen = set()
+    for task in found:
+        for which, data, right in unlike(task.data):
+            seen.add(right)
+            told = score(env, envs.Task("t", "s", [], data), env.solution(task))
+            assert told == right, f"{env.solution(task)!r}, {which}: {data}"
+    assert 0 in seen
+
+
+def test_a_sudoku_has_each_digit_once_in_rows_in_columns_and_in_boxes():
+    """Rows are nine digits in turn, from another one on in each: where they start may break one rule."""
+    digits, empty = "123456789", "." * 81
+    starts = {"right": [0, 3, 6, 1, 4, 7, 2, 5, 8], "boxes": [*range(9)], "columns": [0, 3, 6] * 3}
+    grids = {name: "".join(digits[k:] + digits[:k] for k in of_rows) for name, of_rows in starts.items()}
+    right = grids.pop("right")
+    grids["rows"] = "".join(grids["columns"][k::9] for k in range(9))  # exchanged with columns
+    assert score_of(dict(type=7, puzzle=empty, answer=right), right) == 1
+    for name, grid in grids.items():
+        seen = {unit[0] + "s" if unit[0] != "box" else "boxes" for cell in range(81) for other in PEERS[cell]
+                if grid[cell] == grid[other] for unit in units(cell) & units(other)}
+        assert seen == {name}
+        assert score_of(dict(type=7, puzzle=empty, answer=right), grid) == 0, name
+
+
 def test_trap_sudoku_grids():
     env, (task, *_) = tasks(1, 7)
     full = task.data["answer"]

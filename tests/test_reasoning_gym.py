@@ -49,6 +49,15 @@ def test_options_go_to_all_data_sets_that_have_them_or_to_one(monkeypatch):
             make(task="sums", **{option: "x"})
 
 
+def test_no_question_comes_again_before_all_tasks_have_come(monkeypatch):
+    """Entries are made a thousand at a time; one of the other split's gives way to a later one."""
+    stand_ins.install(monkeypatch)
+    env = make(task="sums", most=10**9, train_tasks=2100, test_tasks=1100)
+    texts = [env.task(split, k).messages[0]["content"] for split in env.splits
+             for start in (0, 950, 1950) for k in range(start, min(start + 100, env.num_tasks(split)))]
+    assert (len(texts), len(texts) - len({*texts})) == (500, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DATA_SETS if name != "countdown"])  # half a minute
 def test_no_test_question_is_trained_on(gym, name):

@@ -345,8 +345,8 @@ def go_on(reward=0.0):
     return Step([{"role": "user", "content": "!"}], reward, False, False, {"correct": 0.0})
 
 
-def over(reward=1.0):
-    return Step([], reward, True, False, {"correct": 1.0})
+def over(reward=1.0, correct=1.0):
+    return Step([], reward, True, False, {"correct": correct})
 
 
 def three_turns(episode, reply):

@@ -311,6 +311,18 @@ def test_json_with_marks_spaces_and_capitals(tmp_path, name, text):
     assert answers_of(make(tmp_path / name, check="exact")) == {"q": ["a"], "r": ["a"]}
 
 
+def test_rows_of_a_folder_have_names_of_their_own_whatever_its_files_leave_out(tmp_path, monkeypatch):
+    """A row's number counts lines, blank ones too; a file goes on from the last row of the one before."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = [json.dumps(row) for row in sums(6)]
+    for number, text in enumerate(["\n\n".join(lines[:2]), "\n".join(lines[2:4]), "\n\n\n".join(lines[4:])]):
+        (tmp_path / f"train-{number}.jsonl").write_text(text)
+    names = [task.id for task in tasks_of(make(tmp_path, prompt="question", check="number"))]
+    assert sorted(names) == [f"train-{number}" for number in (1, 3, 4, 5, 6, 9)]
+
+
 def test_a_folder_of_files_is_read_as_the_files_are(tmp_path, monkeypatch):
     import datasets
 

@@ -97,7 +97,6 @@ def in_files(folder, flags):
     write_jsonl(folder / "rows.jsonl", [dict(prompt=text, response=text[::-1]) for text in SUMS])
     write_jsonl(folder / "chats.jsonl", [dict(messages=messages) for messages in (
         *turns, *(one + other for one, other in zip(turns, turns[1:], strict=False)))])
-    write_jsonl(folder / "known.jsonl", [dict(prompt="2 3 -> 5", response="2 + 3 = 5")])  # by TINY
     return flags | {name: tuple(path.replace("{d}", str(folder)) for path in flags[name])
                     for name in ("train_files", "val_files") if name in flags}
 
@@ -348,9 +347,10 @@ RESUMED = {
     "ppo-none": (ppo_llm, dict(critic="none")),
     "sft": (sft, {}),
     "sft-model": (sft, dict(model=TINY, dtype="bfloat16", microbatch_tokens=60)),
-    # Killed between two records, of steps 2 and 4, where val/loss rises.
-    "sft-packing": (sft, dict(ROWS_OF_FILES, packing=True, microbatch_tokens=130, batch_size=4, log_every=9,
-                              val_ratio=0.0, val_files=("{d}/known.jsonl",))),
+    # Ten rows an epoch. Killed after step 3: the loss was least after step 2, and its record is not yet due.
+    "sft-packing": (sft, dict(ROWS_OF_FILES, train_files=("{d}/rows.jsonl=1.67",), packing=True,
+                              microbatch_tokens=130, log_every=5, warmup_steps=4,
+                              learning_rate=0.03)),
     "sft-messages": (sft, dict(ROWS_OF_FILES, train_files=("{d}/chats.jsonl",), messages_key="messages",
                                steps=0, epochs=1.4, schedule="wsd")),
     "sft-lora": (sft, dict(ROWS_OF_FILES, lora_rank=2, learning_rate=1e-2, dtype="bfloat16", packing=True,
@@ -367,8 +367,8 @@ RESUMED = {
 @pytest.mark.parametrize("case", slow_but(("grpo", "ppo", "sft-packing", "a2c"), RESUMED))
 def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, tmp_path):
     script, flags = RESUMED[case]
-    at = 3 if flags.get("log_every") == 9 else 2
     whole = finished(script, **flags)
+    at = 3 if case == "sft-packing" else 2
     folder = killed_after(whole, tmp_path / "run", at)
     torch.manual_seed(1234)  # whatever this process did before must not matter
     go_on(script, folder, whole, **flags)
@@ -377,15 +377,17 @@ def test_a_killed_run_goes_on_bit_for_bit_and_keeps_its_errors(case, finished, t
     counts = verdict["records"], verdict["resumes"], verdict["errors"]
     assert verdict["ok"] and counts == (len(records(whole)), 1, 1), verdict
     (mark,) = (line["resume"] for line in log_lines(folder) if "resume" in line)
-    assert (mark["iteration"], mark["checkpoint"]) == (at, f"checkpoints/step_{at:06d}")
+    assert (mark["iteration"], mark["checkpoint"]) == (at, f"checkpoints/step_00000{at}")
     assert len({line["run_id"] for line in records(folder)}) == 1
-    state = torch.load(whole / "checkpoints" / f"step_{at:06d}" / "trainer_state.pt")
+    state = torch.load(whole / "checkpoints" / f"step_00000{at}" / "trainer_state.pt")
     after = next(record for record in records(folder) if record["iteration"] > at)
     seconds = after["wall_time_s"] - state["elapsed"]  # since it was taken up again
     assert after["sps"] * seconds == pytest.approx(after["env_steps"] - state["env_steps"], rel=1e-3)
     named = [json.loads((one / "checkpoints" / "state.json").read_text()) for one in (whole, folder)]
     assert named[0] == named[1] and named[0]["last"] == LAST and ("best" in named[0]) is (script is sft)
-    first, last = (weights_of(whole / "checkpoints" / step) for step in (f"step_{at:06d}", LAST))
+    if case == "sft-packing":  # or nothing is shown
+        assert named[0]["best"] == "step_000002" and len(state["window"]) == 1
+    first, last = (weights_of(whole / "checkpoints" / step) for step in (f"step_00000{at}", LAST))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # there was something to continue
     if script in RL:  # made again where they were not yet
         for path in whole.glob("episodes/*"):

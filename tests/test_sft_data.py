@@ -699,6 +699,13 @@ def test_rows_without_a_prompt_or_of_one_alone_are_told_apart_by_what_they_say(p
     assert is_repeated(prints_of(rows), val).tolist() == [True, False]
 
 
+def test_prompts_of_one_side_alone_may_be_one_and_still_tell_rows_apart():
+    """One that is learned is not held out, whatever the reply, where either side has a prompt more."""
+    one, two = prints_of([("q", "r0"), ("q", "r1")]), prints_of([("q", "new"), ("p", "r0")])
+    assert is_repeated(one, two).tolist() == [True, False]
+    assert is_repeated(two, one).tolist() == [True, True]
+
+
 def test_messages_that_ask_nothing_are_no_prompt():
     """A row is then told from others by all that it says."""
     def prompt(given, reply):
@@ -718,12 +725,17 @@ def test_a_file_of_an_earlier_version_is_one_line():
 
 
 def test_a_row_whose_prompt_is_learned_is_not_held_out_and_counted(tmp_path, capsys):
+    """... also where truncation leaves little of it, another part in each row."""
     one = write_jsonl(tmp_path / "one.jsonl", pairs(4))
-    two = write_jsonl(tmp_path / "two.jsonl", [pair("p9", "r9"), pair("p1", "another"), pair("p9", "r10")])
-    held = write_jsonl(tmp_path / "held.jsonl", [*pairs(2), pair("p9", "x"), pair("new", "y")])
-    counts, _ = train(tmp_path / "run", train_files=(one, two), val_files=(held,))
-    assert counts[:2] == (7, 1) and records(tmp_path / "run")[0]["data/repeated"] == 3
-    assert "3 rows have the prompt of another one: they are not held out" in capsys.readouterr().out
+    long, other = "p" * 40, "q" + "p" * 39
+    two = write_jsonl(tmp_path / "two.jsonl", [pair("p9", "r9"), pair("p1", "another"), pair("p9", "r10"),
+                                               pair(long, "r")])
+    held = write_jsonl(tmp_path / "held.jsonl", [*pairs(2), pair("p9", "x"), pair("new", "y"),
+                                                 pair(long, "rr"), pair(long, "rrr"), pair(other, "r")])
+    counts, _ = train(tmp_path / "run", train_files=(one, two), val_files=(held,), max_length=20,
+                      truncation="left")
+    assert records(tmp_path / "run")[0]["data/repeated"] == 5 and counts == (8, 2, 4, 0)
+    assert "5 rows have the prompt of another one: they are not held out" in capsys.readouterr().out
     line = complaint(tmp_path / "same", train_files=(one,), val_files=(one,))
     assert "got 4 and 0; {'data/truncated': 0, 'data/dropped': 0, 'data/repeated': 4}" in line
     train(tmp_path / "drawn", train_files=(one, two))

@@ -34,12 +34,15 @@ HOSTILE = ["", "\0\x07\x1b[2J", "\ud800", "[" * 10**6, "]" * 10**6, "[" * 500 + 
 
 
 class Race(seats.Game):
-    """A step of 1 to 3 a move; who gets to 10 wins. "stumble" is more than the game can bear."""
+    """A step of 1 to 3 a move; who gets to 10 wins. "stumble" is more than the game can bear.
+
+    Of one task after the other, another seat begins.
+    """
 
     def reset(self, game, seed):
         with seeded(self.key):
             time.sleep(1e-4)  # lets other threads in
-            self.at, self.winner, self.next = random.randrange(3), None, 0
+            self.at, self.winner, self.next = random.randrange(3), None, seed // 2 % self.seats
         self.unread = [[f"You are {seat} of {self.seats}, secret {seat * 7}, start {self.at}."]
                        for seat in range(self.seats)]
 
@@ -156,18 +159,20 @@ def test_in_self_play_each_seat_has_its_own_conversation_and_reward(game, count)
     env = make_races(game=game, self_play=True)
     wins = set()
     for k in range(6):
-        step, talk, tasks = play(env, env.task("train", k), mover)
-        assert set(talk) == set(range(count)) == {0, *(task.seat for task in tasks)}
+        task = env.task("train", k)
+        step, talk, children = play(env, task, mover)
+        assert set(talk) == set(range(count)) == {0, *(child.seat for child in children)}
         assert sorted(step.seat_rewards) == [-1.0] * (count - 1) + [1.0]
         assert step.reward == step.seat_rewards[0] and step.info["correct"] == (step.reward == 1)
-        assert len({task.id for task in tasks}) == len(tasks) and {task.source for task in tasks} == {
-            f"races/{game}"}
+        assert len({child.id for child in children}) == len(children)
+        assert {child.source for child in children} == {f"races/{game}"}
         wins.add(step.seat_rewards.index(1.0))
+        own = task.data["seed"] // 2 % count  # the one that begins, in the game's numbers
         for seat, messages in talk.items():
             roles = [message["role"] for message in messages]
             assert roles == ["user", "assistant"] * (len(roles) // 2)
             secrets = {other for other in range(count) if f"secret {other * 7}," in str(messages)}
-            assert secrets == {seat}  # nobody reads what another one was told
+            assert secrets == {(own + seat) % count}  # nobody reads what another one was told
     assert len(wins) > 1
 
 
