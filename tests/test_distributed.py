@@ -218,7 +218,9 @@ def alone(tmp_path_factory):
     def alone(name):
         torch.set_num_threads(1)
         folder = tmp_path_factory.mktemp("alone") / "run"
-        assert command_line(*words_of(name, folder, "--checkpoint-every", 2)) == 0
+        script, *flags = words_of(name, folder, "--checkpoint-every", 2)
+        # As a path, so that what is hashed of the reward has the name that it has under torchrun.
+        assert command_line(f"./{script}", *flags) == 0
         return folder
     return alone
 
