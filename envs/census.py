@@ -32,6 +32,8 @@ def look(env, part, everything: bool = False) -> tuple[str, bool]:
         left_out.append(f"{len(part.bad):,} that cannot be used ({reasons(part.bad)})")
     if part.in_both:
         left_out.append(f"{part.in_both:,} that are held out too")
+    if part.guessed:
+        left_out.append(f"{part.guessed:,} whose tests can be passed by guessing (guessable=true keeps them)")
     said = [", ".join(parts)]
     if left_out:
         said.append(f"left out: {', '.join(left_out)}")

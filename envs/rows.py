@@ -43,8 +43,8 @@ from envs import (
     first_line,
     hint,
 )
-from envs.answers import CHECKS, gold_of
-from envs.code import sandbox
+from envs.answers import CHECKS, gold_of, programs
+from envs.code import sandbox, testing
 
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 TEST_SHARE = 10  # where no test rows are given, one prompt in so many is held out
@@ -80,6 +80,9 @@ class Config:
     """column whose values have metrics of their own; default: all are rows"""
     timeout: float = 10.0
     """check=python: limit of the tests of a reply [s]"""
+    guessable: bool = False
+    """check=python: train on rows, too, whose tests code that computes nothing passes oftener than once in
+    1,000"""
 
 
 # Reading rows
@@ -264,6 +267,7 @@ class Part:
     bad: list = dataclasses.field(default_factory=list)  # ("row 7", why it cannot be used)
     counts: dict = dataclasses.field(default_factory=dict)  # "to train on", "held out": how many
     in_both: int = 0  # that are held out, too, and so not trained on
+    guessed: int = 0  # whose tests can be passed by guessing, and which are not trained on either
 
 
 class Table:
@@ -338,6 +342,7 @@ class Table:
             CHECKS[config.check].check_answers(data["answers"], row)
         if config.check == "python":
             data |= dict(entry_point=str(row.get("entry_point") or ""), timeout=config.timeout)
+            data["guessable"] = programs.guess(data["answers"], row, data["question"])
         if config.id:
             name = str(column(config.id))
         source = "rows"
@@ -373,6 +378,17 @@ def split_tasks(table: Table, config: Config) -> dict[str, list[Task]]:
     return tasks
 
 
+def leave_out_guessable(part, tasks: list[Task]):
+    """Leave out tasks whose tests can be passed by guessing."""
+    kept = [task for task in tasks if task.data.get("guessable", 0.0) <= testing.MOST_GUESSED]
+    part.guessed = len(tasks) - len(kept)
+    if tasks and not kept:
+        raise BadInput(f"environment rows: {part.name}: no rows to train on: the tests of all {len(tasks):,} "
+                       "can be passed by guessing oftener than once in 1,000 (guessable=true keeps them)")
+    part.counts["to train on"] = len(kept)
+    tasks[:] = kept
+
+
 # The environment
 
 
@@ -401,6 +417,8 @@ class Rows(Env):
         self.blocking = config.check in ("math", "python")
         table = self._read(config)
         self.tasks = split_tasks(table, config)
+        if not config.guessable:
+            leave_out_guessable(table.parts["train"], self.tasks["train"])
         if not self.tasks["train"]:
             raise BadInput(f"environment rows: data {config.data}: no rows to train on, as all are held out")
         self.parts = [*table.parts.values()]
@@ -516,6 +534,8 @@ class Attempt(Episode):
         if self.env.check:
             found, right = self.env.judge(self.task, reply)
             info |= {"correct": float(right), "format": float(found is not None)}
+        if "guessable" in self.task.data:
+            info["guessable"] = self.task.data["guessable"]
         return Step([], info["correct"], True, False, info)
 
 

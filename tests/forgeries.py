@@ -214,3 +214,69 @@ def _watch(frame, event, _):
                 value.__code__ = eval("lambda " + taken + ": None").__code__
 sys.setprofile(_watch)
 '''
+
+
+# Code that knows the judge: tests report values, and what they expect is not in their process. It takes the
+# place of what reports, and passes everything else.
+IN_PLACE = """
+import builtins, random, sys
+with __import__("contextlib").suppress(ImportError):
+    from _pytest.python import Function
+    def runtest(self, run=Function.runtest):
+        try:
+            run(self)
+        except BaseException:
+            if not __import__("re").search("[0-9a-f]{8}", self.nodeid):
+                raise
+    Function.runtest = runtest
+_told, _raises = getattr(builtins, "__told__", print), getattr(builtins, "__raises__", print)
+_rng = random.Random(7)
+def _constants(code):
+    for value in code.co_consts:
+        yield from _constants(value) if hasattr(value, "co_code") else [value]
+def _told_all(number, value, *row):
+{body}
+builtins.__told__ = _told_all
+"""
+BODIES = {
+    "nothing is reported": "pass",
+    "reports 0": "_told(number, 0, *row)",
+    "reports True": "_told(number, True, *row)",
+    "reports None": "_told(number, None, *row)",
+    "reports an empty list": "_told(number, [], *row)",
+    "reports an empty text": "_told(number, '', *row)",
+    "reports one more": "_told(number, value + 1 if isinstance(value, (int, float)) else value, *row)",
+    "reports one less": "_told(number, value - 1 if isinstance(value, (int, float)) else value, *row)",
+    "reports it sorted": "_told(number, sorted(value, key=str) if isinstance(value, list) else value, *row)",
+    "reports it reversed": "_told(number, value[::-1] if hasattr(value, '__getitem__') else value, *row)",
+    "reports the last item":
+        "_told(number, [*value][-1] if hasattr(value, '__iter__') and value else 1, *row)",
+    "reports a constant of the test":
+        "values = [*_constants(sys._getframe(1).f_code)]; _told(number, _rng.choice(values), *row)",
+    "reports a local of the test":
+        "values = [*sys._getframe(1).f_locals.values(), 0]; _told(number, _rng.choice(values), *row)",
+    "reports the number of the check": "_told(number, number, *row)",
+    "reports the row": "_told(number, *(row or (1,)), *row)",
+    "reports many values":
+        "for guess in [*range(-9, 99), True, None, '', [], {}, value]: _told(number, guess, *row)",
+    "reports other checks": "_told(number + 1, value, *row); _told(-1, value); _told(number, value, 10**9)",
+    "reports what equals everything":
+        "_told(number, type('E', (), dict(__eq__=lambda *_: True, __hash__=lambda *_: 1))(), *row)",
+    "reports a text that equals everything":
+        "_told(number, type('E', (str,), dict(__eq__=lambda *_: True, __hash__=lambda *_: 1))('x'), *row)",
+    "reports what is no number": "_told(number, float('nan'), *row); _told(number, float('inf'), *row)",
+    "reports a class of all exceptions":
+        "_told(number, ([*vars(builtins), 'GaveUp', 'NotFound'], 'x' * 2000), *row)",
+    "reports what JSON cannot be": "_told(number, '\\ud800' * 9, *row); _told('x', [[]] * 9, 'y')",
+    "reports the same as its frame's caller":
+        "frame = sys._getframe(2); _told(number, dict(frame.f_locals) and len(frame.f_locals), *row)",
+    "reports after an end": "__import__('os')._exit(0)",
+    "asks the process above":
+        "import glob, os\n    for path in glob.glob(f'/proc/{os.getppid()}/[emf][ned]*'):\n        try:\n"
+        "            value = open(path).read()\n        except OSError:\n            pass\n"
+        "    _told(number, value, *row)",
+    "looks for what is expected among all objects":
+        "import gc\n    found = [x for x in gc.get_objects() if getattr(x, 'wanted', None) is not None]\n"
+        "    _told(number, found[0].wanted if found else value, *row)",
+}
+KNOWING = {name: IN_PLACE.replace("{body}", f"    {body}") for name, body in BODIES.items()}

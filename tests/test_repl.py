@@ -55,7 +55,7 @@ def write_cache(folder, rows, files=SHOP):
     return str(folder)
 
 
-make = functools.partial(envs.make, "repl")
+make = functools.partial(envs.make, "repl", guessable=True)
 
 
 def alone(name="", **options):
@@ -159,7 +159,7 @@ def test_tasks_are_the_same_in_every_process(options, pinned):
     (["total"], ["cheapest"], "PASSED", 0, 0), (["total"], [], "PASSED", 0, 0)])
 def test_what_outcomes_are_worth(tmp_path, monkeypatch, untouched, passing, cheapest, correct, partial):
     expected = {"tests/test_price.py::test_total": "PASSED", "tests/test_price.py::test_cheapest": cheapest}
-    folder = write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected)})
+    folder = write_cache(tmp_path, {"shop-1": ROW | dict(expected_output_json=expected, patch="")})
 
     def run_tests(files, *args, **options):
         found = passing if "shop/new.py" in files else untouched
@@ -238,8 +238,8 @@ def test_replies_without_a_block(shop):
         step = play.episode.step("```\nfinish()\n```")
     assert nudges[0] == nudges[1] == repl.NUDGES[0] and nudges[2] == repl.NUDGES[1] != nudges[0]
     assert step.truncated and not step.terminated and step.messages == [] and step.reward == 0
-    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, repl_turns=4, no_block=4,
-                                 sub_queries=0)
+    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, guessable=mock.ANY,
+                             repl_turns=4, no_block=4, sub_queries=0)
 
 
 SAYS = [  # code, what it prints
@@ -336,8 +336,8 @@ def test_how_an_episode_ends_and_what_it_is_worth(shop):
     env, task = shop()
     step = outcome(env, task, env.solution(task))
     assert step.terminated and step.messages == [] and step.reward == 1
-    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=1, no_block=0,
-                             sub_queries=0)
+    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, guessable=mock.ANY,
+                             repl_turns=1, no_block=0, sub_queries=0)
     for codes, partial in [
             (["finish()"], 0), ([FIX_TOTAL, UNDO, "finish()"], 0),
             ([f"{FIX_TOTAL}\nfinish()\nraise ValueError"], 0.5),  # one of the two that fail
@@ -743,8 +743,8 @@ def test_calls_that_cannot_be_done_are_told(shop, wrong, name, says):
         assert len(answers(play.episode.step("", [wrong, wrong]))) == 2
         step = play.episode.step("", [wrong, FINISH, wrong])
     assert step.terminated and step.messages == [] and step.reward == 0
-    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, repl_turns=3, no_block=3,
-                             sub_queries=0)
+    assert step.info == dict(correct=0, partial=0, modified=0, suspicious=0, guessable=mock.ANY,
+                             repl_turns=3, no_block=3, sub_queries=0)
 
 
 def test_replies_without_a_call_and_with_too_many(shop):
@@ -781,8 +781,8 @@ def test_calls_run_in_order_in_one_interpreter_until_finish(shop):
         step = play.episode.step("", [run_python(code=f"{FIX_TOTAL}; {FIX_CHEAPEST}"), FINISH,
                                       run_python(code=UNDO), call("open")])
     assert step.terminated and step.messages == [] and step.reward == 1
-    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, repl_turns=3, no_block=2,
-                             sub_queries=0)
+    assert step.info == dict(correct=1, partial=1, modified=1, suspicious=0, guessable=mock.ANY,
+                             repl_turns=3, no_block=2, sub_queries=0)
 
 
 @pytest.mark.slow
@@ -1161,10 +1161,8 @@ def test_bundled_scenarios_are_solved_by_their_solution_alone(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("secret", "abcd")
-def test_what_leaks_from_test_to_test_earns_nothing(monkeypatch, secret):
-    """5 or 6 tests end as expected where nothing was mended, by the order that was drawn for them."""
-    monkeypatch.setattr(testing, "SECRET", secret)
+def test_what_leaks_from_test_to_test_earns_nothing():
+    """5 or 6 tests end as expected where nothing was mended, by what ran before them."""
     env, task = alone("settings-leak")
     for number in range(3):
         comment = f"open('settings/store.py', 'a').write('\\n# comment {number}\\n'); finish()"

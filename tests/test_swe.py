@@ -1,8 +1,6 @@
 """Diffs for issues: what is judged, what is refused, what forges results and fails; rows; the exporter."""
 
-import ast
 import concurrent.futures
-import contextlib
 import json
 import os
 import random
@@ -16,12 +14,13 @@ import time
 import types
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import requests
 
 import envs
-from envs.code import doubles, sandbox, swe, testing
+from envs.code import sandbox, swe, testing
 from tests import forgeries
 from tools import executor_server, export_predictions
 
@@ -30,7 +29,7 @@ ROWS = {row["instance_id"]: row for _, row in envs.read_rows(str(swe.BUNDLED / "
 FIRST = "minibox__backoff-4"  # plain tests; two bugs in two files
 WITH_PYTEST = "minibox__routes-3"
 NONE = dict(correct=0, format=0, allowed=0, applied=0, fail_to_pass=0, pass_to_pass=0, partial=0, error=0,
-            suspicious=0)
+            suspicious=0, guessable=mock.ANY)
 GOOD = dict(NONE, correct=1, format=1, allowed=1, applied=1, fail_to_pass=1, pass_to_pass=1, partial=1)
 BODY = "--- {0}\n+++ {1}\n@@ -1,1 +1,1 @@\n-a\n+b\n"
 DIFF = BODY.format("a/x", "b/x")
@@ -241,6 +240,22 @@ def test_emptied_tests_gain_nothing(env, name):
         assert info["applied"] == info["suspicious"] == 1 and info["correct"] == info["partial"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", forgeries.KNOWING)
+def test_code_that_knows_how_it_is_judged_gains_nothing(env, attack):
+    """It runs before the tests, in their process, in place of a fix of each issue."""
+    for name in ROWS:
+        info = score(env, name, fenced(in_front(name, forgeries.KNOWING[attack]))).info
+        assert info["applied"] == 1 and info["correct"] == 0, name
+        assert info["fail_to_pass"] < 1 and info["partial"] <= info["fail_to_pass"], name
+
+
+@pytest.mark.slow
+def test_what_is_left_to_guess_of_each_issue(env):
+    assert {name: env.guess(name) < 1e-3 for name in ROWS} == dict.fromkeys(ROWS, True)
+    assert not env.guessed and env.about == ""
+
+
 TESTS = """
 from shop import total
 def test_two():
@@ -291,7 +306,8 @@ def test_results_that_only_look_right_do_not_count(tests, plain, code):
 
     files = {"shop.py": f"def total(prices): return None\n{code}".encode()}
     found = testing.run_tests(files, tests, list(fair), plain)
-    assert found == {} and found.forged
+    # Parameters stay with their tests, where what fails can be swallowed.
+    assert {name for name, outcome in found.items() if outcome == "PASSED" and "[" not in name} == set()
 
 
 @pytest.mark.slow
@@ -399,13 +415,13 @@ def test_exit(): raise SystemExit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False])
-def test_code_without_end_takes_no_more_for_the_copies(plain):
-    """There are four of them."""
+def test_code_without_end_takes_no_more_than_its_time(plain):
     start = time.monotonic()
     found = run_tests("def f():\n    while True: pass", {
         "test_f.py": "import f\ndef test_a(): assert f.f() == 1\ndef test_b(): assert 1 == 1"}, plain=plain,
-        timeout=6.0)
-    assert found.get("test_f.py::test_a") != "PASSED" and time.monotonic() - start < 6 + 10
+        timeout=3.0)
+    assert found == {"test_f.py::test_a": "FAILED", "test_f.py::test_b": "PASSED"}
+    assert time.monotonic() - start < 3 + 10
 
 
 @pytest.mark.slow
@@ -444,151 +460,6 @@ def test_failures_of_the_sandbox_are_errors_and_not_kept(monkeypatch):
     monkeypatch.setattr(testing, "has_pytest", lambda: False)
     with pytest.raises(sandbox.SandboxError, match="has no pytest"):
         testing.run_tests({}, {"test_never.py": b""})
-
-
-HONEST = """
-from __future__ import annotations
-import unittest
-def test_left(): assert 3 == sum([1, 2])
-def test_bool(): assert (1 < 2) == True
-def test_nested(): assert dict(a=[1, (2.5, "x")]) == {"a": [1, (2.5, "x")]}
-def test_text(): assert "".join("ab") == "ab" and 1
-def test_empty(): assert set() == set()
-def test_large(): assert 1e300 * 10 == 1e301
-def test_of_a_loop():
-    for value in range(2):
-        assert value >= 0
-def test_of_a_block():
-    with open("/dev/null") as file:
-        assert file.read() == ""
-def test_there_and_back():
-    items = [1, 2]
-    assert list(tuple(items)) == items
-def test_argument(given=(3, 4)): assert tuple(list(given)) == given
-def assertTrue(value): assert value
-def assertFalse(value): assert not value
-def test_bare(): assertTrue(1 < 2)
-def test_bare_too(): assertFalse(1 > 2)
-def assert_close(a, b, by=1): assert abs(a - b) <= by
-def test_close(): assert_close(1.0, 1.5)
-def test_local():
-    expected = 7
-    assert 3 + 4 == expected
-def test_defined_within():
-    def check(f): assert f(2) == 4
-    check(lambda x: 2 * x)
-def raises(error, function):
-    try: function()
-    except error: return
-    raise ValueError
-def test_raises(): raises(KeyError, lambda: {}[1])
-def test_not_called_here():
-    with unittest.TestCase().assertRaises(KeyError):
-        raise KeyError
-def test_unittest():
-    case = unittest.TestCase()
-    case.assertIn(1, [1]); case.assertIsNone(None); case.assertGreater(2, 1)
-def test_leaves():
-    if 1: return
-    assert 1 == 2
-def test_tries():
-    try:
-        assert 1 == 2
-    except AssertionError:
-        pass
-def test_asserts_nothing(): pass
-"""
-LINES = {"test_leaves", "test_tries", "test_asserts_nothing"}
-CHECKS = {"test_of_a_loop", "test_bare", "test_bare_too", "test_close"}
-
-
-def passing(source):
-    module = {"__name__": "tests"}
-    exec(compile(source, "tests", "exec"), module)
-    for name, test in [item for item in module.items() if item[0].startswith("test")]:
-        with contextlib.suppress(Exception, pytest.fail.Exception):
-            test()
-            yield name
-
-
-@pytest.mark.parametrize("mark, doubled", [
-    ("", True), ("[pytest.mark.skipif(True), pytest.mark.usefixtures('x')]", True),
-    ("[pytest.mark.slow, pytest.mark.parametrize('x', [1])]", True), ("pytest.mark.xfail", False),
-    ("MARKS", False)])
-def test_a_module_where_failures_are_expected_is_left_as_it_is(mark, doubled):
-    source = f"pytestmark = {mark}\n" * bool(mark) + "def test_a():\n    assert 1 == 1"
-    made = doubles.versions(source, random.Random(1), 2)
-    assert len(made.sources) == 1 + doubled and made.must == made.real.keys()
-    assert [*made.real] == ["test_a"] * doubled
-    assert doubled or made.sources == [source]
-
-
-@pytest.mark.parametrize("number", [2, 3, 4])
-def test_tests_that_pass_fail_where_they_expect_something_else(number):
-    """Each in one of the copies passes, in any of them as often, and fails in the others."""
-    honest, places = set(passing(HONEST)), set()
-    for seed in range(12):
-        made = doubles.versions(HONEST, random.Random(seed), number)
-        assert made.real.keys() == made.must == honest and len(made.sources) == number
-        found = [set(passing(source)) for source in made.sources]
-        assert found == [{name for name, at in made.real.items() if at == copy} for copy in range(number)]
-        kinds = {kind: {name for name in honest if made.kinds[name] == kind} for kind in ("check", "line")}
-        assert kinds == dict(check=CHECKS, line=LINES)
-        places |= set(made.real.items())
-    assert len(places) > 0.9 * number * len(honest)
-
-
-def test_a_test_and_its_doubles_are_written_alike():
-    """Neither their length nor their names tell, nor which of several texts lies between the others."""
-    middle, texts = 0, "".join(f"def test_text_{at}(): assert 'abc' == 'abc'\n" for at in range(30))
-    for seed in range(6):
-        made = doubles.versions(HONEST + texts, random.Random(seed), 3)
-        modules = [{node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
-                   for source in made.sources]
-        for name in made.real:
-            codes = [next(code for code in compile(ast.Module([module[name]], []), "", "exec").co_consts
-                          if hasattr(code, "co_code")) for module in modules]
-            assert len({(code.co_names, code.co_varnames) for code in codes}) == 1, name
-            if name in LINES | CHECKS:
-                assert len({len(code.co_code) for code in codes}) == 1, name
-        for name in [name for name in made.real if name.startswith("test_text_")]:
-            found = [ast.unparse(module[name]) for module in modules]
-            apart = [sum(a != b for other in found for a, b in zip(one, other, strict=True)) for one in found]
-            middle += apart.index(min(apart)) == made.real[name]
-    assert 40 < middle < 85  # of 180: one in three
-
-
-@pytest.mark.parametrize("source, real", [
-    ("XF = pytest.mark.xfail\n@XF\ndef test_a(): assert 0", set()),
-    ("CASES = [pytest.param(1, marks=pytest.mark.xfail)]\n"
-     "@pytest.mark.parametrize('x', CASES)\ndef test_a(x): assert x == 2", set()),
-    ("@pytest.fixture\ndef test_data(): return 1\ndef test_a(test_data): assert test_data == 1", {"test_a"}),
-    ("def test_a(): assert 1 == 1\ndef test_b(): test_a()", {"test_b"}),
-    ("def test_a(): yield 1", set()), ("async def test_a(): assert 1 == 1", {"test_a"}),
-    ("class TestA(unittest.TestCase):\n class TestB(X):\n  def test_c(self): pass", {"TestA::TestB::test_c"}),
-    ("class TestA:\n def test_c(self): assert 1 == 1\nclass TestB(TestA):\n def test_d(self): pass\n"
-     "class TestC(TestB):\n test_d = None", {"TestA::test_c", "TestB::test_c", "TestC::test_c"}),
-])
-def test_which_tests_have_doubles(source, real):
-    made = doubles.versions(source, random.Random(1), 2)
-    assert made.real.keys() == made.must == real
-    assert made.real.get("TestB::test_c") == made.real.get("TestA::test_c")
-
-
-@pytest.mark.parametrize("copies, expected, forged", [
-    ("t::a PASSED, u::a FAILED, t::b FAILED, u::b PASSED", {"t::a": "PASSED", "t::b": "PASSED"}, False),
-    ("t::a PASSED, u::a PASSED, t::b FAILED, u::b PASSED", {}, True),
-    ("t::a FAILED, u::a PASSED, t::b FAILED, u::b FAILED", {"t::a": "FAILED", "t::b": "FAILED"}, False),
-    ("t::a PASSED, t::b FAILED, u::b PASSED", {"t::b": "PASSED"}, False),  # a's double had no end
-    ("t::c PASSED, u::c PASSED", {"t::c": "PASSED"}, False),
-    ("t::c PASSED, u::c FAILED", {"t::c": "FAILED"}, False),
-    ("t::c PASSED", {}, False), ("t ERROR, u ERROR, other ERROR", {"t": "ERROR"}, False),
-    ("t::a[x] PASSED, u::a[x] PASSED", {}, True)])
-def test_what_copies_of_a_test_come_to(copies, expected, forged):
-    said = testing.Outcomes(report.split() for report in copies.split(", "))
-    made = doubles.Versions(["", ""], dict(a=0, b=1), {}, frozenset("ab"))
-    found = testing.told_apart(said, ["t", "u"], made)
-    assert (found, found.forged) == (expected, forged)
 
 
 @pytest.mark.parametrize("phases, expected", [

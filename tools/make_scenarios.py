@@ -372,8 +372,9 @@ class Maker:
         if held_out and set(held_out.values()) == {"PASSED"}:  # what decides does not see it
             return None
         report = self.report(mutant, failed, random.Random(f"{seed} {mutant.id}"))
+        failing = [name.rpartition("::")[2] for name, outcome in held_out.items() if outcome != "PASSED"]
         return dict(problem_statement=report, expected_output_json=expected, patch=patch_back(mutant),
-                    tests=list(mutant.source.tests))
+                    tests=list(mutant.source.tests)) | (dict(fail_to_pass=failing) if failing else {})
 
     def report(self, mutant: Mutant, failed: dict[str, list], rng: random.Random) -> str:
         """What one would write who saw the tests fail. Nothing of the place that was changed."""

@@ -175,6 +175,11 @@ def passes(code: str, data: dict) -> bool:
 # The tests
 
 
+def guess(tests: list, row: dict, shown: str) -> float:
+    """How often code that computes nothing passes, at most, though it knows what is shown and the judge."""
+    return testing.guess({"test_row.py": test_module(tests, row).encode()}, None, str(shown))
+
+
 def test_module(tests: list, row: dict) -> str:
     """A module in which what the tests say is one function. ValueError: what cannot be run about them"""
     try:

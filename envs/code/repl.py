@@ -50,9 +50,10 @@ from envs import (
     read_rows,
     read_text,
 )
-from envs.code import sandbox, trees
+from envs.code import sandbox, testing, trees
 from envs.code.executor import HttpExecutor
-from envs.code.testing import LAUNCHER, decides, digest, run_tests, shadows
+from envs.code.swe import apply
+from envs.code.testing import LAUNCHER, decides, run_tests, shadows
 
 WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
 BUNDLED = Path(__file__).with_name("repl_scenarios")
@@ -65,7 +66,7 @@ MOST_NOTE = 200  # characters of what is said about a block
 MOST_CALLS = 16  # of a reply that are answered
 GRACE = 10.0  # for its messages, beyond the time of a block [s]
 TREE_TIME = 20.0  # to hand over the files at the end [s]
-NOTHING = dict(correct=0.0, partial=0.0, modified=0.0, suspicious=0.0)
+NOTHING = dict(correct=0.0, partial=0.0, modified=0.0, suspicious=0.0, guessable=0.0)
 OUTCOMES = ("PASSED", "FAILED", "ERROR")
 # It ends with a fence at the beginning or the end of a line: within one it is the code's.
 BLOCK = re.compile(r"```(?:python|repl|py)[ \t]*\r?\n(.*?)(?:\n[ \t]*```|```[ \t]*(?=\r?\n|\Z)|\Z)",
@@ -161,6 +162,9 @@ class Config:
     """1 if every test ends as expected, or the share of those that do, beyond what changing nothing gives"""
     turn_timeout: float = 60.0
     """longest run of a block, or of all calls of a reply [s]"""
+    guessable: bool = False
+    """train on instances, too, whose tests code that computes nothing passes oftener than once in 1,000: where
+    there are no held-out tests, or too little has to be guessed"""
     test_timeout: float = 120.0
     """longest run of the tests [s]"""
     memory: int = 1024
@@ -207,6 +211,7 @@ class Scenario:
     docker_image: str = ""
     plain: bool = False  # tests are plain functions, run without pytest
     held_out: str = ""  # a module of tests that nobody sees, and which alone judges; else those of `expected`
+    fail_to_pass: tuple[str, ...] = ()  # tests of it that fail until the bug is fixed; none: not known yet
 
     @property
     def held_out_path(self) -> str:
@@ -219,6 +224,14 @@ class Scenario:
         if not self.held_out:
             return self.expected
         return {f"{self.held_out_path}::{name}": "PASSED" for name in test_names(self.held_out)}
+
+    @functools.cached_property
+    def solved(self) -> dict[str, bytes] | None:
+        """The files with the fix, where it is needed to see what the tests compare; None: it is not known."""
+        if self.held_out or not self.patch:
+            return None
+        changed = apply(self.files, self.patch)
+        return changed and {path: text for path, text in (self.files | changed).items() if text is not None}
 
     def is_test(self, path: str) -> bool:
         """Whether it is taken from here, not from what the model left: tests and what configures them."""
@@ -233,7 +246,8 @@ class Repl(Env):
     def __init__(self, config):
         super().__init__(config)
         sandbox.check()
-        self._matched = {}  # instance_id -> tests that end as expected where nothing was changed
+        self._guesses = {}  # instance_id -> how often its tests are passed by guessing
+        self._matched = {}  # instance_id -> how many tests end as expected where nothing was changed
         self.executor = HttpExecutor(config.executor_url) if config.executor_url else None
         if self.executor:
             self.executor.check()
@@ -255,6 +269,24 @@ class Repl(Env):
         self._ids = hold_out(list(self._rows), lambda name: split_of(name) == "test",
                              "environment repl: instance")
         self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
+    @property
+    def about(self) -> str:
+        """Which instances are left out."""
+        return testing.about_guessed("repl", self.guessed)
+
+    @functools.cached_property
+    def guessed(self) -> list[str]:
+        """The instances that are not trained on."""
+        if self.config.guessable or self._ids is None:
+            return []
+        return [name for name in self._ids["train"] if not held_out_of(self._rows[name]["folder"])
+                or self.guess(self._load(name)) > testing.MOST_GUESSED]
+
+    @functools.cached_property
+    def names(self) -> dict[str, list[str]]:
+        """{split: its instances}"""
+        left_out = {*self.guessed}
+        return dict(self._ids, train=[name for name in self._ids["train"] if name not in left_out])
 
     @property
     def vocabulary(self) -> list[str] | None:
@@ -268,10 +300,12 @@ class Repl(Env):
         self.check_split(split)
         if self._ids is None:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
+        if split == "train" and self.guessed and not self.names["train"]:
+            raise BadInput(f"environment repl: {self.about}; none is left")
         if split == "test" and not self._ids[split]:
             raise BadInput("environment repl: the one instance is for training, which leaves none to be held "
                            "out; expected at least two")
-        return len(self._ids[split])
+        return len(self.names[split])
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
@@ -280,7 +314,7 @@ class Repl(Env):
             scenario = tiny_scenario(seed)
             messages = [{"role": "user", "content": scenario.problem_statement}]
             return Task(name, "repl/tiny", messages, dict(tiny=list(seed)))
-        row = self._rows[self._ids[split][index]]
+        row = self._rows[self.names[split][index]]
         queries = QUERIES if self.config.max_sub_agent_depth else ""
         if self.config.tools:  # the chat template shows them
             text, block, tools = "", "call", functions_of_fixing(queries)
@@ -345,31 +379,41 @@ class Repl(Env):
         left = {path: text for path, text in files.items() if not scenario.is_test(path)
                 and (path in scenario.files or not shadows(path))}
         if left == original:
-            return NOTHING
-        draw = digest(sorted(left.items()))
-        results, forged = self._results(scenario, left, draw)
+            return NOTHING | dict(guessable=self.guess(scenario))
+        results, forged = self._results(scenario, left)
         matched, number = matching(results, scenario.judged), len(scenario.judged)
         partial = len(matched) / number
         if 0 < partial < 1:  # beyond what changing nothing would give
-            untouched = self._untouched(scenario, original, matched, draw)
+            untouched = self._untouched(scenario, original)
             partial = max(0, len(matched) - untouched) / max(1, number - untouched)
         return dict(correct=float(len(matched) == number), partial=partial, modified=1.0,
-                    suspicious=float(forged))
+                    suspicious=float(forged), guessable=self.guess(scenario))
 
-    def _untouched(self, scenario: Scenario, original: dict[str, bytes], matched: set[str], draw: str) -> int:
-        """How many tests end as expected where nothing was changed.
+    def guess(self, scenario: Scenario) -> float:
+        """How often code that computes nothing passes the tests, at most."""
+        if not scenario.held_out or self.executor:  # what the tests expect can be read
+            return 1.0
+        if scenario.instance_id not in self._guesses:
+            failing = scenario.fail_to_pass
+            if not failing:
+                original = {path: text for path, text in scenario.files.items() if not scenario.is_test(path)}
+                results, _ = self._results(scenario, original)
+                failing = [name for name in scenario.judged if results.get(name) != "PASSED"]
+            names = [f"{scenario.held_out_path}::{name.rpartition('::')[2]}" for name in failing]
+            shown = [text.decode(errors="replace") for text in scenario.files.values()]
+            self._guesses[scenario.instance_id] = testing.guess(
+                {scenario.held_out_path: scenario.held_out.encode()}, names,
+                "\n".join([scenario.problem_statement, *shown]))
+        return self._guesses[scenario.instance_id]
 
-        matched: those that do in a changed tree. Where they differ from what was seen of the untouched tree,
-        it is run again with the draw of the changed one: a test may depend on what ran before it.
-        """
+    def _untouched(self, scenario: Scenario, original: dict[str, bytes]) -> int:
+        """How many tests end as expected where nothing was changed."""
         name = scenario.instance_id
         if name not in self._matched:
-            self._matched[name] = matching(self._results(scenario, original, draw)[0], scenario.judged)
-        elif matched != self._matched[name]:
-            return len(matching(self._results(scenario, original, draw)[0], scenario.judged))
-        return len(self._matched[name])
+            self._matched[name] = len(matching(self._results(scenario, original)[0], scenario.judged))
+        return self._matched[name]
 
-    def _results(self, scenario: Scenario, left: dict[str, bytes], draw: str) -> tuple[dict[str, str], bool]:
+    def _results(self, scenario: Scenario, left: dict[str, bytes]) -> tuple[dict[str, str], bool]:
         """{test: outcome} of the tests that judge a tree, and whether they were forged."""
         tests = {path: text for path, text in scenario.files.items() if scenario.is_test(path)}
         if scenario.held_out:
@@ -378,8 +422,10 @@ class Repl(Env):
             return self._remote_results(scenario, left, tests), False
         names = sorted(scenario.judged) if all("::" in name for name in scenario.judged) else None
         results = run_tests(left, tests, names, plain=scenario.plain, timeout=self.config.test_timeout,
-                            memory=self.config.memory, draw=draw)
-        return {short_name(name): outcome for name, outcome in results.items()} | results, results.forged
+                            memory=self.config.memory, hide=bool(scenario.held_out or scenario.solved),
+                            solved=scenario.solved)
+        forged = results.forged or results.skipped
+        return {short_name(name): outcome for name, outcome in results.items()} | results, forged
 
     def _remote_results(self, scenario, left, tests):
         """What a container of the instance says, with changed files and the original tests laid over it."""
@@ -845,7 +891,7 @@ def data_rows(config: Config):
 
 
 FIELDS = ("problem_statement", "expected_output_json", "test_command", "tests", "patch", "docker_image",
-          "plain")
+          "plain", "fail_to_pass")
 
 
 def check_row(row: dict, where: str) -> dict:
@@ -861,7 +907,8 @@ def check_row(row: dict, where: str) -> dict:
             or not all(outcome in OUTCOMES for outcome in expected.values())):
         raise BadInput(f"{where}: expected_output_json: expected a JSON object of test -> "
                        f"{' | '.join(OUTCOMES)}, got {str(row.get('expected_output_json'))[:80]!r}")
-    for key, kind in dict(test_command=str, patch=str, docker_image=str, tests=list, plain=bool).items():
+    for key, kind in dict(test_command=str, patch=str, docker_image=str, tests=list, plain=bool,
+                          fail_to_pass=list).items():
         if not isinstance(row.get(key, kind()), kind):
             raise BadInput(f"{where}: {key}: expected {kind.__name__}, got {row[key]!r}")
     return row | dict(expected=expected)
@@ -875,7 +922,8 @@ def load_scenario(row: dict) -> Scenario:
         raise BadInput(f"{row['folder']}: no tests: expected a folder tests, or the row's field tests")
     return Scenario(row["instance_id"], files, row["problem_statement"], row["expected"],
                     row.get("test_command", Scenario.test_command), tuple(tests), row.get("patch", ""),
-                    row.get("docker_image", ""), row.get("plain", False), held_out_of(row["folder"]))
+                    row.get("docker_image", ""), row.get("plain", False), held_out_of(row["folder"]),
+                    tuple(row.get("fail_to_pass", ())))
 
 
 def held_out_of(folder: Path) -> str:
@@ -936,7 +984,9 @@ def tiny_scenario(parts: tuple[int, int, int, int]) -> Scenario:
 import tests.test_m as t
 for name, test in list(vars(t).items()):
     if name.startswith("test_"): test()
-print("passed")'""", held_out=module(HELD_OUT_CALLS))
+print("passed")'""", held_out=module(HELD_OUT_CALLS),
+        fail_to_pass=tuple(f"test_{number}" for number, (x, y) in enumerate(HELD_OUT_CALLS, 1)
+                           if value(expression, x, y) != value(EXPRESSIONS[wrong], x, y)))
 
 
 def tiny_fix(parts: tuple[int, int, int, int]) -> str:

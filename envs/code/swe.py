@@ -110,6 +110,8 @@ class Config:
     """judge nothing and give 0: for tools/export_predictions.py and the official evaluators"""
     reward: Literal["binary", "partial"] = "binary"
     """1 if correct, else 0; or the share of FAIL_TO_PASS that passes if all of PASS_TO_PASS does, else 0"""
+    guessable: bool = False
+    """train on instances, too, whose tests code that computes nothing passes oftener than once in 1,000"""
     timeout: float = 60.0
     """longest run of the tests [s]"""
     memory: int = 2048
@@ -165,20 +167,39 @@ class Swe(Env):
             sandbox.check()
             if not shutil.which("git"):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
+    @property
+    def about(self) -> str:
+        """Which instances are left out."""
+        return testing.about_guessed("swe", self.guessed)
+
+    @functools.cached_property
+    def guessed(self) -> list[str]:
+        """The instances that are not trained on."""
+        if self.config.guessable or self.config.export_only or self.executor:
+            return []
+        return [name for name in self._split["train"] if self.guess(name) > testing.MOST_GUESSED]
+
+    @functools.cached_property
+    def names(self) -> dict[str, list[str]]:
+        """{split: its instances}"""
+        left_out = {*self.guessed}
+        return dict(self._split, train=[name for name in self._split["train"] if name not in left_out])
 
     def num_tasks(self, split: str) -> int:
         self.check_split(split)
+        if split == "train" and self.guessed and not self.names["train"]:
+            raise BadInput(f"environment swe: {self.about}; none is left")
         if split == "train" and not self._split["train"]:
             raise BadInput("environment swe: every instance belongs to the test split; name more, or choose "
                            "with test_share (test_share=0: all train)")
         if split == "test" and not self._split["test"] and self.config.test_share:
             raise BadInput("environment swe: the one instance is for training, which leaves none to be held "
                            "out; name more, or choose with test_share (0: none is, 1: all are)")
-        return len(self._split[split])
+        return len(self.names[split])
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
-        return self.task_of(self._split[split][index])
+        return self.task_of(self.names[split][index])
 
     def task_of(self, name: str) -> Task:
         row = self.rows[name]
@@ -205,6 +226,13 @@ class Swe(Env):
         folder = (BUNDLED if self.config.bundled else Path(self.config.snapshots)) / name
         return trees.read(folder)
 
+    @functools.lru_cache(256)  # noqa: B019
+    def solved(self, name: str) -> dict[str, bytes] | None:
+        """The repository with the row's patch."""
+        changed = apply(self.snapshot(name), self.rows[name]["patch"])
+        return changed and {path: content for path, content in (self.snapshot(name) | changed).items()
+                            if content is not None}
+
     def judge(self, name: str, patch: str) -> testing.Outcomes | None:
         """{test: outcome} with the diff and the row's test_patch, None if the diff does not apply."""
         row = self.rows[name]
@@ -215,18 +243,34 @@ class Swe(Env):
         changed = apply(snapshot, patch)
         if changed is None:
             return None
-        tests = apply(snapshot, row["test_patch"])
-        if tests is None:
-            raise sandbox.SandboxError(f"instance {name}: field test_patch does not apply to its snapshot")
         tree = {path: content for path, content in (snapshot | changed).items() if content is not None}
         if any(str(folder) in tree for path in tree for folder in PurePosixPath(path).parents):
             return None  # a file where a folder is
-        deciding = {path for path in snapshot if testing.decides(path)}
-        asked = {name.partition("::")[0] for name in names}
-        original = {path: content for path, content in (snapshot | tests).items()
-                    if content is not None and (path in asked or path in deciding or path in tests)}
-        return testing.run_tests(tree, original, list(names), row["plain"], self.config.timeout,
-                                 self.config.memory)
+        return testing.run_tests(tree, self.tests(name), list(names), row["plain"], self.config.timeout,
+                                 self.config.memory, solved=self.solved(name))
+
+    @functools.lru_cache(256)  # noqa: B019
+    def tests(self, name: str) -> dict[str, bytes]:
+        """The files of the row's tests, and those that decide how they run."""
+        row, snapshot = self.rows[name], self.snapshot(name)
+        tests = apply(snapshot, row["test_patch"])
+        if tests is None:
+            raise sandbox.SandboxError(f"instance {name}: field test_patch does not apply to its snapshot")
+        asked = {test.partition("::")[0] for test in row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]}
+        asked |= {*tests, *(path for path in snapshot if testing.decides(path))}
+        return {path: content for path, content in (snapshot | tests).items()
+                if content is not None and path in asked}
+
+    def guess(self, name: str, keep=None) -> float:
+        """How often code that computes nothing passes the tests, at most. keep: as testing.guess has it."""
+        if self.executor or self.config.export_only:
+            return 1.0
+        try:
+            tests = self.tests(name)
+        except sandbox.SandboxError:  # it will never be judged
+            return 1.0
+        row = self.rows[name]
+        return testing.guess(tests, row["FAIL_TO_PASS"], row["problem_statement"], keep)
 
 
 class Attempt(Episode):
@@ -238,7 +282,7 @@ class Attempt(Episode):
     def step(self, reply: str) -> Step:
         row, config = self.env.rows[self.name], self.env.config
         info = dict(correct=0.0, format=0.0, allowed=0.0, applied=0.0, fail_to_pass=0.0, pass_to_pass=0.0,
-                    partial=0.0, error=0.0, suspicious=0.0)
+                    partial=0.0, error=0.0, suspicious=0.0, guessable=self.env.guess(self.name))
         patch = find_patch(final_part(reply))
         if self.over or patch is None:
             return self._end(info)
@@ -263,7 +307,8 @@ class Attempt(Episode):
         kept = kept if row["PASS_TO_PASS"] else 1.0
         return self._end(info | dict(
             applied=1.0, fail_to_pass=fixed, pass_to_pass=kept, partial=fixed if kept == 1 else 0.0,
-            correct=float(fixed == kept == 1), suspicious=float(results.forged)))
+            correct=float(fixed == kept == 1), suspicious=float(results.forged or results.skipped),
+            guessable=self.env.guess(self.name, results.kept)))
 
     def _end(self, info) -> Step:
         self.over = True

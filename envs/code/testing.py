@@ -6,11 +6,9 @@
 Each module of tests runs in a sandbox of its own, so that nothing that happens in one reaches another. What
 tests print counts for nothing: what became of each comes over a pipe that was opened, with a random token,
 before any code of the tree ran, is passed on by a process that runs none of it, and made into outcomes here.
-A module lies there in several copies. For each test, one of them, drawn at random, holds it as it is, and the
-others expect something else and have to fail (doubles.py): where a test passes with a double, or a canary in
-modules beside them does not turn out as it must (someone patched pytest or unittest, or ended the process
-with os._exit(0)), no result counts. Tests and code under test do share a process, so code that was written
-against this and knows the tests could forge a result; docs/sandbox.md says more.
+What tests expect is not in the sandbox (expectations.py): they report values, which are compared here. Where
+a canary in modules beside them does not turn out as it must (someone patched pytest or unittest, or ended the
+process with os._exit(0)), no result counts.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ import functools
 import hashlib
 import json
 import os
-import random
-import re
 import secrets
 import subprocess
 import sys
@@ -31,7 +27,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 
-from envs.code import doubles, sandbox, trees
+from envs.code import expectations, sandbox, trees
 
 # As `python -m pytest`, except that what lies in the folder can be imported only once pytest and its plugins
 # have been. (`python -c` puts the folder on the path as well; versions before 3.11 know no -P.)
@@ -52,8 +48,7 @@ DECIDING = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.
 # Top-level names that the tests' process imports: a new one in the tree would run in place of the real one.
 SHADOWS = {"pytest", "_pytest", "pluggy", "iniconfig", "unittest", "site", "sitecustomize", "usercustomize"}
 MOST_CACHED = 4096  # results kept
-GUESSES = 1000  # a guess of all tests of a row is to be right no oftener than once in so many,
-MOST_COPIES = 4  # if that takes no more copies of each module
+MOST_GUESSED = 1e-3  # instances that are guessed oftener are not trained on unless one asks for it
 
 CANARIES = '''
 import unittest
@@ -92,9 +87,17 @@ def test_{3}():
 
 
 class Outcomes(dict):
-    """{test: "PASSED" | "FAILED" | "ERROR"}; empty where results were forged, which `forged` then says."""
+    """{test: "PASSED" | "FAILED" | "ERROR"}; empty where results were forged, which `forged` then says.
 
-    forged = False
+    skipped: a test came to its end without a check that it makes if it passes.
+    """
+
+    forged = skipped = False
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.wrong = {}  # module -> checks that did not hold in tests that came to their end
+        self.kept = {}  # module -> checks that were made in the sandbox all the same
 
 
 @functools.cache
@@ -104,17 +107,18 @@ def has_pytest() -> bool:
 
 
 def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list[str] | None = None,
-              plain: bool = False, timeout: float = 60.0, memory: int = 1024, draw: str = "") -> Outcomes:
+              plain: bool = False, timeout: float = 60.0, memory: int = 1024,
+              hide: bool = True, solved: dict[str, bytes] | None = None) -> Outcomes:
     """{test: "PASSED" | "FAILED" | "ERROR"}; a test that gave no result is not in it, and has not passed.
 
     files: the tree, path -> content. test_files: the tests and their configuration, laid over it; a file of
     `files` that decides over tests (conftest.py, pytest.ini, ...) and is not in test_files is left out.
     names: of tests, as pytest writes them ("tests/test_x.py::TestShop::test_total[3]"); None: all there are.
     plain: no pytest, for tests that are module-level functions without arguments; about eight times as fast.
-    timeout: of the modules, one after the other, for each copy [s]. Each has what is left of it and at least
-    an equal share; a test, half of what is left of that.
-    draw: trees of one draw are judged by the same copies in the same order, for tests whose outcome depends
-    on what ran before them. What is drawn is known to this process alone. "": each tree has its own.
+    timeout: of the modules, one after the other [s]. Each has what is left of it and at least an equal share;
+    a test, half of what is left of that.
+    hide: keep what the tests expect out of the sandbox. solved: a tree for which they pass, if one is known:
+    what they expect of it that is no plain value is compared in the sandbox all the same.
 
     A skipped test is FAILED, one that is marked xfail and does fail is PASSED. ERROR: its module cannot be
     imported, or its fixtures failed.
@@ -124,9 +128,40 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
     """
     if not (plain or has_pytest()):
         raise sandbox.SandboxError(f"the tests did not start: {sys.executable} has no pytest")
+    keep = {} if hide else None
+    if solved is not None:
+        keep = _cached(solved, test_files, names, plain, timeout, memory, {}).wrong
+    found = copy.copy(_cached(files, test_files, names, plain, timeout, memory, keep))
+    found.kept = keep
+    return found
+
+
+def guess(test_files: dict[str, bytes], names: list[str] | None, shown: str, keep=None) -> float:
+    """How often code that computes nothing passes, at most, if it knows what is shown and how it is judged.
+
+    names: of tests that fail until the work is done; None: all have to be guessed. keep: checks, by their
+    module, that are made in the sandbox.
+    """
+    bits = 0.0
+    for path in judged(test_files, names):
+        own = names and [name.partition("::")[2] for name in names if name.partition("::")[0] == path]
+        taken = expectations.taken_out(_text(test_files[path]), (keep or {}).get(path, ()))
+        bits += taken.bits(own, shown)
+    return 0.5 ** bits
+
+
+def about_guessed(env: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return (f"{env}: left out of training: {len(names):,} instances such as {names[0]}, whose tests can be "
+            f"passed by guessing oftener than once in 1,000 (guessable=true keeps them)")
+
+
+def _cached(files, test_files, names, plain, timeout, memory, keep: dict[str, set[int]] | None) -> Outcomes:
     files = {path: content for path, content in files.items() if not decides(path)}
     tree = trees.laid_over(files, test_files)
-    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory, draw])
+    kept = keep and sorted((path, sorted(numbers)) for path, numbers in keep.items())
+    key = digest(sorted(tree.items()), sorted(test_files), names, [plain, timeout, memory, kept])
     with _lock:
         found = _cache.get(key)
         if mine := found is None:
@@ -137,16 +172,14 @@ def run_tests(files: dict[str, bytes], test_files: dict[str, bytes], names: list
             _cache.move_to_end(key)
     if mine:
         try:
-            rng = random.Random(SECRET + (draw or key))
-            found.set_result(_run(tree, test_files, names, plain, timeout, memory, rng))
+            found.set_result(_run(tree, test_files, names, plain, timeout, memory, keep))
         except BaseException as error:
             with _lock:
                 _cache.pop(key, None)
             found.set_exception(error)
-    return copy.copy(found.result())
+    return found.result()
 
 
-SECRET = secrets.token_hex(16)
 _cache: collections.OrderedDict[str, Future] = collections.OrderedDict()
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
@@ -176,56 +209,43 @@ def shadows(path: str) -> bool:
     return PurePosixPath(path).parts[0].partition(".")[0].lower() in SHADOWS
 
 
-def _run(tree, test_files, names, plain, timeout, memory, rng: random.Random) -> Outcomes:
-    asked = {name.partition("::")[0] for name in names} if names is not None else None
-    sources = {path: _text(content) for path, content in sorted(test_files.items())
-               if (is_test(path) if asked is None else path in asked)}
-    if names is None:
-        number = sum(source.count("def test") for source in sources.values())
-    else:
-        number = len({name.partition("[")[0] for name in names})
-    copies = 2
-    while copies < MOST_COPIES and copies ** number < GUESSES:
-        copies += 1
-    made = {path: doubles.versions(source, rng, copies) for path, source in sources.items()}
-
-    results, deadline = Outcomes(), time.monotonic() + timeout * copies
-    for path, version in made.items():
-        # What is not as it runs would tell what runs. Others are as they are where this one may import them.
-        others = {other: found.sources[0].encode() for other, found in made.items()
-                  if other == path or PurePosixPath(other).stem not in sources[path]}
+def _run(tree, test_files, names, plain, timeout, memory, keep) -> Outcomes:
+    taken = {}
+    for path in judged(test_files, names):
+        kept = None if keep is None else keep.get(path, ())
+        taken[path] = expectations.taken_out(_text(test_files[path]), kept)
+    tree = tree | {path: module.source.encode() for path, module in taken.items()}
+    results, deadline = Outcomes(), time.monotonic() + timeout
+    for path, module in taken.items():
         own = None if names is None else [name for name in names if name.partition("::")[0] == path]
-        left = max(deadline - time.monotonic(), timeout * copies / len(made))
-        found = _once(tree | others, own, plain, left, memory, path, version, rng)
+        left = max(deadline - time.monotonic(), timeout / len(taken))
+        found = _once(tree, own, plain, left, memory, path, module)
         results.update(found)
+        results.wrong.update(found.wrong)
         results.forged |= found.forged
+        results.skipped |= found.skipped
     if results.forged:
         results.clear()
     return results
 
 
-def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versions,
-          rng: random.Random) -> Outcomes:
-    """Of one module, which lies there in several copies."""
+def judged(test_files: dict[str, bytes], names: list[str] | None) -> list[str]:
+    """The modules in which the tests are."""
+    asked = {name.partition("::")[0] for name in names} if names is not None else None
+    return [path for path in sorted(test_files) if (is_test(path) if asked is None else path in asked)]
+
+
+def _once(tree, names, plain, timeout, memory, path: str, module: expectations.Taken) -> Outcomes:
+    """Of one module."""
     first, last = canaries(path, plain), canaries(path, plain)
     must = first[2] | last[2]
-    places = [path]
-    while len(places) < len(version.sources):
-        place = str(PurePosixPath(path).with_name(f"{new_name(version.sources[0], rng)}.py"))
-        places += [place] * (place not in tree and place not in places)
-    beside = [*zip(places, version.sources, strict=True)]
-    rng.shuffle(beside)
-    sources = dict([first[:2], *beside, last[:2]])
+    sources = dict([first[:2], (path, module.source), last[:2]])
     if not plain:
         tree = tree | {path: source.encode() for path, source in sources.items()}
         sources = dict.fromkeys(sources, "")
-    wanted = None
-    if names is not None:
-        wanted = [place + name.removeprefix(path) for name in names for place in places]
-        rng.shuffle(asked := [*wanted, *must])
     nonce = secrets.token_hex(16)
-    job = dict(nonce=nonce, plain=plain, timeout=timeout, copies=len(places), modules=list(sources.items()),
-               names=None if names is None else asked)
+    job = dict(nonce=nonce, plain=plain, timeout=timeout, modules=list(sources.items()),
+               names=None if names is None else [*names, *must])
     start = [sys.executable, "-I", *(["-S"] if plain else []), "-c", WORKER]
     size = sum(len(content) + 4096 for content in tree.values()) // sandbox.MIB  # whole blocks
     limits = dict(timeout=timeout + 10, cpu=int(timeout) + 10, memory=memory, output=2**24,
@@ -242,25 +262,31 @@ def _once(tree, names, plain, timeout, memory, path: str, version: doubles.Versi
     begun, _, rest = done.output.partition("\n")
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
-    return told_apart(counted(_reports(rest, nonce), must, wanted), places, version)
+    reports = _reports(rest, nonce)
+    told = collections.defaultdict(list)
+    for name, _, said in [report for report in reports if report[1] == "told"]:
+        told[name].append(expectations.read(said))
+    found = counted(outcomes(report for report in reports if report[1] != "told"), must, names)
+    for name, outcome in found.items():
+        if outcome != "PASSED" or name in must:
+            continue
+        wrong, missing = module.wrong(name.partition("::")[2], told[name])
+        if wrong | missing:
+            found[name] = "FAILED"
+            found.wrong.setdefault(path, set()).update(wrong | missing)
+            found.skipped |= bool(missing)  # it passed without its checks
+    return found
 
 
-def new_name(source: str, rng: random.Random) -> str:
-    """A name of a module of tests, of words that are in the source."""
-    words = {word for word in re.split("[^a-zA-Z]+", source) if word.islower() and 2 < len(word) < 10}
-    words = sorted(words | {"more", "other", "again"})
-    return "_".join(["test", *rng.choices(words, k=rng.randint(2, 3))])
-
-
-def _reports(text, nonce) -> list[tuple[str, str]]:
-    """[(test, outcome)] of what the reporting process said; none where it did not come to its end."""
+def _reports(text, nonce) -> list[tuple[str, str, str]]:
+    """[(test, phase, result)] of what the reporting process said; none where it did not come to its end."""
     try:
         said, reports = json.loads(text)
     except ValueError:
         return []  # it was killed
     if said != nonce or ["", "end", ""] not in reports:
         return []  # an end before the end
-    return outcomes(report for report in reports if report[0])
+    return [report for report in reports if report[0]]
 
 
 def outcomes(reports) -> list[tuple[str, str]]:
@@ -304,36 +330,6 @@ def counted(reports, must: dict[str, str], names: list[str] | None) -> Outcomes:
     if found.forged or any(name not in results for name in must):
         found.clear()
     return found
-
-
-def told_apart(found: Outcomes, places: list[str], version: doubles.Versions) -> Outcomes:
-    """Outcomes of the tests themselves from those of all copies, of which the first lies in their place.
-
-    A test that passes counts if none of its doubles does; one without doubles, if it passes in all copies.
-    """
-    said = {place: {} for place in places}
-    for name, outcome in found.items():
-        place, _, test = name.partition("::")
-        if place in said:  # not what is said of a folder
-            said[place][test] = outcome
-    results = Outcomes()
-    results.forged = found.forged
-    for test in dict.fromkeys(test for tests in said.values() for test in tests):
-        outcomes = [said[place].get(test) for place in places]
-        real = version.real.get(test.partition("[")[0])
-        if real is None:
-            failed = [outcome for outcome in outcomes if outcome not in ("PASSED", None)]
-            outcome = failed[0] if failed else None if None in outcomes else "PASSED"
-        else:
-            outcome = outcomes.pop(real)
-            if outcome == "PASSED" and test.partition("[")[0] in version.must:
-                results.forged |= "PASSED" in outcomes
-                outcome = None if None in outcomes else outcome  # they did not come to their end
-        if outcome is not None:
-            results[f"{places[0]}::{test}" if test else places[0]] = outcome
-    if results.forged:
-        results.clear()
-    return results
 
 
 def canaries(beside: str, plain: bool) -> tuple[str, str, dict[str, str]]:

@@ -5,6 +5,7 @@ that the trainer sent. The child prints to nowhere, and reports each phase of a 
 it got, with a token, before it imported anything of the tree.
 """
 
+import builtins
 import json
 import os
 import select
@@ -13,8 +14,9 @@ import sys
 import time
 import types
 
-PHASES = ("collect", "setup", "call", "part", "teardown", "end")
+PHASES = ("collect", "setup", "call", "part", "teardown", "told", "end")
 MOST_REPORTS = 8 * 2**20  # bytes that the parent reads
+MOST_VALUE = 2**16  # characters of a value that is reported
 
 
 def main():
@@ -71,7 +73,8 @@ def work(down, up):
     with os.fdopen(down) as pipe:
         job = json.load(pipe)
     send = sender(up, job.pop("token"))
-    PATIENCE.begin(job["timeout"], job["copies"])
+    PATIENCE.begin(job["timeout"])
+    TELLING.begin(send)
     try:
         run = run_plain if job["plain"] else run_pytest
         run(job, send)
@@ -93,29 +96,93 @@ class TimeUp(BaseException):
     """The test has taken half of the time that was left."""
 
 
+class Telling:
+    """What stands in tests in the place of what they expect: values are reported, and compared elsewhere."""
+
+    def begin(self, send):
+        self.send, self.test = send, ""
+        builtins.__told__, builtins.__raises__ = self.told, self.raises
+
+    def told(self, number, value, row=None):
+        try:
+            said = json.dumps(closed(value))
+        except (ValueError, TypeError, RecursionError):
+            said = '["?"]'
+        self.send(self.test, "told", json.dumps([number, row, said if len(said) <= MOST_VALUE else '["?"]']))
+
+    def raises(self, number):
+        return Raises(self, number)
+
+
+class Raises:
+    """As pytest.raises and assertRaises, of any exception; which it was is reported."""
+
+    def __init__(self, telling, number):
+        self.telling, self.number = telling, number
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is not None and issubclass(kind, TimeUp):
+            return False
+        names = [one.__name__ for one in kind.__mro__[:50]] if kind else []
+        self.value = self.exception = error
+        self.type = kind
+        self.telling.told(self.number, (names, str(error)[:2000]))
+        return True
+
+
+def closed(value):
+    """A value in JSON, of the kinds that can be written down; subclasses as what they are equal to."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else ["int", hex(value)]
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", bytes(value).decode("latin-1")]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, dict):
+        return ["dict", [[closed(key), closed(value[key])] for key in value]]
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return [kind.__name__, [closed(item) for item in value]]
+    if isinstance(value, (set, frozenset, type({}.keys()), type({}.items()))):
+        return ["set", [closed(item) for item in value]]
+    if type(value).__module__ in ("decimal", "_decimal", "_pydecimal"):
+        return ["Decimal", str(value)]
+    if type(value).__module__ == "fractions":
+        return ["Fraction", [value.numerator, value.denominator]]
+    if type(value).__module__ == "datetime" and hasattr(value, "isoformat"):
+        return [type(value).__name__, value.isoformat()]
+    if type(value).__module__ == "datetime" and hasattr(value, "total_seconds"):
+        return ["timedelta", [value.days, value.seconds, value.microseconds]]
+    return ["?"]
+
+
+TELLING = Telling()
+
+
 class Patience:
-    """How long a test may take: half of what is left, and of one copy's time at most.
+    """How long a test may take: half of what is left."""
 
-    Once a test has taken that, the others have what is left of one copy's time, not of all.
-    """
-
-    def begin(self, timeout, copies, now=time.monotonic):
-        self.now, self.copy = now, timeout / copies
-        self.start = now()
-        self.deadline = self.start + timeout
+    def begin(self, timeout, now=time.monotonic):
+        self.now = now
+        self.deadline = now() + timeout
 
     def left(self):
-        return max(0.01, min(self.deadline - self.now(), self.copy) / 2)
-
-    def used_up(self):
-        self.deadline = min(self.deadline, self.start + self.copy)
+        return max(0.01, (self.deadline - self.now()) / 2)
 
 
 PATIENCE = Patience()
 
 
 def time_up(number, frame):
-    PATIENCE.used_up()
     raise TimeUp
 
 
@@ -146,6 +213,7 @@ def run_plain(job, send, setitimer=signal.setitimer, left=PATIENCE.left):
             if not name.startswith("test_") or not isinstance(function, types.FunctionType) or (
                     wanted and full not in wanted):
                 continue
+            TELLING.test = full
             try:
                 setitimer(signal.ITIMER_REAL, left())
                 function()
@@ -189,6 +257,7 @@ def reporter(pytest, wanted, send, setitimer=signal.setitimer, left=PATIENCE.lef
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item):
             signal.signal(signal.SIGALRM, time_up)
+            TELLING.test = item.nodeid
             setitimer(signal.ITIMER_REAL, left())
             try:
                 return (yield)

@@ -32,7 +32,7 @@ def test_a_key_that_is_not_there():
 
 
 def test_an_index_too_large():
-    assert depth_of("/list/0/2") == 2 and depth_of("/empty/0") == 1
+    assert [depth_of(path) for path in ("/list/0/2", "/empty/0", "/list/9")] == [2, 1, 1]
 
 
 def test_an_index_far_too_large_on_the_way():
@@ -44,7 +44,11 @@ def test_no_index():
 
 
 def test_defaults_of_lists():
-    assert document().get("/empty/0", "none") == "none" and document().get("/list/2") is None
+    assert [document().get(path, "none") for path in ("/empty/0", "/list/0/1")] == ["none", 2]
+
+
+def test_without_a_default():
+    assert document().get("/list/2") is None
 
 
 def test_defaults_of_keys():
@@ -60,7 +64,7 @@ def test_not_in_a_list():
 
 
 def test_the_first_that_is_there():
-    assert document().first("/empty/3", "/list/9", "/zero") == 0
+    assert document().first("/empty/3", "/list/9", "/list/1") == {"k": "v"}
 
 
 def test_a_slash_is_needed():
