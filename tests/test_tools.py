@@ -792,9 +792,24 @@ def test_a_run_is_mirrored_once_with_its_best_checkpoint_and_conversations_from_
     _, row, *others = fake.logged[5]["val/sample_table"]
     assert row[0] == "task" and row[1].startswith("assistant: one\n\nuser: no\n\nassistant: xx")
     assert row[3] is False and len(row[1]) < 21_000 and "more characters]" in row[1] and len(others) == 2
-    fake.starting_step, fake.logged = 6, {}  # wandb has steps up to 5: a second call goes on there
-    assert track_run.main(words) == 0
-    assert [*fake.logged] == [9]
+    fake.starting_step, fake.logged, fake.artifacts = 6, {}, []  # wandb has steps up to 5: it goes on there
+    looks, sent = [], []  # while it follows the run, which has a better checkpoint after the second look
+
+    def wait(seconds):
+        looks.append(seconds)
+        sent.append([*fake.logged])
+        fake.logged.clear()
+        if len(looks) == 2:
+            (folder / "checkpoints" / "state.json").write_text('{"best": "step_000009"}')
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", wait)
+    words.remove("--once")
+    assert track_run.main([*words, "--every", "7"]) == 0
+    assert looks == [7] * 4 and sent == [[9], [], [], []]
+    assert [aliases for _, _, aliases in fake.artifacts] == [["latest", f"step_{step}"] for step in (
+        "000005", "000009")]
 
 
 def lines_of(run):
