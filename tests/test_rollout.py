@@ -799,6 +799,7 @@ class Generations(World):
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 @pytest.mark.parametrize("told", slow_but((True,), (False, True)))
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of infinities of both signs
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations(evaluates=told))

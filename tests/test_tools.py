@@ -738,17 +738,19 @@ def compared(capsys, form, *folders):
     if form == "csv":
         header, *rows = csv.reader(said.splitlines())
         return dict(zip(header, zip(*rows, strict=True), strict=True))
-    cells = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in said.splitlines()]
+    cells = [re.split(r" (?<!\\)\| ", row.removeprefix("| ").removesuffix(" |")) for row in said.splitlines()]
+    assert {len(row) for row in cells} == {1 + len(folders)}
     return {name.strip("`"): tuple(values) for name, *values in cells[2:]}
 
 
 def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_them_has(tmp_path, capsys):
-    key, loss, odd = "val/own/pass@1", "val/loss", "eval/greedy_return"
+    key, loss, odd, bar = "val/own/pass@1", "val/loss", "eval/greedy_return", "val/a|b/greedy"
     one = write_run(tmp_path / "x" / "run", dict(git_sha="a" * 40, model_sha256="m1", env="c|d"),
                     (0, {key: 0.0, loss: 2.0}), (5, {key: 0.5, loss: 1.0, odd: 3.0}),
                     (9, {key: 0.5, loss: 1.5, odd: 3.0}))
-    other = write_run(tmp_path / "y" / "run", dict(git_sha="b" * 40, model_sha256="m2", args=dict(pool=0)),
-                      (0, {key: 0.25, loss: 1.0}), (9, {key: 0.25, loss: 0.5, odd: 3.0}))
+    other = write_run(tmp_path / "y | z" / "run", dict(git_sha="b" * 40, model_sha256="m2", args=dict(
+        pool=0, system="a\nb | c")), (0, {key: 0.25, loss: 1.0}),
+        (9, {key: 0.25, loss: 0.5, odd: 3.0, bar: 0.5}))
     table = compared(capsys, "csv", one, other)
     assert table["run"] == (str(one), str(other))  # both are called `run`
     assert table[f"{key} final"] == ("0.5", "0.25")
@@ -762,6 +764,7 @@ def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_th
     assert shown[f"{key} final"] == ("**0.5**", "0.25")
     assert shown[f"{odd} best"] == ("3", "3") and shown[f"{loss} best at"] == ("5", "9")  # none is better
     assert shown["env"] == ("c\\|d", "countdown") and shown["--pool"] == ("-", "0")
+    assert shown["--system"] == ("-", "a b \\| c") and shown["val/a\\|b/greedy best"] == ("-", "0.5")
     assert shown["git_sha"] == ("aaaaaaaa", "bbbbbbbb")
 
     same = write_run(tmp_path / "same", dict(git_sha="b" * 40, model_sha256="m2"), (0, {key: 0.25}))
