@@ -429,12 +429,13 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(script, tm
     name, log = f"{script.__name__}.py", tmp_path / "run" / "train_log.jsonl"
     first = multiprocessing.get_context("fork").Process(  # from this one, which has imported all
         target=spoken, args=(tmp_path / "said", ROOT, {}, name, *flags, "--seed", 3))
-    first.start()
+    with pytest.MonkeyPatch.context() as patch:
+        signal_once(patch, signal.SIGSTOP, 2)
+        first.start()
     try:
-        while not (log.exists() and log.stat().st_size > 3000):
+        while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
             assert first.is_alive(), (tmp_path / "said").read_text()
             first.join(0.01)
-        os.kill(first.pid, signal.SIGSTOP)
         before = log.read_bytes()
         assert command_line(name, *flags, "--seed", 3) == 1
         assert log.read_bytes() == before
