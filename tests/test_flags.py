@@ -842,14 +842,14 @@ class Patient(Slow):
 @shows("episode_timeout", of=RL)
 def _(run):
     """In seconds. On a busy machine other replies may be late, too, which is seen as they are closed."""
-    flags = dict(temperature=3.0, group_size=4)
+    flags = dict(temperature=3.0, prompts_per_iteration=2, group_size=4)
     for limit in (0.0, 60.0):
         seen = run(env=f"{__file__}:Slow", episode_timeout=limit, **flags)
         assert seen.last["rollout/termination/timeout"] == 0 < len(read_anew().Slow.waited)
     seen = run(env=f"{__file__}:Patient", episode_timeout=0.3, **flags)
-    slow, num_cut = read_anew().Slow, 16 * seen.last["rollout/termination/timeout"]
+    slow, num_cut = read_anew().Slow, 8 * seen.last["rollout/termination/timeout"]
     in_time = [seconds for seconds in slow.closed if seconds < 0.3]
-    assert num_cut and len(slow.waited) <= num_cut <= 16 - len(in_time)
+    assert num_cut and len(slow.waited) <= num_cut <= 8 - len(in_time)
 
 
 def read_anew():
