@@ -12,6 +12,7 @@ no file is left. docs/sandbox.md says what this protects, and what not.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -38,10 +39,10 @@ MOST_OUTPUT = 64 * MIB  # a process that writes more is ended [bytes]
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives",
             "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 PYTHON_PARTS = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
-# In /proc: what does not change with what others do, or belongs to the code; copies; the rest is not to be read.
-STEADY = ("bus", "cmdline", "config.gz", "consoles", "cpuinfo", "devices", "dma", "execdomains", "filesystems",
-          "iomem", "ioports", "kallsyms", "misc", "mounts", "mtrr", "net", "partitions", "self", "sys", "sysvipc",
-          "thread-self", "tty", "uptime", "version")
+# In /proc: what belongs to the code, or is the same whatever others do. The rest is COPIED or hidden.
+STEADY = ("bus", "cmdline", "config.gz", "consoles", "cpuinfo", "devices", "dma", "execdomains", "iomem",
+          "filesystems", "ioports", "kallsyms", "misc", "mounts", "mtrr", "net", "partitions", "self", "sys",
+          "sysvipc", "thread-self", "tty", "uptime", "version")
 COPIED = ("/proc/loadavg", "/proc/meminfo", "/proc/stat")  # ps, free and psutil need them
 COUNTS = ("/proc/sys/fs", "/proc/sys/kernel/pty", "/proc/sys/kernel/random/entropy_avail")
 
@@ -130,7 +131,7 @@ class Sandbox(contextlib.AbstractContextManager):
             return bool(ready.select(60)) and os.read(self.process.stdout.fileno(), 1) == b"\6"
 
     def _confined(self, command, given: list[int]) -> list[str]:
-        """The command that runs `command` in the sandbox; given: open files, the filter and what is COPIED."""
+        """The command that runs `command` in the sandbox; given: files with the filter and what is COPIED."""
         limits, user = self.limits, []
         if os.geteuid() == 0:
             # A user for each sandbox: processes are counted by user, and no limit on them holds for root.
@@ -139,8 +140,8 @@ class Sandbox(contextlib.AbstractContextManager):
         dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all",
                    "--no-new-privs", "--"]
         # A core dump of 1 byte is none; with 0, a program that collects dumps would still get one.
-        capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}",
-                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--sigpending=1024", "--core=1", "--"]
+        capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}", "--core=1",
+                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--sigpending=1024", "--"]
         return [*self._grouped(), *_bubblewrap(limits, *given), *dropped, *capped, *command]
 
     def _grouped(self) -> list[str]:
@@ -329,7 +330,7 @@ def _bubblewrap(limits, seccomp: int, *copies: int):
     for path in files:
         command += ["--ro-bind", "/dev/null", path]
     for path in folders:
-        command += ["--perms", "0555", "--tmpfs", path, "--remount-ro", path]
+        command += ["--perms", "0555", "--size", "4096", "--tmpfs", path]
     for path in (WORK, "/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(limits.disk * MIB), "--tmpfs", path]
     for path in _readable():  # after the writable folders, since this Python may lie in one
@@ -351,6 +352,19 @@ def _new_user() -> int:
     return 2**30 + secrets.randbelow(2**30)
 
 
+def _protect_devices():
+    """Make /dev read-only for what this thread starts, as root can: else code sets the times of /dev/null,
+    which are the same for all."""
+    read_only, no_setuid, remount, bind, recursive, slave = 2**0, 2**1, 2**5, 2**12, 2**14, 2**19
+    steps = [(b"/", recursive | slave), (b"/dev", recursive | bind),
+             (b"/dev", remount | bind | read_only | no_setuid)]
+    C = ctypes.CDLL(None)
+    if os.geteuid() == 0 and C.unshare(2**17) == 0:  # from here on this thread's mounts are its own
+        for path, flags in steps:
+            if C.mount(path, path, None, ctypes.c_ulong(flags), None) != 0:
+                break
+
+
 # A child is killed when the *thread* that started it ends, so one thread starts them all.
-STARTER = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-os.register_at_fork(after_in_child=lambda: STARTER.__init__(1))
+STARTER = ThreadPoolExecutor(1, "sandbox", _protect_devices)
+os.register_at_fork(after_in_child=lambda: STARTER.__init__(1, "sandbox", _protect_devices))

@@ -1,8 +1,8 @@
 """The system calls that code in the sandbox may make, as a program of the kernel's filter (seccomp).
 
 syscalls.txt lists them: those of Docker's default profile, without System V and POSIX queues, keys, io_uring,
-memory of no process, what reaches into other processes, and what tells of other sandboxes, which have some files
-in common. `special` says which arguments are refused, and what is done for show.
+memory of no process, what reaches into other processes, and what tells of other sandboxes, which read the
+same files. `special` says what is refused by its arguments, and what is only said to be done.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NEW_NAMESPACES = 0x7E020000  # flags of clone: NEWNS, NEWCGROUP, NEWUTS, NEWIPC,
 PIDFD = 0x1000  # flag of clone; what stands in such a file counts the processes of the machine
 HUGE_PAGES = 0x40000  # flag of mmap; the machine has some number of them
 ADVICE = (12, 20, 21, 25)  # of madvise, on pages of others too: MERGEABLE, COLD, PAGEOUT, COLLAPSE
-LOCKS = (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38)  # commands of fcntl; the last two: F_OFD_SETLK, F_OFD_SETLKW
-# Other commands of fcntl: DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK; SETOWN, GETOWN, SETSIG, GETSIG, SETOWN_EX,
-# GETOWN_EX; OFD_GETLK, DUPFD_QUERY, DUPFD_CLOEXEC, SETPIPE_SZ, GETPIPE_SZ. Not: leases, signals for what others
-# do in a folder, hints that stay with a file.
+LOCKS = (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38)  # commands of fcntl; the last two are F_OFD_...
+# Allowed are DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK; SETOWN, GETOWN, SETSIG, GETSIG, SETOWN_EX, GETOWN_EX;
+# OFD_GETLK, DUPFD_QUERY, DUPFD_CLOEXEC, SETPIPE_SZ, GETPIPE_SZ. Not: leases, signals for what others do in a
+# folder, hints that stay with a file.
 COMMANDS = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 15, 16, 36, 1027, 1030, 1031, 1032)
 
 LOAD, AND, EQUAL, AT_LEAST, HAS_BITS, ANSWER = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -57,7 +57,7 @@ def special():
     families = by_value([argument(0)], dict.fromkeys(FAMILIES, ALLOW), REFUSE)
     # RWF_NOWAIT tells what is in memory, and who was here before.
     without_flags = by_value([argument(5)], {0: ALLOW}, REFUSE)
-    # A lock on a file of /usr or on /dev/null would be seen in all sandboxes, so locks are for show.
+    # A lock on a file of /usr or on /dev/null would be seen in all sandboxes. Programs go on without one.
     fcntls = dict.fromkeys(COMMANDS, ALLOW) | dict.fromkeys(LOCKS, DONE)
     # File systems' own requests: EXT4_IOC_GET_ES_CACHE tells which files somebody has read.
     of_file_systems = [argument(1), (AND, 0, 0, 0xFF00)]
@@ -83,8 +83,8 @@ def program() -> bytes:
     rows = [line.split() for line in TABLE.read_text().splitlines() if line[0] != "#"]
     numbers = {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
-    # (operation, steps to skip if true, if false, operand). Loaded are 4: the architecture, 0: the number. Newer
-    # calls and clone3, whose flags are out of sight, are unknown: the C library then takes older ones.
+    # (operation, steps to skip if true, if false, operand). Loaded are 4: the architecture, 0: the number.
+    # Newer calls and clone3, whose flags are out of sight, are unknown: the C library then takes older ones.
     newest = max(numbers.values())
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (ANSWER, 0, 0, UNKNOWN), (LOAD, 0, 0, 0),
              (AT_LEAST, 0, 1, newest + 1), (ANSWER, 0, 0, UNKNOWN),
