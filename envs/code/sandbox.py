@@ -305,9 +305,13 @@ def _copies() -> list[bytes]:
 def _hidden() -> tuple[list[str], list[str]]:
     """Files and folders of /proc that tell what others do."""
     names = sorted(name for name in os.listdir("/proc") if not name.isdigit() and name not in STEADY)
-    paths = [path for path in (*(f"/proc/{name}" for name in names), *COUNTS) if path not in COPIED]
-    files = [path for path in paths if os.path.isfile(path) and os.stat(path).st_mode & stat.S_IROTH]
-    return files, [path for path in paths if os.path.isdir(path)]
+    files, folders = [], []
+    for path in (*(f"/proc/{name}" for name in names), *COUNTS):
+        if os.path.isdir(path):
+            folders.append(path)
+        elif path not in COPIED and os.path.exists(path) and os.stat(path).st_mode & stat.S_IROTH:
+            files.append(path)
+    return files, folders
 
 
 def _bubblewrap(limits, seccomp: int, *copies: int):
