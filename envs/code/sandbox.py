@@ -103,7 +103,7 @@ class Sandbox(contextlib.AbstractContextManager):
                  f"ulimit -f {self.limits.disk * 2048} && printf '\\006' && exec 2>&1 && exec \"$@\"")
         with contextlib.ExitStack() as stack:
             script, *given = [stack.enter_context(_memory_file(content)) for content in (
-                packed, syscalls.program(), *_copies())]
+                packed, syscalls.program(), *_copies().values())]
             given = [file.fileno() for file in given]
             try:
                 command = ["/bin/sh", "-c", start, "sh", *map(os.fspath, argv)]
@@ -296,9 +296,9 @@ def _readable() -> tuple[str, ...]:
 
 
 @functools.cache
-def _copies() -> list[bytes]:
+def _copies() -> dict[str, bytes]:
     """What is COPIED, as it was for the first sandbox, so that none learns what the others do."""
-    return [Path(path).read_bytes() for path in COPIED]
+    return {path: Path(path).read_bytes() for path in COPIED if os.path.exists(path)}
 
 
 @functools.cache
@@ -328,7 +328,7 @@ def _bubblewrap(limits, seccomp: int, *copies: int):
         command += ["--unshare-user", "--as-pid-1", "--cap-add", "CAP_SETPCAP"]
         first = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    for path, copy in zip(COPIED, copies, strict=True):
+    for path, copy in zip(_copies(), copies, strict=True):
         command += ["--perms", "0444", "--ro-bind-data", str(copy), path]
     files, folders = _hidden()
     for path in files:
