@@ -25,6 +25,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import re
 import sys
 import threading
@@ -610,11 +611,20 @@ def is_number(value) -> bool:
 
 
 def means(infos: list[dict]) -> dict:
-    """The mean of each part of Steps' info that is a number; one that lacks it counts as 0."""
-    import numpy as np
+    """The mean of each part of Steps' info that is a number; one that lacks it counts as 0.
 
-    infos = [{name: value for name, value in info.items() if is_number(value)} for info in infos]
-    return {part: np.mean([i.get(part, 0.0) for i in infos]) for part in sorted(set().union(*infos), key=str)}
+    Of infinities it is infinite, or NaN, and nothing is warned of: an environment may tell what it likes.
+    """
+    numbers = [{name: _as_float(value) for name, value in info.items() if is_number(value)} for info in infos]
+    parts = sorted(set().union(*numbers), key=str)
+    return {part: sum(found.get(part, 0.0) for found in numbers) / len(numbers) for part in parts}
+
+
+def _as_float(value) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if value > 0 else -math.inf
 
 
 def to_json(value) -> bytes:

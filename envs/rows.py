@@ -554,15 +554,35 @@ def load_rewards(config: Config, first_decides: bool) -> list[tuple]:
     for spec, function in zip(specs, functions, strict=True):
         if not callable(function):
             raise BadInput(f"environment rows: option rewards: {spec}: expected a function")
-    names = [spec.rpartition(":")[2] for spec in specs]
     taken = {"correct", "format"} if config.check else {"correct"}
-    labels = []
-    for number, (spec, name) in enumerate(zip(specs, names, strict=True)):
-        is_verdict = first_decides and number == 0  # what it says is `correct`
-        if names.count(name) > 1 or name in taken and not is_verdict:
-            name = f"{Path(spec.rpartition(':')[0]).stem}_{name}"
-        labels.append(name)
+    labels = reward_labels(specs, taken, first_decides)
     return [*zip(labels, functions, weights, strict=True)]
+
+
+def reward_labels(specs: list[str], taken: set[str], first_decides: bool) -> list[str]:
+    """What each reward is logged as: its function's name; where another has that, with its file's in front,
+    and where that is not enough, with its folders'.
+
+    taken: names of something else, which the first function may have where it decides.
+    """
+    paths = []  # the parts of each name, the last ones first
+    for spec in specs:
+        place, _, name = spec.rpartition(":")
+        parts = Path(place).resolve().with_suffix("").parts[1:] if place.endswith(".py") else place.split(".")
+        paths.append([name, *reversed(parts)])
+    sizes = [1] * len(paths)  # how many of them are used
+    while True:
+        labels = ["_".join(path[:size][::-1]) for path, size in zip(paths, sizes, strict=True)]
+        clashing = []
+        for number, label in enumerate(labels):
+            is_verdict = first_decides and number == 0  # what it says is `correct`
+            is_taken = labels.count(label) > 1 or label in taken and not is_verdict
+            if is_taken and sizes[number] < len(paths[number]):
+                clashing.append(number)
+        if not clashing:
+            return labels
+        for number in clashing:
+            sizes[number] += 1
 
 
 def import_math_verify() -> None:

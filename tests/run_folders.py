@@ -441,7 +441,7 @@ def gradients(model):
     return flat
 
 
-def ranks(count, lines, folder):
+def ranks(count, lines, folder, code=0):
     """Command lines, one after the other, in so many processes that this one forks. They meet as torchrun's
     do, on this machine alone.  -> what each rank has said
     """
@@ -459,7 +459,7 @@ def ranks(count, lines, folder):
         for run in started:
             run.join(120)
             assert run.exitcode is not None, f"processes wait for one another: {outputs[0].read_text()}"
-            assert run.exitcode == 0, "\n".join(output.read_text()[-3000:] for output in outputs)
+            assert run.exitcode == code, "\n".join(output.read_text()[-3000:] for output in outputs)
     finally:
         for run in started:
             run.kill()

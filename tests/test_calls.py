@@ -167,6 +167,7 @@ ODD = [  # a form, a reply in it, how many calls it holds
     ("bare", '{"name": "weather", "parameters": {}}', 1),
     ("bare", '{"name": "weather", "parameters": {}} .', 0),
     ("bare", 'Call {"name": "weather", "parameters": {}}', 0), ("bare", '{"name": "Ulm", "at": {}}', 0),
+    ("list", "[TOOL_CALLS]" + json.dumps([{"name": "weather", "arguments": {}}] * 20), 16),
     ("list", "[TOOL_CALLS]weather", 0), ("args", '[TOOL_CALLS]weather[ARGS]{"town": "Ulm"', 0),
     ("args", '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"town": "Ulm"}', 1),
     ("args", "[TOOL_CALLS]weather{}", 1),

@@ -454,6 +454,8 @@ PARSED = {  # a reply, its calls, its text
     "cut off": ("<tool_call>" + json.dumps(CALL)[:-3], [], "<tool_call>" + json.dumps(CALL)[:-3]),
     "without its end": ("<tool_call>" + json.dumps(CALL), [CALL], ""),
     "in a thought": (f"<think>{TEXTS['common']}</think>no", [], "no"),
+    "between two thoughts": (f"<think>a</think>{TEXTS['common']}<think>b</think>no", [], "no"),
+    "behind a thought that ends again": (f"a</think>{TEXTS['common']}</think>no", [], "no"),
     "thought first": (f"<think>a</think>{TEXTS['common']}", [CALL], ""),
     "arguments as text": (TEXTS["common"].replace('{"town": "Ulm"}', r'"{\"town\": \"Ulm\"}"'), [CALL], ""),
     "one of two": (TEXTS["common"] + "<tool_call>{</tool_call>", [CALL], "<tool_call>{</tool_call>"),
@@ -467,21 +469,28 @@ PARSED = {  # a reply, its calls, its text
 
 
 def test_each_answer_has_the_id_of_its_call():
-    """In the order of the calls, in every turn; one that has an id keeps it."""
+    """In the order of the calls, in every turn; what has an id keeps it. One call of the first turn has no
+    answer, and those of the last have theirs in another order.
+    """
     tokenizer = tokenizer_of(STRICT)
     messages, expected = [user("hi")], []
-    for turn in range(3):
+    for turn, answered in enumerate(("01", "012", "201")):
         calls = [{"type": "function", "function": {"name": f"f{turn}{k}", "arguments": {}}} for k in range(3)]
+        answers = [{"role": "tool", "name": f"f{turn}{k}", "content": f"says {turn}{k}"} for k in answered]
         if turn == 1:
-            calls[1]["id"] = "call_abcd"
-        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
-        messages += [{"role": "tool", "name": f"f{turn}{k}", "content": f"says {turn}{k}"} for k in range(3)]
-        expected += [f"{turn}{k}" for k in range(3)]
+            calls[1]["id"] = answers[1]["tool_call_id"] = "call_abcd"
+        if turn == 2:
+            for call in calls:
+                call["id"] = "of " + call["function"]["name"]
+            for answer in answers:
+                answer["tool_call_id"] = "of " + answer["name"]
+        messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+        expected += [answer["name"] for answer in answers]
     ready = chat.for_template(messages, tokenizer)
     said = [call for message in ready for call in message.get("tool_calls", [])]
     id_of = {call["function"]["name"]: call["id"] for call in said}
     answers = [message for message in ready if message["role"] == "tool"]
-    assert [message["tool_call_id"] for message in answers] == [id_of[f"f{name}"] for name in expected]
+    assert [message["tool_call_id"] for message in answers] == [id_of[name] for name in expected]
     assert len({*id_of.values()}) == 9 and id_of["f11"] == "call_abcd"
     assert not any("id" in call for call in messages[1]["tool_calls"])  # what was given stays
 
@@ -514,6 +523,8 @@ def test_a_form_that_is_not_known_is_read_by_the_tokenizers_response_template():
     call = f"<<{json.dumps(CALL)}>>"
     message, calls = chat.parse_reply("hm\n</think>\n\nOne moment." + call, prompt, tokenizer, [WEATHER])
     assert calls == [CALL] and message["content"].strip() == "One moment." and "hm" in message["thinking"]
+    message, calls = chat.parse_reply("hm\n</think>\n\n" + call * 20, prompt, tokenizer, [WEATHER])
+    assert calls == [one["function"] for one in message["tool_calls"]] == [CALL] * 16  # no more are read
     for broken in (call[:30], "<<" * 50, "\0", "hm"):
         message, calls = chat.parse_reply(broken, prompt, tokenizer, [WEATHER])
         assert calls == [] and message["content"].endswith(broken)

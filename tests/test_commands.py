@@ -84,6 +84,8 @@ ELSEWHERE = {
             "python tools/executor_server.py *",
             "sh -c test_cmd",
         ],
+        "test_each_channel_works_where_nothing_confines_it": ["python tests/channels.py outside"],
+        "test_sandboxes_tell_each_other_nothing_but_in_the_known_ways": ["* tests/channels.py sandboxes"],
     },
     "tests/test_repl.py": {
         "test_what_blocks_and_tools_print": ["python3 -I -c *"],

@@ -357,8 +357,10 @@ def started(*command):
 
 
 def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
-    def unfinished(_, line):
-        line.get("meta", {}).get("args", {}).update(iterations=999)
+    def planned(iterations, _, line):
+        line.get("meta", {}).get("args", {}).update(iterations=iterations)
+
+    unfinished = functools.partial(planned, 999)
 
     def paced(seconds, number, line):
         unfinished(number, line)
@@ -376,6 +378,11 @@ def test_a_run_that_hangs_has_a_process_and_no_new_record(tmp_path, capsys):
             altered(tmp_path, functools.partial(paced, seconds))
             os.utime(log, (time.time() - silent,) * 2)
             assert look(folder, capsys) == (0, {}), (seconds, silent)
+        last = max(json.loads(text).get("iteration", 0) for text in log.open())
+        for iterations, hangs in ((last, set()), (last + 1, {"hangs"})):  # after its end it may write on
+            altered(tmp_path, functools.partial(planned, iterations))
+            os.utime(log, (time.time() - 900,) * 2)
+            assert {*look(folder, capsys)[1]} == hangs, iterations
     says = rf"no record for 90\d s .*py-spy dump --pid {process.pid} "
     assert code == 1 and re.search(says, found["hangs"])
 

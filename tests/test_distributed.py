@@ -89,6 +89,13 @@ def few(folder):
             "--eval-tasks", 1, "--eval-samples", 1, "--target-kl", 0, "--run-dir", folder / "few")
 
 
+def failing(folder):
+    """A first evaluation in which each process meets a reward that fails."""
+    (folder / "reward.py").write_text("def broken(r):\n    raise FloatingPointError('no reward')\n")
+    return (*quick("grpo_llm", folder), "--reward-fn", f"{folder}/reward.py:broken", "--eval-samples", 1,
+            "--eval-tasks", 2, "--run-dir", folder / "failing")
+
+
 @pytest.fixture(scope="module")
 def shared_out(request, tmp_path_factory):
     """Number of processes -> a folder with a run of each script that a test names; two go on from what three
@@ -111,8 +118,16 @@ def shared_out(request, tmp_path_factory):
         else:
             if count == 2 and "ppo_llm" in scripts:
                 lines.append(few(folder))
-            one, *others = ranks(count, lines, folder)
-            assert one.count("2/2, ") == len(scripts) and not "".join(others)  # one process speaks
+            fails = count == 2 and "grpo_llm" in scripts
+            if fails:
+                lines.append(failing(folder))
+            one, *others = ranks(count, lines, folder, code=int(fails))
+            assert one.count("2/2, ") == len(scripts)
+            if fails:  # with one line of each
+                assert "(rank 0; receipt: " in one and re.fullmatch(
+                    "error: FloatingPointError: no reward \\(rank 1; receipt: .*\n", "".join(others))
+            else:
+                assert not "".join(others)  # one process speaks
     return made
 
 
@@ -170,6 +185,16 @@ def test_every_episode_of_all_processes_is_written_once_with_draws_of_its_own(sc
             assert [e["messages"] for e in others] == [e["messages"] for e in found], name
             assert other_summary["episodes"] == summary["episodes"] == len(found)
             assert other_summary == pytest.approx(summary)
+
+
+def test_each_process_of_grpo_llm_that_fails_leaves_a_receipt_of_its_own(shared_out):
+    folder = shared_out[2] / "failing"
+    errors = [line["error"] for line in log_lines(folder) if "error" in line]
+    receipts = {error["rank"]: error["receipt"] for error in errors}
+    assert receipts.keys() == {0, 1} and len(errors) == 2
+    for rank, receipt in receipts.items():
+        assert receipt.endswith(f":{rank}")
+        assert "FloatingPointError: no reward" in (folder / receipt / "traceback.txt").read_text()
 
 
 # Slow: torchrun itself, adapters, fewer prompts than processes; kills.

@@ -1,8 +1,11 @@
 """envs/: what its modules import, and what every environment says of itself."""
 
 import ast
+import decimal
+import fractions
 import graphlib
 import json
+import math
 import random
 import warnings
 
@@ -111,6 +114,16 @@ def test_options_are_what_stands_before_and_after_the_first_sign():
 def test_a_part_that_a_reply_lacks_counts_as_none():
     infos = [{"correct": 1.0, "polite": 1.0, "state": "WIN"}, {"correct": 0.0}, {"correct": np.float32(0.5)}]
     assert envs.means(infos) == {"correct": 0.5, "polite": pytest.approx(1 / 3)}
+
+
+@pytest.mark.parametrize("values, mean", [
+    ([math.inf, -math.inf], math.nan), ([np.float32("inf"), -np.inf, 1.0], math.nan),
+    ([math.nan, 1], math.nan), ([math.inf, 1.0], math.inf), ([10**400, 1.0], math.inf),
+    ([-10**400, 1.0], -math.inf), ([1e308, 1e308], math.inf),
+    ([fractions.Fraction(1, 2), decimal.Decimal(1)], 0.75)])
+@pytest.mark.filterwarnings("error")
+def test_a_part_may_be_any_number_without_a_warning(values, mean):
+    assert envs.means([{"part": value} for value in values]) == pytest.approx({"part": mean}, nan_ok=True)
 
 
 def test_what_environments_tell_is_json():

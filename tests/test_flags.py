@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import types
 import typing
@@ -806,30 +807,54 @@ def _(run):
 
 
 class Slow(Countdown):
-    """Training waits for a quarter of the replies half a second."""
+    """In training a quarter of the replies is waited for, until the episode is closed."""
 
-    blocking = True
+    blocking, patience = True, 0.2  # seconds, after which it is not waited any more
+    drawn, waited, closed = [], [], []  # moments, replies, seconds since the first task was drawn
+
+    def training_task(self, number, seed):
+        self.drawn.append(time.monotonic())
+        return super().training_task(number, seed)
 
     def start(self, task, seed):
-        episode = super().start(task, seed)
-        step = episode.step
+        episode, ended = super().start(task, seed), threading.Event()
+        step, close = episode.step, episode.close
 
         def slow(reply):
-            if "train" in task.id and zlib.crc32(reply.encode()) % 4 == 0:
-                time.sleep(0.5)
+            if zlib.crc32(reply.encode()) % 4 == 0:
+                self.waited.append(reply)
+                ended.wait(self.patience)
             return step(reply)
 
-        episode.step = slow
+        def closed():
+            close()
+            self.closed.append(time.monotonic() - self.drawn[0])
+            ended.set()
+
+        episode.step, episode.close = slow, closed
         return episode
+
+
+class Patient(Slow):
+    patience = 10.0
 
 
 @shows("episode_timeout", of=RL)
 def _(run):
-    """In seconds."""
-    flags = dict(env=f"{__file__}:Slow", temperature=3.0)
-    runs = [run(), *(run(**flags, episode_timeout=limit) for limit in (60.0, 0.3))]
-    never, late, soon = (seen.last["rollout/termination/timeout"] for seen in runs)
-    assert never == late == 0 < soon < 1
+    """In seconds. On a busy machine other replies may be late, too, which is seen as they are closed."""
+    flags = dict(temperature=3.0, prompts_per_iteration=2, group_size=4)
+    for limit in (0.0, 60.0):
+        seen = run(env=f"{__file__}:Slow", episode_timeout=limit, **flags)
+        assert seen.last["rollout/termination/timeout"] == 0 < len(read_anew().Slow.waited)
+    seen = run(env=f"{__file__}:Patient", episode_timeout=0.3, **flags)
+    slow, num_cut = read_anew().Slow, 8 * seen.last["rollout/termination/timeout"]
+    in_time = [seconds for seconds in slow.closed if seconds < 0.3]
+    assert num_cut and len(slow.waited) <= num_cut <= 8 - len(in_time)
+
+
+def read_anew():
+    """This file as the last run has read it, for an environment in it."""
+    return sys.modules[f"file_{Path(__file__).stem}"]
 
 
 class Asks(Countdown):

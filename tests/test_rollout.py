@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -382,6 +383,14 @@ def until(condition):
         time.sleep(0.01)
 
 
+def in_time(check):
+    """The check of a time limit [s] with a longer one where this machine was too busy for the first."""
+    for limit in (0.3, 1.5):
+        with contextlib.suppress(AssertionError):
+            return check(limit)
+    return check(6.0)
+
+
 def kept(r):
     fields = {field.name: getattr(r, field.name) for field in dataclasses.fields(r)}
     return fields | dict(children=[kept(child) for child in r.children])
@@ -573,10 +582,14 @@ def test_what_starts_as_the_time_is_up_is_closed_all_the_same(visit):
     assert [r.termination for r in visit(world, 2, say=say, episode_timeout=0.2)] == ["timeout"] * 2
     until(lambda: len(world.closed) == len(world.started) == 2)
     assert world.all_closed_once
-    world = World(lambda episode, reply: go_on(1.0) if len(episode.replies) == 1 else 1 / 0,
-                  lambda world, task: len(world.attempts) == 2 and time.sleep(2))
-    (r,) = visit(world, episode_timeout=1.0)  # of its first attempt, which failed, nothing is left
-    assert (r.termination, r.retries, r.reward, r.turns) == ("timeout", 1, 0.0, [])
+
+    def check(limit):
+        world = World(lambda episode, reply: go_on(1.0) if len(episode.replies) == 1 else 1 / 0,
+                      lambda world, task: len(world.attempts) == 2 and time.sleep(2 * limit))
+        (r,) = visit(world, episode_timeout=limit)  # of its first attempt, which failed, nothing is left
+        assert (r.termination, r.retries, r.reward, r.turns) == ("timeout", 1, 0.0, [])
+
+    in_time(check)
 
 
 def failing(times):
@@ -668,26 +681,30 @@ def test_sub_agents_are_played_first_and_their_last_replies_go_to_their_parent(v
 @blocking_alone
 def test_a_step_that_hangs_ends_its_episode_with_its_sub_agents_and_holds_up_no_other(visit):
     """It comes back when the episode is closed, or long after the rollout."""
-    forever, late = threading.Event(), []
+    def check(limit):
+        forever, late = threading.Event(), []
 
-    def behave(episode, reply):
-        name = episode.task.id
-        if name in ("a/a", "b") or name == "t1" and len(episode.replies) == 2:
-            late.append(episode.ended.wait(60))
-        elif name == "c":
-            late.append(forever.wait(60))
-            return episode.world.ask("late", "later")
-        return three_turns(episode, reply) if name in ("t1", "t2") else family(episode, reply)
+        def behave(episode, reply):
+            name = episode.task.id
+            if name in ("a/a", "b") or name == "t1" and len(episode.replies) == 2:
+                late.append(episode.ended.wait(2 * limit))
+            elif name == "c":
+                late.append(forever.wait(2 * limit))
+                return episode.world.ask("late", "later")
+            return three_turns(episode, reply) if name in ("t1", "t2") else family(episode, reply)
 
-    world = World(behave)
-    parent, alone, other = visit(world, 3, episode_timeout=0.4, max_concurrent=2)
-    assert [m.termination for m in parent.family] == ["timeout"] * 5 and not parent.steps
-    assert (other.termination, other.reward) == ("done", 1.5) and len(world.started) == 7
-    forever.set()
-    until(lambda: len(late) == 4 and len(world.closed) == 9)  # with the sub-agents that came too late
-    assert world.all_closed_once
-    assert (alone.termination, alone.reward, alone.correct, alone.retries) == ("timeout", 0.25, 0.0, 0)
-    assert texts(alone)[1:] == ["r0", "!", "r1"]  # the answer came too late
+        world = World(behave)
+        parent, alone, other = visit(world, 3, episode_timeout=limit, max_concurrent=2)
+        num_started = len(world.started)
+        forever.set()
+        assert [m.termination for m in parent.family] == ["timeout"] * 5 and not parent.steps
+        assert (other.termination, other.reward) == ("done", 1.5) and num_started == 7
+        until(lambda: len(late) == 4 and len(world.closed) == 9)  # with the sub-agents that came too late
+        assert world.all_closed_once
+        assert (alone.termination, alone.reward, alone.correct, alone.retries) == ("timeout", 0.25, 0.0, 0)
+        assert texts(alone)[1:] == ["r0", "!", "r1"]  # the answer came too late
+
+    in_time(check)
 
 
 class Hostile(World):
@@ -799,6 +816,7 @@ class Generations(World):
 
 @pytest.mark.parametrize("script", [grpo_llm, ppo_llm])
 @pytest.mark.parametrize("told", slow_but((True,), (False, True)))
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of infinities of both signs
 def test_sub_agents_learn_what_their_parent_earns_if_told_to(script, told, monkeypatch, tmp_path):
     """And what went wrong teaches nothing; what JSON has no number for is null in what is written down."""
     monkeypatch.setattr(envs, "make", lambda name, **options: Generations(evaluates=told))

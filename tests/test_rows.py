@@ -286,7 +286,7 @@ def test_functions_get_each_reply_beside_the_columns_of_its_row(tmp_path, form):
     assert len(calls) == 3
 
 
-def test_functions_of_one_name_are_two_and_none_takes_the_place_of_the_verdict(tmp_path):
+def test_functions_of_one_name_are_two_and_none_takes_the_place_of_the_verdict(tmp_path, monkeypatch):
     for name, earned in (("one", 0.25), ("two", 0.5)):
         (tmp_path / f"{name}.py").write_text(f"def good(completions, **_):\n    return [{earned}]\n")
     env = make(write(tmp_path / "a.jsonl", sums(9)), prompt="question", check="number",
@@ -294,6 +294,14 @@ def test_functions_of_one_name_are_two_and_none_takes_the_place_of_the_verdict(t
     _, (step,) = score(env, ["none"])
     assert step.reward == 0.75
     assert step.info == {"correct": 0.0, "format": 0.0, "one_good": 0.25, "two_good": 0.5}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "one.py").write_text("def good(completions, **_):\n    return [0.125]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one, two, own = (f"{tmp_path}/{file}.py:good" for file in ("mine/../one", "two", "mine/one"))
+    for names, labels in (([own, two, one], ["mine_one_good", "two_good", f"{tmp_path.name}_one_good"]),
+                          (["mine.one:good", two], ["one_good", "two_good"])):  # a file, or a module
+        _, (step,) = score(make(tmp_path / "a.jsonl", prompt="question", rewards=",".join(names)), ["none"])
+        assert step.info == {"correct": 0.0} | dict(zip(labels, [0.125, 0.5, 0.25], strict=False))
     (tmp_path / "my.py").write_text("def correct(completions, **_):\n    return [0.5]\n")
     good, correct = f"{tmp_path}/one.py:good", f"{tmp_path}/my.py:correct"
     for names, parts in ([good, correct], dict(my_correct=0.5)), ([correct, good], {}):

@@ -149,10 +149,13 @@ def test_the_log_passes_the_validator_and_holds_the_metrics_of_the_table(script,
     assert evaluated == ([2, 4] if script is a2c else [0, 2, 4])
 
 
+SAVING = 1e-3  # seconds of a checkpoint
+
+
 @pytest.fixture(scope="module")
 def five(tmp_path_factory):
     """script, flags -> a run of five iterations of 10 s each, of which it computes for 20 s on two cores: the
-    time of a step, as all others take none.  -> its folder, what it said; each is made once.
+    time of a step, as all others but checkpoints take none.  -> its folder, what it said; each is made once.
     """
     @functools.cache
     def of(script, **flags):
@@ -173,6 +176,12 @@ def five(tmp_path_factory):
                 clock[0] += 10
                 return step(*given)
 
+            def slow_save(*given):
+                clock[0] += SAVING
+                return save(*given)
+
+            save = torch.save
+            patch.setattr(torch, "save", slow_save)
             patch.setattr(optimiser, "step", slow_step)
             train(script, folder, **length | dict(checkpoint_every=2, keep_checkpoints=1, eval_every=0)
                   | (dict(eval_tasks=12, log_episodes=0.5) if script in RL else {}) | flags)
@@ -192,6 +201,8 @@ def test_times_and_rates_are_of_what_was_done_since_the_record_before(script, fi
     before = dict(iteration=0, env_steps=0, wall_time_s=0.0)
     for record in found:
         seconds = 10 * (record["iteration"] - before["iteration"])
+        saved = [step for step in (2, 4) if before["iteration"] <= step < record["iteration"]]
+        assert record["time/checkpoint"] == pytest.approx(SAVING * len(saved), abs=SAVING / 10)
         assert record["wall_time_s"] == pytest.approx(10 * record["iteration"], abs=0.01)
         if seconds:
             speed = (record["env_steps"] - before["env_steps"]) / seconds
@@ -418,12 +429,13 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_one_ends(script, tm
     name, log = f"{script.__name__}.py", tmp_path / "run" / "train_log.jsonl"
     first = multiprocessing.get_context("fork").Process(  # from this one, which has imported all
         target=spoken, args=(tmp_path / "said", ROOT, {}, name, *flags, "--seed", 3))
-    first.start()
+    with pytest.MonkeyPatch.context() as patch:
+        signal_once(patch, signal.SIGSTOP, 2)
+        first.start()
     try:
-        while not (log.exists() and log.stat().st_size > 3000):
+        while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
             assert first.is_alive(), (tmp_path / "said").read_text()
             first.join(0.01)
-        os.kill(first.pid, signal.SIGSTOP)
         before = log.read_bytes()
         assert command_line(name, *flags, "--seed", 3) == 1
         assert log.read_bytes() == before
@@ -506,6 +518,7 @@ def test_the_seed_decides_everything_random(script, tmp_path):
     flags |= dict(eval_every=0) if script is a2c else dict(eval_every=0, eval_tasks=2, lora_rank=2)
     one, other = (train(script, tmp_path / str(seed), seed=seed, **flags) for seed in (1, 2))
     assert timeless(one)[-1] != timeless(other)[-1]
+    assert len({log_lines(folder)[0]["meta"]["config_hash"] for folder in (one, other)}) == 2
     mine, others = (weights_of(folder / "checkpoints" / "step_000001") for folder in (one, other))
     for name in [name for name in mine if "lora_A" in name or name.startswith("policy.weight")]:
         assert abs(torch.cosine_similarity(mine[name].flatten(), others[name].flatten(), dim=0)) < 0.5
@@ -707,7 +720,11 @@ def test_an_evaluation_alone_needs_no_iteration_and_a_run_no_folder(script, tmp_
     (record,) = before = timeless(folder)
     assert record["iteration"] == 0 and record["val/countdown/greedy"] > 0 and validate(folder)["ok"]
     assert not list((folder / "checkpoints").glob("step_*"))
-    assert timeless(train(script, folder, iterations=0)) == before
+    meta = log_lines(folder)[0]["meta"]
+    more = dict(keep_checkpoints=7, checkpoint_every=3, experiment="other", log_episodes=0.5, print_samples=1,
+                max_concurrent=3)
+    assert timeless(train(script, folder, iterations=0, **more)) == before
+    assert log_lines(folder)[0]["meta"]["config_hash"] == meta["config_hash"]  # they do not matter
 
 
 def flip_a_byte(path):
@@ -740,10 +757,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert validate(folder)["ok"]
 
 
-def test_when_every_checkpoint_is_damaged_one_line_says_so(tmp_path, finished, capsys):
+def cut_to_its_meta_line(log):
+    with log.open("rb+") as file:
+        file.readline()
+        file.truncate()
+
+
+@pytest.mark.parametrize(("damage", "names"), [
+    (flip_a_byte, "checkpoints/step_*/trainer_state.pt"), (cut_to_its_meta_line, "train_log.jsonl")])
+def test_when_every_checkpoint_is_damaged_one_line_says_so(damage, names, tmp_path, finished, capsys):
     folder = shutil.copytree(finished(grpo_llm), tmp_path / "run")
-    for path in (folder / "checkpoints").glob("step_*"):
-        flip_a_byte(path / "trainer_state.pt")
+    for path in folder.glob(names):
+        damage(path)
     log = (folder / "train_log.jsonl").read_bytes()
     with pytest.raises(envs.BadInput) as told:
         go_on(grpo_llm, folder, finished(grpo_llm))

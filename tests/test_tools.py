@@ -738,17 +738,19 @@ def compared(capsys, form, *folders):
     if form == "csv":
         header, *rows = csv.reader(said.splitlines())
         return dict(zip(header, zip(*rows, strict=True), strict=True))
-    cells = [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in said.splitlines()]
+    cells = [re.split(r" (?<!\\)\| ", row.removeprefix("| ").removesuffix(" |")) for row in said.splitlines()]
+    assert {len(row) for row in cells} == {1 + len(folders)}
     return {name.strip("`"): tuple(values) for name, *values in cells[2:]}
 
 
 def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_them_has(tmp_path, capsys):
-    key, loss, odd = "val/own/pass@1", "val/loss", "eval/greedy_return"
+    key, loss, odd, bar = "val/own/pass@1", "val/loss", "eval/greedy_return", "val/a|b/greedy"
     one = write_run(tmp_path / "x" / "run", dict(git_sha="a" * 40, model_sha256="m1", env="c|d"),
                     (0, {key: 0.0, loss: 2.0}), (5, {key: 0.5, loss: 1.0, odd: 3.0}),
                     (9, {key: 0.5, loss: 1.5, odd: 3.0}))
-    other = write_run(tmp_path / "y" / "run", dict(git_sha="b" * 40, model_sha256="m2", args=dict(pool=0)),
-                      (0, {key: 0.25, loss: 1.0}), (9, {key: 0.25, loss: 0.5, odd: 3.0}))
+    other = write_run(tmp_path / "y | z" / "run", dict(git_sha="b" * 40, model_sha256="m2", args=dict(
+        pool=0, system="a\nb | c")), (0, {key: 0.25, loss: 1.0}),
+        (9, {key: 0.25, loss: 0.5, odd: 3.0, bar: 0.5}))
     table = compared(capsys, "csv", one, other)
     assert table["run"] == (str(one), str(other))  # both are called `run`
     assert table[f"{key} final"] == ("0.5", "0.25")
@@ -762,6 +764,7 @@ def test_runs_are_compared_with_their_ties_zeros_losses_and_flags_that_one_of_th
     assert shown[f"{key} final"] == ("**0.5**", "0.25")
     assert shown[f"{odd} best"] == ("3", "3") and shown[f"{loss} best at"] == ("5", "9")  # none is better
     assert shown["env"] == ("c\\|d", "countdown") and shown["--pool"] == ("-", "0")
+    assert shown["--system"] == ("-", "a b \\| c") and shown["val/a\\|b/greedy best"] == ("-", "0.5")
     assert shown["git_sha"] == ("aaaaaaaa", "bbbbbbbb")
 
     same = write_run(tmp_path / "same", dict(git_sha="b" * 40, model_sha256="m2"), (0, {key: 0.25}))
@@ -792,9 +795,24 @@ def test_a_run_is_mirrored_once_with_its_best_checkpoint_and_conversations_from_
     _, row, *others = fake.logged[5]["val/sample_table"]
     assert row[0] == "task" and row[1].startswith("assistant: one\n\nuser: no\n\nassistant: xx")
     assert row[3] is False and len(row[1]) < 21_000 and "more characters]" in row[1] and len(others) == 2
-    fake.starting_step, fake.logged = 6, {}  # wandb has steps up to 5: a second call goes on there
-    assert track_run.main(words) == 0
-    assert [*fake.logged] == [9]
+    fake.starting_step, fake.logged, fake.artifacts = 6, {}, []  # wandb has steps up to 5: it goes on there
+    looks, sent = [], []  # while it follows the run, which has a better checkpoint after the second look
+
+    def wait(seconds):
+        looks.append(seconds)
+        sent.append([*fake.logged])
+        fake.logged.clear()
+        if len(looks) == 2:
+            (folder / "checkpoints" / "state.json").write_text('{"best": "step_000009"}')
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", wait)
+    words.remove("--once")
+    assert track_run.main([*words, "--every", "7"]) == 0
+    assert looks == [7] * 4 and sent == [[9], [], [], []]
+    assert [aliases for _, _, aliases in fake.artifacts] == [["latest", f"step_{step}"] for step in (
+        "000005", "000009")]
 
 
 def lines_of(run):

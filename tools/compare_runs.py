@@ -90,7 +90,7 @@ def shown(value, name: str = "") -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return str(value)
+    return " ".join(str(value).splitlines())
 
 
 def best_of(name: str, values: list) -> set[int]:
@@ -117,13 +117,17 @@ def as_text(names: list[str], rows: dict[str, list], bold: bool) -> str:
     return "\n".join(lines)
 
 
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
 def as_markdown(names: list[str], rows: dict[str, list]) -> str:
-    lines = [["", *names], ["---"] * (1 + len(names))]
+    lines = [["", *map(cell, names)], ["---"] * (1 + len(names))]
     for name, values in rows.items():
-        texts = [shown(value, name).replace("|", "\\|") for value in values]
+        texts = [cell(shown(value, name)) for value in values]
         for place in best_of(name, values):
             texts[place] = f"**{texts[place]}**"
-        lines.append([f"`{name}`", *texts])
+        lines.append([f"`{cell(name)}`", *texts])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

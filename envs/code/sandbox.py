@@ -12,6 +12,7 @@ no file is left. docs/sandbox.md says what this protects, and what not.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -22,6 +23,7 @@ import selectors
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -37,6 +39,12 @@ MOST_OUTPUT = 64 * MIB  # a process that writes more is ended [bytes]
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives",
             "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 PYTHON_PARTS = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
+# In /proc: what belongs to the code, or is the same whatever others do. The rest is COPIED or hidden.
+STEADY = ("bus", "cmdline", "config.gz", "consoles", "cpuinfo", "devices", "dma", "execdomains", "iomem",
+          "filesystems", "ioports", "kallsyms", "misc", "mounts", "mtrr", "net", "partitions", "self", "sys",
+          "sysvipc", "thread-self", "tty", "uptime", "version")
+COPIED = ("/proc/loadavg", "/proc/meminfo", "/proc/stat")  # ps, free and psutil need them
+COUNTS = ("/proc/sys/fs", "/proc/sys/kernel/pty", "/proc/sys/kernel/random/entropy_avail")
 
 
 class SandboxError(RuntimeError):
@@ -93,10 +101,13 @@ class Sandbox(contextlib.AbstractContextManager):
         start = ("(echo 1000 > /proc/$$/oom_score_adj) 2> /dev/null; "
                  f"cd {WORK} && tar -xf - --no-same-owner <&2 && "
                  f"ulimit -f {self.limits.disk * 2048} && printf '\\006' && exec 2>&1 && exec \"$@\"")
-        with _memory_file(packed) as script, _memory_file(syscalls.program()) as seccomp:
+        with contextlib.ExitStack() as stack:
+            script, *given = [stack.enter_context(_memory_file(content)) for content in (
+                packed, syscalls.program(), *_copies().values())]
+            given = [file.fileno() for file in given]
             try:
                 command = ["/bin/sh", "-c", start, "sh", *map(os.fspath, argv)]
-                if not self._launch(self._confined(command, seccomp.fileno()), script, seccomp.fileno()):
+                if not self._launch(self._confined(command, given), script, given):
                     self.close()
                     script.seek(len(packed))
                     said = script.read().decode(errors="replace").strip().splitlines()
@@ -110,17 +121,17 @@ class Sandbox(contextlib.AbstractContextManager):
                     raise BadInput(f"sandbox: a command that cannot be started ({error})") from error
                 raise
 
-    def _launch(self, command, errors, seccomp: int) -> bool:
+    def _launch(self, command, errors, given: list[int]) -> bool:
         """Start it. -> whether the files were laid out and the command took over"""
         self.process = STARTER.submit(
             subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            bufsize=0, env=environment(), cwd="/", start_new_session=True, pass_fds=[seccomp]).result()
+            bufsize=0, env=environment(), cwd="/", start_new_session=True, pass_fds=given).result()
         with selectors.DefaultSelector() as ready:
             ready.register(self.process.stdout, selectors.EVENT_READ)
             return bool(ready.select(60)) and os.read(self.process.stdout.fileno(), 1) == b"\6"
 
-    def _confined(self, command, seccomp: int) -> list[str]:
-        """The command that runs `command` in the sandbox; seccomp: the number of the file with its filter."""
+    def _confined(self, command, given: list[int]) -> list[str]:
+        """The command that runs `command` in the sandbox; given: files with the filter and what is COPIED."""
         limits, user = self.limits, []
         if os.geteuid() == 0:
             # A user for each sandbox: processes are counted by user, and no limit on them holds for root.
@@ -129,9 +140,9 @@ class Sandbox(contextlib.AbstractContextManager):
         dropped = ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all",
                    "--no-new-privs", "--"]
         # A core dump of 1 byte is none; with 0, a program that collects dumps would still get one.
-        capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}",
-                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--core=1", "--"]
-        return [*self._grouped(), *_bubblewrap(limits, seccomp), *dropped, *capped, *command]
+        capped = ["prlimit", f"--as={limits.memory * MIB}", f"--nproc={limits.processes}", "--core=1",
+                  f"--cpu={limits.cpu}", f"--nofile={limits.open_files}", "--sigpending=1024", "--"]
+        return [*self._grouped(), *_bubblewrap(limits, *given), *dropped, *capped, *command]
 
     def _grouped(self) -> list[str]:
         """What starts a command in control groups of its own, which bound all of the sandbox together."""
@@ -284,7 +295,26 @@ def _readable() -> tuple[str, ...]:
     return READABLE + tuple(path for path in parts if not path.startswith("/usr/") and os.path.exists(path))
 
 
-def _bubblewrap(limits, seccomp: int):
+@functools.cache
+def _copies() -> dict[str, bytes]:
+    """What is COPIED, as it was for the first sandbox, so that none learns what the others do."""
+    return {path: Path(path).read_bytes() for path in COPIED if os.path.exists(path)}
+
+
+@functools.cache
+def _hidden() -> tuple[list[str], list[str]]:
+    """Files and folders of /proc that tell what others do."""
+    names = sorted(name for name in os.listdir("/proc") if not name.isdigit() and name not in STEADY)
+    files, folders = [], []
+    for path in (*(f"/proc/{name}" for name in names), *COUNTS):
+        if os.path.isdir(path):
+            folders.append(path)
+        elif path not in COPIED and os.path.exists(path) and os.stat(path).st_mode & stat.S_IROTH:
+            files.append(path)
+    return files, folders
+
+
+def _bubblewrap(limits, seccomp: int, *copies: int):
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--seccomp", str(seccomp),
                "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
                "--hostname", "sandbox"]
@@ -298,6 +328,13 @@ def _bubblewrap(limits, seccomp: int):
         command += ["--unshare-user", "--as-pid-1", "--cap-add", "CAP_SETPCAP"]
         first = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
     command += ["--proc", "/proc", "--dev", "/dev"]
+    for path, copy in zip(_copies(), copies, strict=True):
+        command += ["--perms", "0444", "--ro-bind-data", str(copy), path]
+    files, folders = _hidden()
+    for path in files:
+        command += ["--ro-bind", "/dev/null", path]
+    for path in folders:
+        command += ["--perms", "0555", "--size", "4096", "--tmpfs", path]
     for path in (WORK, "/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(limits.disk * MIB), "--tmpfs", path]
     for path in _readable():  # after the writable folders, since this Python may lie in one
@@ -319,6 +356,19 @@ def _new_user() -> int:
     return 2**30 + secrets.randbelow(2**30)
 
 
+def _protect_devices():
+    """Make /dev read-only for what this thread starts, as root can: else code sets the times of /dev/null,
+    which are the same for all."""
+    read_only, no_setuid, remount, bind, recursive, slave = 2**0, 2**1, 2**5, 2**12, 2**14, 2**19
+    steps = [(b"/", recursive | slave), (b"/dev", recursive | bind),
+             (b"/dev", remount | bind | read_only | no_setuid)]
+    C = ctypes.CDLL(None)
+    if os.geteuid() == 0 and C.unshare(2**17) == 0:  # from here on this thread's mounts are its own
+        for path, flags in steps:
+            if C.mount(path, path, None, ctypes.c_ulong(flags), None) != 0:
+                break
+
+
 # A child is killed when the *thread* that started it ends, so one thread starts them all.
-STARTER = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-os.register_at_fork(after_in_child=lambda: STARTER.__init__(1))
+STARTER = ThreadPoolExecutor(1, "sandbox", _protect_devices)
+os.register_at_fork(after_in_child=lambda: STARTER.__init__(1, "sandbox", _protect_devices))
