@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 import uuid
+from unittest import mock
 
 import pytest
 

@@ -355,7 +355,8 @@ def test_a_check_asks_what_the_user_asks(tmp_path):
 
 def test_code_has_the_time_that_is_given_and_is_waited_for(tmp_path):
     rows = [dict(prompt=f"q{n}", answer="assert f() == 1") for n in range(4)]
-    env = make(write(tmp_path / "a.jsonl", rows), check="python", timeout="2.5")
+    env = make(write(tmp_path / "a.jsonl", rows), check="python", timeout="2.5",
+               guessable=True)
     assert env.task("train", 0).data["timeout"] == 2.5
     assert env.blocking and not make(tmp_path / "a.jsonl", check="exact").blocking
 

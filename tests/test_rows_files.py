@@ -35,7 +35,7 @@ def answers_of(env):
 def first_task(path, answer="a", **row):
     """The task of a row, in a file that has others too."""
     rows = [dict(row, answer=answer), *(dict(prompt=f"q{n}", answer=answer) for n in range(3))]
-    env = make(write(path, rows), check="exact" if answer == "a" else "python", system="S")
+    env = make(write(path, rows), check="exact" if answer == "a" else "python", system="S", guessable=True)
     return next(task for task in tasks_of(env) if task.id == "train-1")
 
 
@@ -425,13 +425,13 @@ def test_the_census_of_many_rows_is_quick_and_of_a_spread_sample(tmp_path):
 def test_solutions_of_code_are_judged(tmp_path):
     needs_sandbox()
     rows = [dict(prompt=f"add {n}", answer=TESTS, code=ADD) for n in range(20)]
-    env = make(write(tmp_path / "a.jsonl", rows), check="python")
+    env = make(write(tmp_path / "a.jsonl", rows), check="python", guessable=True)
     assert env.about.endswith("the check judges all 8 gold answers right (in 8 of 20 rows)")
     begun, body = ADD.split("\n")
     rows = [dict(prompt=f"{begun}\n", test="def check(candidate):\n    assert candidate(1, 2) == 3",
                  entry_point="add",
                  canonical_solution=f"{body}{' + 1' * (n == 1)}\n", n=n) for n in range(3)]
-    env = make(write(tmp_path / "a.jsonl", rows), answer="test", check="python")
+    env = make(write(tmp_path / "a.jsonl", rows), answer="test", check="python", guessable=True)
     assert "judges 2 of 3 gold answers right (66.6 %): row 2, code: '```python\\ndef add(a, b):" in env.about
 
 

@@ -273,7 +273,7 @@ def test_expected(prices, expected):
     assert total(prices) == expected
 class TestMethods(unittest.TestCase):
     def test_method(self):
-        self.assertEqual(total([7]), 7)
+        self.assertEqual(total([7, 4]), 11)
 """
 # Results of the wrong function `total` that look right. None of them knows the tests but for their names.
 EQUAL = """

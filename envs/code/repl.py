@@ -163,8 +163,8 @@ class Config:
     turn_timeout: float = 60.0
     """longest run of a block, or of all calls of a reply [s]"""
     guessable: bool = False
-    """train on instances, too, whose tests code that computes nothing passes oftener than once in 1,000: where
-    there are no held-out tests, or too little has to be guessed"""
+    """train on instances, too, whose tests code that computes nothing passes oftener than once in 1,000; such
+    are all without held-out tests"""
     test_timeout: float = 120.0
     """longest run of the tests [s]"""
     memory: int = 1024
