@@ -600,7 +600,7 @@ class Run:
             for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
-        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput, SystemExit)):
             raise error
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 

@@ -88,7 +88,7 @@ def as_bad_input(what: str):
         yield
     except BadInput:  # it is one line already
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{what} ({first_line(error)})") from error
 
 
@@ -605,8 +605,22 @@ def without_nulls(value):
 
 
 def is_number(value) -> bool:
-    """Python's, NumPy's or PyTorch's."""
-    return hasattr(value, "__float__") and not isinstance(value, str) and not getattr(value, "ndim", 0)
+    """Python's, NumPy's or PyTorch's, within what a float can hold (10**400 is not)."""
+    if not hasattr(value, "__float__") or isinstance(value, str) or getattr(value, "ndim", 0):
+        return False
+    try:
+        float(value)
+    except Exception:  # OverflowError; others' numbers raise what they like
+        return False
+    return True
+
+
+def shown(value) -> str:
+    """What a value looks like, for the one line of a BadInput."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # 10**5000, and whatever has a __repr__ of its own
+        return f"{type(value).__name__} that cannot be printed"
 
 
 def means(infos: list[dict]) -> dict:

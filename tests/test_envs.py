@@ -1,6 +1,7 @@
 """envs/: what its modules import, and what every environment says of itself."""
 
 import ast
+import decimal
 import graphlib
 import json
 import random
@@ -111,6 +112,19 @@ def test_options_are_what_stands_before_and_after_the_first_sign():
 def test_a_part_that_a_reply_lacks_counts_as_none():
     infos = [{"correct": 1.0, "polite": 1.0, "state": "WIN"}, {"correct": 0.0}, {"correct": np.float32(0.5)}]
     assert envs.means(infos) == {"correct": 0.5, "polite": pytest.approx(1 / 3)}
+
+
+def test_what_a_float_cannot_hold_is_no_number():
+    class Odd:
+        def __float__(self):
+            raise KeyError
+
+    for value in (1, True, 0.5, 10**300, np.float32(1), np.array(1.0), decimal.Decimal("1.5"), float("nan")):
+        assert envs.is_number(value), value
+    for value in (10**400, 10**5000, decimal.Decimal("sNaN"), np.datetime64("2020"), np.ones(1), Odd(), "1", 1j):
+        assert not envs.is_number(value)
+    assert envs.means([{"large": 10**400, "part": 1}]) == {"part": 1.0}
+    assert envs.shown([10**5000]) == "list that cannot be printed" and len(envs.shown("x" * 999)) == 80
 
 
 def test_what_environments_tell_is_json():
