@@ -737,11 +737,14 @@ MUTANTS = {
         "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
     },
     "tools/track_run.py": {
-        "only the last pattern": ('pattern.sub("[redacted]", text)', 'pattern.sub("[redacted]", value)'),
+        "only the first pattern": ("for pattern in patterns:", "for pattern in patterns[:1]:"),
+        "full width is not read": ('"NFKC" if marks else "NFKD"', '"NFC" if marks else "NFD"'),
+        "accents are letters": ('and (marks or kind[0] != "M")', ""),
         "names are not redacted": (
             "{safe(name, patterns): safe(item, patterns)", "{name: safe(item, patterns)"),
         "the prompt has the reply": (
-            "cell(spoken(messages[:start]), patterns)", "cell(spoken(messages[:start + 1]), patterns)"),
+            "prompt, response = spoken(messages[:start], patterns)",
+            "prompt, response = spoken(messages[:start + 1], patterns)"),
         "partly right is right": (
             "None if correct is None else correct == 1", "None if correct is None else correct > 0"),
         "records are sent twice": (

@@ -121,7 +121,7 @@ def test_what_a_float_cannot_hold_is_no_number():
 
     for value in (1, True, 0.5, 10**300, np.float32(1), np.array(1.0), decimal.Decimal("1.5"), float("nan")):
         assert envs.is_number(value), value
-    for value in (10**400, 10**5000, decimal.Decimal("sNaN"), np.datetime64("2020"), np.ones(1), Odd(), "1", 1j):
+    for value in (10**400, 10**5000, decimal.Decimal("sNaN"), np.datetime64("2020"), np.ones(1), Odd(), "1"):
         assert not envs.is_number(value)
     assert envs.means([{"large": 10**400, "part": 1}]) == {"part": 1.0}
     assert envs.shown([10**5000]) == "list that cannot be printed" and len(envs.shown("x" * 999)) == 80

@@ -51,7 +51,7 @@ from envs import (
     read_text,
 )
 from envs.code import sandbox, trees
-from envs.code.executor import HttpExecutor
+from envs.code.executor import HttpExecutor, check_trust, marks, warning
 from envs.code.testing import LAUNCHER, decides, digest, run_tests, shadows
 
 WORKER = Path(__file__).with_name("repl_worker.py").read_text(encoding="utf-8")
@@ -169,6 +169,8 @@ class Config:
     """processes and threads in it"""
     executor_url: str = ""
     """service that runs the final tests in the instance's container image, in place of the sandbox"""
+    trust_executor: bool = False
+    """train on its rewards, which the code that is tested can forge"""
 
     def __post_init__(self):
         check = functools.partial(envs.check_option, "repl", self)
@@ -257,6 +259,10 @@ class Repl(Env):
         self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
 
     @property
+    def about(self) -> str:
+        return warning("repl", self.config)
+
+    @property
     def vocabulary(self) -> list[str] | None:
         """Words for a word-level tokenizer (None unless prompt is short)."""
         if self.config.prompt != "short":
@@ -275,6 +281,7 @@ class Repl(Env):
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
+        check_trust("repl", self.config, split)
         if self._ids is None:
             name, seed = f"repl-tiny-{split}-{index}", tiny_parts(split, index)
             scenario = tiny_scenario(seed)
@@ -584,14 +591,14 @@ class ReplEpisode(Episode):
         parts = NOTHING if files is None else self.env.score(self.scenario, files)
         reward = parts["partial" if self.config.reward_mode == "partial" else "correct"]
         info = {**parts, "repl_turns": float(self.turns), "no_block": float(self.without_block),
-                "sub_queries": float(self.queries)}
+                "sub_queries": float(self.queries), **marks(self.config)}
         return Step([], reward, not truncated, truncated, info)
 
     def _gone(self) -> Step:
         """The code has ended even the process that keeps its files: there is nothing to judge."""
         if self.closed:
             raise sandbox.SandboxError(f"task {self.task.id}: the episode was closed")
-        return Step([], 0.0, False, True, NOTHING | dict(repl_turns=float(self.turns)))
+        return Step([], 0.0, False, True, NOTHING | marks(self.config) | dict(repl_turns=float(self.turns)))
 
     # The worker in the sandbox
 

@@ -33,7 +33,7 @@ from typing import Literal
 
 from envs import BadInput, Env, Episode, Step, Task, check_option, final_part, hold_out, read_rows
 from envs.code import sandbox, testing, trees
-from envs.code.executor import HttpExecutor
+from envs.code.executor import HttpExecutor, check_trust, marks, warning
 
 BUNDLED = Path(__file__).with_name("swe_instances")
 RANGE = re.compile(r"\[?\s*(?P<first>\d{1,9})\s*[-,]\s*(?P<last>\d{1,9})\s*\]?")
@@ -101,6 +101,8 @@ class Config:
     """folder with a folder for each instance_id: the repository at base_commit"""
     executor_url: str = ""
     """service that runs the tests in the instance's container image, in place of the sandbox"""
+    trust_executor: bool = False
+    """train on its rewards, which the code that is tested can forge"""
     image: str = "swebench/sweb.eval.x86_64.{id}:latest"
     """name of that image; {id}: the instance_id in lower case with _1776_ for __; also {instance_id}, {repo},
     {version}"""
@@ -166,6 +168,10 @@ class Swe(Env):
             if not shutil.which("git"):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
 
+    @property
+    def about(self) -> str:
+        return warning("swe", self.config)
+
     def num_tasks(self, split: str) -> int:
         self.check_split(split)
         if split == "train" and not self._split["train"]:
@@ -178,6 +184,7 @@ class Swe(Env):
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
+        check_trust("swe", self.config, split)
         return self.task_of(self._split[split][index])
 
     def task_of(self, name: str) -> Task:
@@ -238,7 +245,7 @@ class Attempt(Episode):
     def step(self, reply: str) -> Step:
         row, config = self.env.rows[self.name], self.env.config
         info = dict(correct=0.0, format=0.0, allowed=0.0, applied=0.0, fail_to_pass=0.0, pass_to_pass=0.0,
-                    partial=0.0, error=0.0, suspicious=0.0)
+                    partial=0.0, error=0.0, suspicious=0.0, **marks(config))
         patch = find_patch(final_part(reply))
         if self.over or patch is None:
             return self._end(info)
