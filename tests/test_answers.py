@@ -114,6 +114,18 @@ def test_any_text_gets_a_verdict_in_time(check, answer):
         assert clock() - start < limit, reply[:20]
 
 
+@pytest.mark.parametrize("code", [
+    "a" + ".b" * 900, "1+" * 2000 + "1", "f" + "()" * 900, "-" * 10**5 + "1", "(" * 300, "lambda: " * 3000 + "1"],
+    ids=lambda code: code[:6])
+def test_code_of_a_row_that_nests_too_deeply_is_none(code):
+    """A parser may read what nothing can write again."""
+    for column in ("setup", "prompt", "test_imports"):
+        row = {column: f"def g():\n    return 1\na = {code}\n" if column == "prompt" else f"a = {code}"}
+        assert programs.program("x = 1", dict(row=row, question="q")).endswith("x = 1")
+    assert programs.code_of("x = 1", dict(answers=[f"assert {code}"])) == "x = 1"
+    assert programs.code_of("x = 1", dict(answers=["assert x"], entry_point=f"{code}")) == "x = 1"
+
+
 # Numbers
 
 
