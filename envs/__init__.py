@@ -520,7 +520,7 @@ def parsed_prompt(value):
     return found if isinstance(found, list) else [found]
 
 
-_SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
+_SEEMS_MESSAGES = re.compile(r"""\s*+\[?\s*+\{\s*(["'])(role|content)\1\s*:""")
 
 
 def check_utf8(start: bytes) -> None:

@@ -89,6 +89,15 @@ def test_a_pattern_of_repetitions_is_compared_and_a_slow_one_is_ended(tmp_path, 
     assert judge(env, "aac") == 1  # by another process
 
 
+@pytest.mark.parametrize("prompt", [" " * 50_000 + "x", "\n\t" * 25_000 + "[", "[" + " " * 10**6, "{ " * 10**6,
+                                    "\u3000" * 50_000 + ".", "```\n" * 10**5])
+def test_a_long_prompt_is_read_in_bounded_time(tmp_path, prompt):
+    start = time.perf_counter()
+    rows = [dict(prompt=f"{prompt}{n}", answer="a") for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check="exact")
+    assert len(tasks_of(env)) == 4 and judge(env, "a") == 1 and time.perf_counter() - start < 5
+
+
 DEEP = "[" * 300 + "]" * 300
 TOO_DEEP = "row 5: lists and objects that are nested more than 100 deep"
 

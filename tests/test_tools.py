@@ -400,6 +400,14 @@ def test_what_reads_as_a_secret_is_redacted_and_what_is_beside_it_stays(name):
         assert track_run.safe(harmless, patterns) == harmless
 
 
+@pytest.mark.parametrize("pattern, written", [
+    ("k\u00e9\u00e8", "ke\u0301\u200be\u0300"), ("\uac00\\d", "\u1100\u1161\uff11"),
+    ("f\u0438\u0439", "f\u0438\u00ad\u0438\u0306")])
+def test_a_secret_of_letters_with_marks_is_redacted_with_its_marks(pattern, written):
+    patterns = [track_run.regular_expression(pattern)]
+    assert track_run.safe(f"a {written} e\u0301", patterns) == "a [redacted] e\u0301"
+
+
 def test_a_secret_in_a_call_and_patterns_that_overlap_are_redacted_once(episodes_run):
     calls = [{"function": {"name": "f", "arguments": {"a": 'to\0ken-"\\7', "token-1": "b"}}}]
     first, second = map(track_run.regular_expression, (r'token-"\\\d', r"n-\d|b"))
