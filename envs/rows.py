@@ -361,10 +361,10 @@ class Table:
                 answer = parsed_tests(answer, config.answer)
             data["answers"] = answers_of(answer, config.answer)
             check = CHECKS[config.check]
-            longest = max(map(len, data["answers"]))
-            if longest > check.most:
+            size = check.size(data["answers"])
+            if size > check.most:
                 raise ValueError(f"column {config.answer}: expected {check.most:,} characters at most, got "
-                                 f"{longest:,}")
+                                 f"{size:,}")
             check.check_answers(data["answers"], row)
         if config.check == "python":
             data |= dict(entry_point=str(row.get("entry_point") or ""), timeout=config.timeout)

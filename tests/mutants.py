@@ -483,7 +483,7 @@ MUTANTS = {
         "what can be forged is not marked": ('{"unjudged": 1.0} if', '{"unjudged": 0.0} if'),
     },
     "envs/rows.py": {
-        "answers of any length": ("if longest > check.most:", "if False:"),
+        "answers of any length": ("if size > check.most:", "if False:"),
         "nested as deeply as one likes": ("        check_depth(row)\n", ""),
         "what nests too deeply ends the run": ("except ROW_ERRORS as error", "except ValueError as error"),
         "SystemExit ends the run": ("except BaseException as error:", "except Exception as error:"),

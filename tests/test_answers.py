@@ -114,6 +114,11 @@ def test_any_text_gets_a_verdict_in_time(check, answer):
         assert clock() - start < limit, reply[:20]
 
 
+def test_tests_are_large_together_and_answers_one_by_one():
+    assert CHECKS["python"].size(["ab", "c"]) == 3 and CHECKS["contains"].size(["ab", "c"]) == 2
+    assert CHECKS["python"].most > CHECKS["contains"].most == 20_000
+
+
 @pytest.mark.parametrize("code", [
     "a" + ".b" * 900, "1+" * 2000 + "1", "f" + "()" * 900, "-" * 10**5 + "1", "(" * 300, "lambda: " * 3000],
     ids=lambda code: code[:6])

@@ -114,6 +114,10 @@ class Check:
 
     most = MOST_ANSWER
 
+    def size(self, answers: list[str]) -> int:
+        """Characters, of which there may be `most`."""
+        return max(map(len, answers))
+
     def check_answers(self, answers: list, row: dict) -> None:
         """ValueError where an answer cannot be compared with anything."""
 
@@ -328,6 +332,9 @@ class Python(Check):
     """Tests run without an error after the reply's code: the answer is their text, or a list of texts."""
 
     most = programs.MOST_TESTS
+
+    def size(self, answers):
+        return sum(map(len, answers))
 
     def check_answers(self, answers, row):
         programs.test_module(answers, row)
