@@ -89,8 +89,9 @@ def test_a_pattern_of_repetitions_is_compared_and_a_slow_one_is_ended(tmp_path, 
     assert judge(env, "aac") == 1  # by another process
 
 
-@pytest.mark.parametrize("prompt", [" " * 50_000 + "x", "\n\t" * 25_000 + "[", "[" + " " * 10**6, "{ " * 10**6,
-                                    "\u3000" * 50_000 + ".", "```\n" * 10**5])
+@pytest.mark.parametrize("prompt", [
+    " " * 50_000 + "x", "\n\t" * 25_000 + "[", "\u3000" * 50_000 + ".", "[" + " " * 10**6, "{ " * 10**6,
+    "```\n" * 10**5])
 def test_a_long_prompt_is_read_in_bounded_time(tmp_path, prompt):
     start = time.perf_counter()
     rows = [dict(prompt=f"{prompt}{n}", answer="a") for n in range(4)]
