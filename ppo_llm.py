@@ -1862,11 +1862,11 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
+        """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        with contextlib.suppress(OSError):  # a full disk must not hide the first error
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
             path.mkdir(parents=True, exist_ok=True)
             (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
             (path / "meta.json").write_text(json.dumps(self.meta | self.header, indent=1))
