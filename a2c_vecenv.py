@@ -589,18 +589,18 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
+        """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        with contextlib.suppress(OSError):  # a full disk must not hide the first error
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
             path.mkdir(parents=True, exist_ok=True)
             (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
             (path / "meta.json").write_text(json.dumps(self.meta | self.header, indent=1))
             for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
-        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput, SystemExit)):
             raise error
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 

@@ -1014,7 +1014,7 @@ def rollout(engine, tokenizer, env, tasks, num_samples, sampling, args, score, f
         of_turns = rewards if isinstance(rewards, (list, tuple)) else [rewards]
         if not all(map(envs.is_number, of_turns)):
             raise BadInput(f"--reward-fn {args.reward_fn or 'episode_reward'}: expected a number for task "
-                           f"{r.task.id}, or one for each turn, got {rewards!r:.80}")
+                           f"{r.task.id}, or one for each turn, got {envs.shown(rewards)}")
         set_reward(r, rewards)
         for child in r.family[1:]:
             set_reward(child, r.seat_reward(child.task.seat))
@@ -1862,18 +1862,18 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)  # it may be read, or removed by hand
 
     def fail(self, error, evidence):
-        """Write a receipt: the traceback, the meta line and evidence ({name: bytes}). Exits with an error."""
+        """Write a receipt: traceback, meta line and evidence ({name: bytes}). Exits with an error."""
         trace_id = self.header["trace_id"]
         path = self.dir / "receipts" / f"{trace_id}:{RANK}"
         what = dict(type=type(error).__name__, message=str(error), rank=RANK, receipt=f"receipts/{path.name}")
-        with contextlib.suppress(OSError):  # a full disk must not hide the first error
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
             path.mkdir(parents=True, exist_ok=True)
             (path / "traceback.txt").write_text("".join(traceback.format_exception(error)), errors="replace")
             (path / "meta.json").write_text(json.dumps(self.meta | self.header, indent=1))
             for name, data in evidence.items():
                 (path / name).write_bytes(data)
             self.write({"trace_id": trace_id, "error": what})
-        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput)):
+        if not isinstance(error, (FloatingPointError, KeyboardInterrupt, OSError, BadInput, SystemExit)):
             raise error
         raise SystemExit(f"error: {what['type']}: {error} (rank {RANK}; receipt: {path})")
 
@@ -2152,7 +2152,7 @@ def main(args):
 
             # 6. Sync the sampler's weights; evaluate, log, checkpoint.
             ended = finish_iteration()
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, EngineError) and iteration > saved:
             with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 save()  # the trainer's state is intact: only the rollout is lost

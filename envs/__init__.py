@@ -25,7 +25,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
 import re
 import sys
 import threading
@@ -89,7 +88,7 @@ def as_bad_input(what: str):
         yield
     except BadInput:  # it is one line already
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{what} ({first_line(error)})") from error
 
 
@@ -521,7 +520,7 @@ def parsed_prompt(value):
     return found if isinstance(found, list) else [found]
 
 
-_SEEMS_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*(["'])(role|content)\1\s*:""")
+_SEEMS_MESSAGES = re.compile(r"""\s*+\[?\s*+\{\s*(["'])(role|content)\1\s*:""")
 
 
 def check_utf8(start: bytes) -> None:
@@ -606,8 +605,22 @@ def without_nulls(value):
 
 
 def is_number(value) -> bool:
-    """Python's, NumPy's or PyTorch's."""
-    return hasattr(value, "__float__") and not isinstance(value, str) and not getattr(value, "ndim", 0)
+    """Python's, NumPy's or PyTorch's, within what a float can hold (10**400 is not)."""
+    if not hasattr(value, "__float__") or isinstance(value, str) or getattr(value, "ndim", 0):
+        return False
+    try:
+        float(value)
+    except Exception:  # OverflowError; others' numbers raise what they like
+        return False
+    return True
+
+
+def shown(value) -> str:
+    """What a value looks like, for the one line of a BadInput."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # 10**5000, and whatever has a __repr__ of its own
+        return f"{type(value).__name__} that cannot be printed"
 
 
 def means(infos: list[dict]) -> dict:
@@ -615,16 +628,9 @@ def means(infos: list[dict]) -> dict:
 
     Of infinities it is infinite, or NaN, and nothing is warned of: an environment may tell what it likes.
     """
-    numbers = [{name: _as_float(value) for name, value in info.items() if is_number(value)} for info in infos]
+    numbers = [{name: float(value) for name, value in info.items() if is_number(value)} for info in infos]
     parts = sorted(set().union(*numbers), key=str)
     return {part: sum(found.get(part, 0.0) for found in numbers) / len(numbers) for part in parts}
-
-
-def _as_float(value) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return math.inf if value > 0 else -math.inf
 
 
 def to_json(value) -> bytes:

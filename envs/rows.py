@@ -20,6 +20,7 @@ import datetime
 import decimal
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,9 @@ from envs.code import sandbox, testing
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 TEST_SHARE = 10  # where no test rows are given, one prompt in so many is held out
 MOST_ZEROS = 20  # that a number is written with: 1e300 stays what it is
+MOST_DEPTH = 100  # of lists and objects in a row
+# What a row may cause, each of which leaves it out: values that are wrong, too large or nested too deeply.
+ROW_ERRORS = (ValueError, ArithmeticError, RecursionError, MemoryError)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -162,6 +166,22 @@ def lookup(row: dict, name: str):
             return None
         value = value.get(key)
     return value
+
+
+def check_depth(value) -> None:
+    """ValueError where lists and objects are nested so deeply that what goes through them might fail."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inner = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"lists and objects that are nested more than {MOST_DEPTH} deep")
 
 
 def parsed_tests(value, column: str):
@@ -290,8 +310,11 @@ class Table:
                         raise ValueError(f"column {self.config.id}: {task.id!r} a second time")
                     known.add(task.id)
                     part.rows[place] = task
-                except ValueError as error:
-                    part.bad.append((place, census.printable(str(error))))
+                except ROW_ERRORS as error:
+                    reason = f"too large, or nested too deeply ({type(error).__name__})"
+                    if isinstance(error, ValueError):
+                        reason = str(error)
+                    part.bad.append((place, census.printable(reason)))
             before += rows[-1][0] if rows else 0
         if part.bad and len(part.bad) >= len(part.rows):
             place, reason = part.bad[0]
@@ -312,8 +335,9 @@ class Table:
                 part.remark = "; ".join(filter(None, [part.remark, remark]))
 
     def task(self, row, name: str) -> Task:
-        """ValueError: why a row cannot be used."""
+        """One of ROW_ERRORS: why a row cannot be used."""
         config = self.config
+        check_depth(row)
         if not isinstance(row, dict):
             raise ValueError(f"expected an object, got {row!r:.80}")
 
@@ -330,6 +354,7 @@ class Table:
             prompt = envs.parsed_prompt(prompt)
         except ValueError as error:
             raise ValueError(f"column {config.prompt}: {error}, got {prompt!r:.80}") from error
+        check_depth(prompt)
         messages = messages_of(prompt, config.prompt)
         data = {"text": isinstance(prompt, str), "row": row, "question": messages[-1].get("content", "")}
         if config.system:
@@ -339,7 +364,12 @@ class Table:
             if config.check == "python":
                 answer = parsed_tests(answer, config.answer)
             data["answers"] = answers_of(answer, config.answer)
-            CHECKS[config.check].check_answers(data["answers"], row)
+            check = CHECKS[config.check]
+            size = check.size(data["answers"])
+            if size > check.most:
+                raise ValueError(f"column {config.answer}: expected {check.most:,} characters at most, got "
+                                 f"{size:,}")
+            check.check_answers(data["answers"], row)
         if config.check == "python":
             data |= dict(entry_point=str(row.get("entry_point") or ""), timeout=config.timeout)
             data["guessable"] = programs.guess(data["answers"], row, data["question"])
@@ -414,7 +444,7 @@ class Rows(Env):
             import_math_verify()
         if config.check == "python":
             sandbox.check()
-        self.blocking = config.check in ("math", "python")
+        self.blocking = config.check in ("math", "python", "regex")
         table = self._read(config)
         self.tasks = split_tasks(table, config)
         if not config.guessable:
@@ -479,26 +509,32 @@ class Rows(Env):
                 if self.first_decides and place == 0:
                     infos[k]["correct"] = float(reward is not None and reward >= 1)
         totals = [total + step.reward for total, step in zip(totals, steps, strict=True)]
+        if not all(map(math.isfinite, totals)):
+            raise BadInput(f"environment rows: row {task.id}: expected sums of rewards that are finite, got "
+                           f"{totals!r:.80}")
         return [dataclasses.replace(step, reward=total, info=info)
                 for step, total, info in zip(steps, totals, infos, strict=True)]
 
     def _call(self, name, function, columns, task) -> list:
         """The rewards that a function gives; whatever it raises is one line, which ends the run."""
-        parameters = inspect.signature(function).parameters.values()
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            columns = {p.name: columns[p.name] for p in parameters if p.name in columns}
         where = f"environment rows: reward {name}, row {task.id}"
+        count = len(columns["completions"])
         try:
+            parameters = inspect.signature(function).parameters.values()
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                columns = {p.name: columns[p.name] for p in parameters if p.name in columns}
             rewards = function(**columns)
             if inspect.isawaitable(rewards):
                 rewards = asyncio.run(awaited(rewards))
-            rewards = [*rewards]
-        except Exception as error:  # it is anybody's code
+            if not isinstance(rewards, (str, bytes, dict, set)):  # which have no order, or are no numbers
+                rewards = [*itertools.islice(rewards, count + 1)]  # a generator may have no end
+        except KeyboardInterrupt as error:  # Ctrl-C, or it says so
+            raise KeyboardInterrupt(where) from error
+        except BaseException as error:  # it is anybody's code: SystemExit, CancelledError
             raise BadInput(f"{where}: {type(error).__name__}: {first_line(error)}") from error
-        count = len(columns.get("completions") or rewards)
-        fine = all(r is None or envs.is_number(r) and math.isfinite(r) for r in rewards)
-        if len(rewards) != count or not fine:
-            raise BadInput(f"{where}: expected {count} numbers, or None, got {rewards!r:.80}")
+        is_fine = isinstance(rewards, list) and len(rewards) == count and all(map(is_reward, rewards))
+        if not is_fine:
+            raise BadInput(f"{where}: expected {count} numbers, or None, got {envs.shown(rewards)}")
         return [None if reward is None else float(reward) for reward in rewards]
 
     def judge(self, task: Task, reply: str) -> tuple[str | None, bool]:
@@ -523,6 +559,10 @@ class Rows(Env):
 
 async def awaited(value):
     return await value
+
+
+def is_reward(value) -> bool:
+    return value is None or envs.is_number(value) and math.isfinite(value)
 
 
 class Attempt(Episode):

@@ -60,6 +60,7 @@ TESTS = {
     "envs/arcagi3/": ("arcagi3 env_properties text_envs", "arcagi3"),
     "envs/code/repl.py": ("repl env_properties", "test_repl or repl"),
     "envs/code/expectations.py": ("expectations", ""),
+    "envs/code/executor.py": ("sandbox", "executor"),
     "envs/code/": ("swe env_properties", "test_swe or swe"),
     "envs/pixels/": ("pixel_goal goal_template gymnasium_vec game_boy a2c_distributed", ""),
     "tools/compare_runs.py": ("tools golden", "compare or golden or runs"),
@@ -478,7 +479,16 @@ MUTANTS = {
         "the solution's all()": ('own |= {*dir(builtins), "__name__"}', 'own |= {"__name__"}'),
         "no prompt before it": ("[without_words(parsed(head) or", "[without_words(None and"),
     },
+    "envs/code/executor.py": {
+        "all may train on what can be forged": ('split == "train" and config', 'split == "all" and config'),
+        "what can be forged is not marked": ('{"unjudged": 1.0} if', '{"unjudged": 0.0} if'),
+    },
     "envs/rows.py": {
+        "answers of any length": ("if size > check.most:", "if False:"),
+        "nested as deeply as one likes": ("        check_depth(row)\n", ""),
+        "what nests too deeply ends the run": ("except ROW_ERRORS as error", "except ValueError as error"),
+        "SystemExit ends the run": ("except BaseException as error:", "except Exception as error:"),
+        "rewards without an order": ("if not isinstance(rewards, (str, bytes, dict, set)):", "if True:"),
         "the second row of an id": ("if task.id in known:", "if False:"),
         "8.0 stays 8.0": ('text.rstrip("0").rstrip(".")', "text"),
         "NaN is an answer": ("or value != value or", "or"),
@@ -539,10 +549,10 @@ MUTANTS = {
         "the check's reward is lost": ('step.reward += info["get_reward"]',
                                        'step.reward = info["get_reward"]'),
         "any reward solves": ("float(reward >= self.env.config.solved_at)", "float(reward > 0)"),
-        "all rows begin alike": ("with seeded(task.id):", "with seeded(self.config.file):"),
+        "all rows begin alike": ("with seeded(task.id),", "with seeded(self.config.file),"),
         "errors of calls are not counted": ("            self.failed += 1\n", ""),
         "solved_at is 1": ("float(reward >= self.env.config.solved_at)", "float(reward >= 1)"),
-        "one seed for all rows": ("with seeded(task.id):", "with seeded(''):"),
+        "one seed for all rows": ("with seeded(task.id),", "with seeded(''),"),
     },
     "envs/logic/__init__.py": {
         "types 4 and 5 are alike": ("    if number == 5:", "    if False:"),
@@ -753,11 +763,14 @@ MUTANTS = {
         "padding is whitened": ("chosen = x[mask > 0]", "chosen = x"),
     },
     "tools/track_run.py": {
-        "only the last pattern": ('pattern.sub("[redacted]", text)', 'pattern.sub("[redacted]", value)'),
+        "only the first pattern": ("for pattern in patterns:", "for pattern in patterns[:1]:"),
+        "full width is not read": ('"NFKC" if marks else "NFKD"', '"NFC" if marks else "NFD"'),
+        "accents are letters": ('and (marks or kind[0] != "M")', ""),
         "names are not redacted": (
             "{safe(name, patterns): safe(item, patterns)", "{name: safe(item, patterns)"),
         "the prompt has the reply": (
-            "cell(spoken(messages[:start]), patterns)", "cell(spoken(messages[:start + 1]), patterns)"),
+            "prompt, response = spoken(messages[:start], patterns)",
+            "prompt, response = spoken(messages[:start + 1], patterns)"),
         "partly right is right": (
             "None if correct is None else correct == 1", "None if correct is None else correct > 0"),
         "records are sent twice": (

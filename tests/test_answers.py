@@ -105,11 +105,30 @@ def test_any_text_gets_a_verdict_in_time(check, answer):
     """In less time than a fixed amount of work on the same machine, about a tenth of a second."""
     start = time.process_time()
     sorted(range(500_000), key=lambda n: n * 7919 % 1_000_003)
-    limit = time.process_time() - start
+    limit, clock = time.process_time() - start, time.process_time
+    if check == "regex":  # in another process
+        limit, clock = answers.WORKER_SECONDS, time.perf_counter
     for reply in LONG:
-        start = time.process_time()
+        start = clock()
         assert verdict(check, given(answer), reply) is False
-        assert time.process_time() - start < limit, reply[:20]
+        assert clock() - start < limit, reply[:20]
+
+
+def test_tests_are_large_together_and_answers_one_by_one():
+    assert CHECKS["python"].size(["ab", "c"]) == 3 and CHECKS["contains"].size(["ab", "c"]) == 2
+    assert CHECKS["python"].most > CHECKS["contains"].most == 20_000
+
+
+@pytest.mark.parametrize("code", [
+    "a" + ".b" * 900, "1+" * 2000 + "1", "f" + "()" * 900, "-" * 10**5 + "1", "(" * 300, "lambda: " * 3000],
+    ids=lambda code: code[:6])
+def test_code_of_a_row_that_nests_too_deeply_is_none(code):
+    """A parser may read what nothing can write again."""
+    for column in ("setup", "prompt", "test_imports"):
+        row = {column: f"def g():\n    return 1\na = {code}\n" if column == "prompt" else f"a = {code}"}
+        assert programs.program("x = 1", dict(row=row, question="q")).endswith("x = 1")
+    assert programs.code_of("x = 1", dict(answers=[f"assert {code}"])) == "x = 1"
+    assert programs.code_of("x = 1", dict(answers=["assert x"], entry_point=f"{code}")) == "x = 1"
 
 
 # Numbers
@@ -324,14 +343,14 @@ def test_a_reply_that_hangs_sympy_costs_nothing_else(mathematics):
         return await asyncio.gather(*map(step, replies))
     asyncio.run(play([good] * 50))  # all workers are there now
     (reward, ended), *others = asyncio.run(play(["\\boxed{9^{9^{9^{9}}}}"] + [good] * 20))
-    assert reward == 0 and 0.9 < ended / answers.MATH_SECONDS < 2
+    assert reward == 0 and 0.9 < ended / answers.WORKER_SECONDS < 2
     assert all(reward == 1 and seconds < ended for reward, seconds in others)
     for reply in [*LONG, "\\boxed{10000000!!}", "\\boxed{" + "(" * 5000 + "}", "$ $" * 5000,
                   "$" + "-" * 1900]:
         mathematics.start(task, 1).step(good)  # the worker is there
         start = time.perf_counter()
         assert mathematics.start(task, 1).step(reply).reward == 0.0
-        assert time.perf_counter() - start < 1.5 * answers.MATH_SECONDS, reply[:20]  # of three answers
+        assert time.perf_counter() - start < 1.5 * answers.WORKER_SECONDS, reply[:20]  # of three answers
 
 
 def test_math_verify_is_named_where_it_is_missing(tmp_path, monkeypatch):

@@ -41,6 +41,7 @@ ELSEWHERE = {
         "pytest": ["*pytest*"],
         "ruff check .": ["ruff check ."],
         "pip install -r requirements.txt": ["pip install -r requirements.txt"],
+        "pip install --require-hashes -r requirements.lock": ["pip install --require-hashes *"],
         "-r requirements-envs.txt": ["pip install -r requirements-envs.txt"],
         "gguf==0.19.0": [
             "pip install -r requirements.txt reasoning-gym==0.1.25 gguf==0.19.0",
@@ -180,6 +181,7 @@ CANNOT = {
     "python tools/convert_sft.py --data OWNER/NAME *": "hub",
     "python -m nltk.downloader *": "network",
     "wandb login": "network",
+    "uv pip compile *": "network",
     "python tools/run_arc_eval.py --game-id ls20-016295f7601e *": "network",
     "docker *": "other-package",  # Docker
     "pip install py-spy": "other-package",  # py-spy, here and below

@@ -2,7 +2,9 @@
 
 import ast
 import collections
+import contextlib
 import functools
+import importlib.metadata
 import pkgutil
 import re
 import runpy
@@ -12,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import refresh
 from tests.mutants import MUTANTS, pytest_arguments
@@ -147,7 +151,8 @@ FOREIGN = set("""
     --host --max-model-len --logprobs-mode --generation-config --enable-lora --max-lora-rank --max-loras
     --max-cpu-loras --enforce-eager --cap-add --security-opt --git --fuzz --reject --nodes --ntasks-per-node
     --gpus-per-node --cpus-per-task --requeue --signal --label --pid
-    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff, py-spy
+    --require-hashes --universal --generate-hashes --python-version --upgrade
+    """.split())  # torchrun, vllm serve, docker, git, patch, sbatch, diff, py-spy; pip, uv
 
 
 @functools.cache
@@ -204,6 +209,40 @@ def test_ci_runs_the_commands_of_the_readme_to_the_letter_before_anything_else()
     others = [i for i, line in enumerate(lines)
               if line != given and re.search(r"\b(pip|apt-get)\b.* install\b", line)]
     assert min(set(others) - set(places)) > max(places)
+
+
+def test_the_lock_has_a_version_and_hashes_of_every_package_and_those_of_the_requirements():
+    lock = (ROOT / "requirements.lock").read_text()
+    locked, entries = {}, re.split(r"^(?=[^ #\n])", lock, flags=re.M)[1:]
+    for entry in entries:
+        lines = [line.removesuffix("\\").strip() for line in entry.splitlines()]
+        first, *hashes = [line for line in lines if not line.startswith("#")]
+        requirement = Requirement(first)
+        (version,) = requirement.specifier
+        assert version.operator == "==" and "*" not in version.version and not requirement.url, first
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", line) for line in hashes), first
+        locked.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (entry,) = locked[canonicalize_name(requirement.name)]
+            assert (entry.specifier, entry.marker) == (requirement.specifier, requirement.marker), RENEW
+    # What the packages that are installed here, in these versions, need is there, too.
+    for name, of_name in locked.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = importlib.metadata.distribution(name)
+            if any(installed.version in entry.specifier for entry in of_name):
+                needed = map(Requirement, installed.requires or ())
+                missing = [one.name for one in needed if canonicalize_name(one.name) not in locked
+                           and (not one.marker or one.marker.evaluate({"extra": ""}))]
+                assert not missing, f"{name}: {RENEW}"
+    command = "pip install --require-hashes -r requirements.lock"
+    for page in ("README.md", ".ci/run"):
+        assert command in (ROOT / page).read_text()
+    assert lock.split("\n")[1].removeprefix("#").strip() in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+RENEW = "renew requirements.lock, as CONTRIBUTING.md says"
 
 
 def test_each_mutant_changes_one_place_that_is_there():

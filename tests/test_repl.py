@@ -1032,14 +1032,14 @@ def test_an_executor_judges_in_the_instances_image(tmp_path):
     row = dict(problem_statement="?", expected_output_json=expected, docker_image="someone/shop_final_abc")
     folder = write_cache(tmp_path / "cache", {"shop-1": row})
     with executor_server.ExecutorServer(tmp_path / "images") as server:
-        env, task = alone(cache_dir=folder, executor_url=server.url)
+        env, task = alone(cache_dir=folder, executor_url=server.url, trust_executor=True)
         assert outcome(env, task, FIX_TOTAL, "open('tests/test_price.py', 'w').close(); finish()").reward == 1
         step = outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()")
         assert step.reward == 0 and step.info["partial"] == 0  # as if nothing had been changed
         assert outcome(env, task, "import os; os.remove('shop/price.py'); finish()").info["partial"] == 0
         expected["test_cheapest"] = "PASSED"
         write_cache(tmp_path / "cache", {"shop-1": row | dict(expected_output_json=expected)})
-        env, task = alone(cache_dir=folder, executor_url=server.url)
+        env, task = alone(cache_dir=folder, executor_url=server.url, trust_executor=True)
         assert outcome(env, task, FIX_TOTAL, FIX_CHEAPEST, "finish()").reward == 1
         for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py"):
             code = f"import os; os.makedirs('_pytest'); open({path!r}, 'w').write({forgeries.PYTEST!r})"

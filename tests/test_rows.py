@@ -322,6 +322,70 @@ def test_a_reward_function_that_errs_is_one_line(tmp_path, name, message):
         score(env, ["a", "b"])
 
 
+NUMBERS = {  # what two replies may be worth, and what that is
+    "[True, None]": [1, None], "[1, Fraction(1, 2)]": [1, 0.5], "(Decimal('0.5'), 10**300)": [0.5, 1e300],
+    "np.array([0.5, 1])": [0.5, 1], "[np.float32(0.5), np.bool_(True)]": [0.5, 1],
+    "iter([np.array(0.5), -0.0])": [0.5, 0]}
+NO_NUMBERS = [
+    "[10**400, 1]", "[1, -10**5000]", "[Fraction(10**400), 1]", "[Decimal('1e999'), 1]",
+    "[Decimal('sNaN'), 1]", "[np.float64('nan'), 1]", "[np.longdouble('inf'), 1]", "[np.array([1.0]), 1]",
+    "np.ones((2, 1))", "[[1], [2]]", "[1j, 1]", "['1', '2']", "[object(), 1]", "[Odd(), 1]", "'12'", "b'12'",
+    "{1: 0, 2: 0}", "{1.0, 2.0}", "[]", "[1] * 3", "itertools.count()"]
+RAISES = {
+    "None": "TypeError", "1.0": "TypeError", "sys.exit(0)": "SystemExit: 0", "later(0)": "RecursionError",
+    "bytearray(1 << 62)": "MemoryError", "[1 for _ in itertools.repeat(1) if stop()]": "GeneratorExit",
+    "asyncio.run(gone())": "CancelledError", "exec('1 +')": "SyntaxError", "int('9' * 5000)": "ValueError"}
+
+
+def scored(tmp_path, expression, **options):
+    """The numbers of two replies, of a function that returns what an expression says."""
+    (tmp_path / "my.py").write_text(f'''
+import asyncio, itertools, sys
+from decimal import Decimal
+from fractions import Fraction
+import numpy as np
+class Odd:
+    def __float__(self): raise KeyError
+    def __repr__(self): raise KeyError
+def stop(): raise GeneratorExit
+def later(n): return later(n + 1)
+async def gone(): raise asyncio.CancelledError
+def f(completions, **_): return {expression}
+def big(completions, **_): return [-1.5e308, 1.5e308]
+''')
+    options = dict(rewards=f"{tmp_path}/my.py:f") | options
+    _, steps = score(make(write(tmp_path / "a.jsonl", sums(4)), prompt="question", **options), ["a", "b"])
+    return [step.info.get("f") for step in steps]
+
+
+@pytest.mark.parametrize("expression", NUMBERS)
+def test_what_is_a_number_is_a_reward(tmp_path, expression):
+    assert scored(tmp_path, expression) == NUMBERS[expression]
+
+
+@pytest.mark.parametrize("expression", NO_NUMBERS)
+def test_what_is_no_number_is_one_line_that_names_the_function(tmp_path, expression):
+    expected = r"reward f, row train-\d: expected 2 numbers, or None, got "
+    with pytest.raises(envs.BadInput, match=expected) as found:
+        scored(tmp_path, expression)
+    assert "\n" not in str(found.value) and len(str(found.value)) < 300
+
+
+@pytest.mark.parametrize("expression", RAISES)
+def test_whatever_a_function_raises_is_one_line_that_names_it(tmp_path, expression):
+    with pytest.raises(envs.BadInput, match=r"reward f, row train-\d: " + RAISES[expression]) as found:
+        scored(tmp_path, expression)
+    assert "\n" not in str(found.value)
+
+
+def test_an_interrupt_within_a_function_stays_one_and_rewards_have_a_finite_sum(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=r"reward f, row train-\d"):
+        scored(tmp_path, "exec('raise KeyboardInterrupt')")
+    expected = r"row train-\d: expected sums of rewards that are finite, got \[-inf"
+    with pytest.raises(envs.BadInput, match=expected):
+        scored(tmp_path, "[0, 0]", rewards=f"{tmp_path}/my.py:big,{tmp_path}/my.py:f", weights="9,1")
+
+
 # Checks
 
 

@@ -6,7 +6,9 @@ What is compared with what is in test_rows.py.
 import datetime
 import decimal
 import json
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -15,6 +17,9 @@ import pyarrow.parquet
 import pytest
 
 import envs
+from envs import answers
+from envs import rows as rows_module
+from envs.answers import CHECKS
 from envs.rows import answer_text
 from tests.run_folders import package
 from tests.test_answers import ADD, TESTS, needs_sandbox
@@ -41,6 +46,82 @@ def first_task(path, answer="a", **row):
 
 def judge(env, reply, index=0):
     return env.start(env.task("train", index), 1).step(reply).reward
+
+
+# Texts that are too large, or nested too deeply
+
+
+TOO_LARGE = {  # check -> answers, each of which leaves its row out
+    "number": ["1e999999999", "9" * 10**6, "9" * 5000, "10**10**10", "-" * 10**5 + "1", "[" * 10**5, "1e400"],
+    "exact": ["9" * 10**6, "{" * 10**5, "\\text{" * 10**4],
+    "contains": ["9" * 10**6, "a b " * 10**5, "(" * 10**5],
+    "choice": ["A" * 10**6, "9" * 5000, "(" * 10**5],
+    "regex": ["(a{65535}){65535}", "ab" * 5000, "(?:x" * 900 + ")?" * 900, "[" * 10**5],
+    "python": ["assert " + "-" * 10**5 + "1", "assert f() == " + "[" * 10**5, "not " * 50_000 + "1",
+               "assert f() == " + "+".join("1" * 5000), "assert f" + ".a" * 20_000, "lambda:" * 3000 + "1",
+               "assert f() == " + "9" * 5000, "assert f()\n" * 10**5]}
+
+
+@pytest.mark.parametrize("check, answer", ids=lambda value: value[:20], argvalues=[
+    (check, answer) for check in TOO_LARGE for answer in TOO_LARGE[check]])
+def test_an_answer_that_is_too_large_leaves_its_row_out_in_bounded_time_and_memory(
+        tmp_path, check, answer, monkeypatch):
+    monkeypatch.setattr(rows_module.sandbox, "check", lambda: None)
+    good = dict(python="assert f() == 1", choice="A").get(check, "7")
+    rows = [dict(prompt=f"q{n}", answer=good) for n in range(4)]
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    env = make(write(tmp_path / "a.jsonl", [*rows, dict(prompt="x", answer=answer)]), check=check,
+               guessable=True)
+    assert set(answers_of(env)) == {f"q{n}" for n in range(4)}
+    assert "; left out: 1 that cannot be used (row 5: " in env.about and "\n" not in env.about
+    assert len(env.about) < 800 and time.perf_counter() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_a_pattern_of_repetitions_is_compared_and_a_slow_one_is_ended(tmp_path, monkeypatch):
+    rows = [dict(prompt="q", answer=r"^(ab?){2,50}c{1,4000000000}$")] * 4
+    env = make(write(tmp_path / "a.jsonl", rows), check="regex")
+    assert env.blocking and judge(env, "abac") == 1 and judge(env, "ac") == 0
+    monkeypatch.setattr(answers, "WORKER_SECONDS", 0.3)
+    start = time.perf_counter()
+    assert CHECKS["regex"].right("a" * 9000, dict(answers=["a" * 8000])) is False  # its tables take minutes
+    assert time.perf_counter() - start < 3
+    monkeypatch.undo()
+    assert judge(env, "aac") == 1  # by another process
+
+
+@pytest.mark.parametrize("prompt", [
+    " " * 50_000 + "x", "\n\t" * 25_000 + "[", "\u3000" * 50_000 + ".", "[" + " " * 10**6, "{ " * 10**6,
+    "```\n" * 10**5])
+def test_a_long_prompt_is_read_in_bounded_time(tmp_path, prompt):
+    start = time.perf_counter()
+    rows = [dict(prompt=f"{prompt}{n}", answer="a") for n in range(4)]
+    env = make(write(tmp_path / "a.jsonl", rows), check="exact")
+    assert len(tasks_of(env)) == 4 and judge(env, "a") == 1 and time.perf_counter() - start < 5
+
+
+DEEP = "[" * 300 + "]" * 300
+TOO_DEEP = "row 5: lists and objects that are nested more than 100 deep"
+
+
+@pytest.mark.parametrize("row, says", [
+    (f'{{"prompt": "x", "answer": "a", "more": {DEEP}}}', TOO_DEEP),
+    (f'{{"prompt": "x", "answer": {DEEP}}}', TOO_DEEP),
+    (json.dumps(dict(prompt=f'[{{"role": "user", "content": "x", "more": {DEEP}}}]', answer="a")), TOO_DEEP),
+    (json.dumps(dict(prompt='[{"role": "user", "content": ' + "[" * 10**5, answer="a")),
+     "row 5: column prompt: expected a text, or messages as JSON (maximum recursion depth exceeded"),
+    ('{"prompt": "x", "answer": 1e999999999}', "row 5: column answer: expected a text, a number, true"),
+    ('{"prompt": "x", "answer": "a", "more": ' + "[" * 10**5 + "]" * 10**5 + "}", "row 5 (RecursionError: "),
+    ('{"prompt": "x", "answer": ' + "9" * 10**6 + "}", "row 5 (ValueError: Exceeds the limit (4300 digits)")])
+def test_a_row_that_is_nested_too_deeply_or_has_too_large_a_number_is_named(tmp_path, row, says):
+    file = Path(write(tmp_path / "a.jsonl", [dict(prompt=f"q{n}", answer="a") for n in range(4)]))
+    with file.open("a") as lines:
+        lines.write(row + "\n")
+    try:
+        said = make(file, check="exact").about
+    except envs.BadInput as error:
+        said = str(error)
+    assert says in said and "\n" not in said
 
 
 # Answers that are not texts

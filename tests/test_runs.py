@@ -932,6 +932,10 @@ def test_a_script_that_was_changed_says_so_when_it_goes_on(script, finished, tmp
 @pytest.mark.parametrize(("script", "returned", "error", "says"), [
     (grpo_llm, "float('nan')", SystemExit,
      r"error: FloatingPointError: the reward of task countdown-train-\d+ is nan"),
+    (grpo_llm, "10**5000", SystemExit,
+     r"error: BadInput: --reward-fn .* task countdown-train-\d+, got int that cannot be printed"),
+    (ppo_llm, "[10**400]", SystemExit, r"error: BadInput: --reward-fn .*expected a number .*, got \[10000"),
+    (ppo_llm, "exit(0)", SystemExit, r"error: SystemExit: 0 \(rank 0"),
     (grpo_llm, "1 / 0", ZeroDivisionError, "division by zero"),  # the user's own, with its traceback
     (ppo_llm, "[step.reward for step in r.steps] + [1.0]", SystemExit,
      r"error: .*(1 rewards for 0|2 rewards for 1) turns")])
@@ -946,7 +950,7 @@ def test_a_reward_that_is_none_leaves_a_receipt_and_a_sound_log(script, returned
     told, meta, frames, receipt = receipt_of(tmp_path / "run")
     assert meta["seed"] == 1 and meta["args"]["reward_fn"] == f"{path}:score"
     assert {"versions", "git_sha", "iteration", "opt_steps"} <= set(meta)
-    assert ("custom.py" in frames) is (error is ZeroDivisionError)
+    assert (", in score\n" in frames) is (returned in ("1 / 0", "exit(0)"))
     text = (receipt / "evidence.json").read_text()
     if "nan" in returned:
         assert told["type"] == "FloatingPointError"

@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import select
 import shutil
 import socket
@@ -29,7 +30,7 @@ import requests
 import envs
 from envs.code import executor, sandbox, syscalls, trees
 from envs.code.sandbox import Sandbox, SandboxError
-from tests import channels
+from tests import channels, test_repl
 from tests.forgeries import PIPES, gone, processes
 from tools import executor_server
 
@@ -908,3 +909,34 @@ def test_when_a_client_tries_again_and_when_it_gives_up(monkeypatch, script, ask
         with pytest.raises(SandboxError, match=f"http://here:1/test {says}"):
             client.test("image", {}, "true", timeout=7)
     assert times == [(10, 7 + executor.PATIENCE)] * asked
+
+
+@pytest.mark.parametrize("name", ["swe", "repl"])
+def test_rewards_of_an_executor_are_said_to_be_forgeable_and_trained_on_only_by_an_option(
+        name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "check", lambda: None)
+    monkeypatch.setattr(executor.HttpExecutor, "check", lambda self: None)
+    options = {}
+    if name == "repl":
+        row = test_repl.ROW | dict(docker_image="shop")
+        options = dict(cache_dir=test_repl.write_cache(tmp_path, {f"shop-{n}": row for n in range(8)}))
+    here = envs.make(name, guessable=True, **options)
+    options["executor_url"] = "http://there:1"
+    there, trusted = envs.make(name, **options), envs.make(name, **options, trust_executor="true")
+    warning = rf"warning: environment {name}: the tests run at executor_url, .* can forge its reward .*"
+    assert re.fullmatch(warning, there.about) and trusted.about == there.about and not here.about
+    mixed = envs.make(f"{name},countdown", **{f"{name}.{key}": value for key, value in options.items()})
+    assert there.about in mixed.about
+    for env in (there, mixed):
+        assert env.task("test", 0) and env.num_tasks("train")
+        expected = f"^environment {name}: option executor_url: .*trust_executor=true"
+        with pytest.raises(envs.BadInput, match=expected):
+            [env.training_task(cursor, 1) for cursor in range(8)]
+        with pytest.raises(envs.BadInput, match="trust_executor=true"):
+            [env.task("train", index) for index in range(2)]
+    for env, marked in ((here, False), (there, True), (trusted, True)):
+        assert not marked or env.task("test", 0).id == here.task("test", 0).id
+        assert env is there or env.training_task(3, 1)
+        episode = env.start(env.task("test", 0), 1)
+        step = episode.step("no diff") if name == "swe" else episode.end("turns")
+        assert step.reward == 0 and (step.info.get("unjudged") == 1) is marked

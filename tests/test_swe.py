@@ -102,6 +102,7 @@ def test_what_tests_are_worth(monkeypatch, fixed, kept, worth):
     env = envs.make("swe", reward="partial")
     row = env.rows[FIRST] | dict(FAIL_TO_PASS=["a", "b"], PASS_TO_PASS=["c", "d"] if kept else [])
     monkeypatch.setitem(env.rows, FIRST, row)
+    monkeypatch.setattr(swe.Swe, "guess", lambda *args: 0.0)
     monkeypatch.setattr(swe.Swe, "judge", lambda self, name, patch: testing.Outcomes(
         dict.fromkeys(fixed + kept, "PASSED")))
     step = score(env, FIRST, fenced(next(halves(FIRST))))
@@ -715,12 +716,12 @@ def test_an_executor_gives_the_same_verdicts():
     with executor_server.ExecutorServer(swe.BUNDLED, concurrency=2) as images:
         env = envs.make("swe", executor_url=images.url, image="{instance_id}")
         for name in (WITH_PYTEST, FIRST):
-            assert score(env, name, env.solution(env.task_of(name))).info == GOOD
+            assert score(env, name, env.solution(env.task_of(name))).info == dict(GOOD, unjudged=1)
         forged = [PYTEST_FORGERIES[name] for name in ("every report passes", "no test runs")]
         for code in ("# nothing", "import os\nos._exit(0)", *forged):
             info = score(env, WITH_PYTEST, fenced(in_front(WITH_PYTEST, code))).info
             assert info["correct"] == info["partial"] == 0, code
-        assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, format=1, allowed=1)
+        assert score(env, FIRST, fenced(WRONG)).info == dict(NONE, unjudged=1, format=1, allowed=1)
         for path in ("pytest.py", "unittest.py", "_pytest/__init__.py", "iniconfig.py", "sitecustomize.py",
                      "xml.py", "json/__init__.py"):
             lines = forgeries.PYTEST.splitlines()
@@ -752,7 +753,7 @@ def test_answers_of_an_executor_that_are_no_results(elsewhere, answer, error, ap
     elsewhere.answer = answer
     step = score(elsewhere, FIRST, elsewhere.solution(elsewhere.task_of(FIRST)))
     assert step.truncated == (not step.terminated) == error
-    assert step.info == dict(NONE, format=1, allowed=1, error=error, applied=applied)
+    assert step.info == dict(NONE, unjudged=1, format=1, allowed=1, error=error, applied=applied)
     assert elsewhere.sent[0] == "swebench/sweb.eval.x86_64.minibox_1776_backoff-4:latest"
 
 

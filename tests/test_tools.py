@@ -376,6 +376,48 @@ def test_episodes_become_tables_without_what_must_not_leave(episodes_run, monkey
         assert len(fake.logged[0].get("val/sample_table", [columns])) == rows + 1
 
 
+HIDDEN = ("\u200b\u200c\u200d\u2060\ufeff\u00ad\u200e\u202e\u2066\u061c\u180e\ufe0f\u034f\u3164\u2800"
+          "\ufffd\U000e0101\U000e0041")
+SECRET = "k\u00e9y-AB12"
+WIDE = "\uff4b\u00e9\uff59\uff0d\uff21\uff22\uff11\uff12"
+TWINS = {  # how it may be written
+    "as it is": SECRET, "decomposed": "ke\u0301y-AB12", "full width": WIDE,
+    "bold": "k\u00e9y-\U0001d400\U0001d4011\U0001d7d0", "in circles": "k\u00e9y-\u24b6\u24b7\u2460\u2461",
+    "struck out": "\u0336".join(SECRET), "half of a letter": "k\u00e9y-\ud800AB12",
+    "control": "k\u00e9y\x07-AB\x0012", "all": "\u200b\u0336".join(WIDE)}
+TWINS |= {f"between all letters {ord(letter):x}": letter.join(SECRET) for letter in HIDDEN}
+TWINS |= {f"several {ord(letter):x}": f"k\u00e9y{letter * 3}-AB1{letter}2" for letter in HIDDEN}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_what_reads_as_a_secret_is_redacted_and_what_is_beside_it_stays(name):
+    patterns = [track_run.regular_expression(r"(?<![a-z])k[e\u00e9]y-[A-Z]{2}\d+")]
+    beside = [("", ""), ("\uff58 e\u0301\u200b: ", "\u200d \uff11.\n"), ("z\u0336\u2060, ", "!\u00ad")]
+    for before, behind in beside:
+        text, expected = f"{before}{TWINS[name]}{behind}", f"{before}[redacted]{behind}"
+        assert track_run.safe([text + text, {text: "a"}], patterns) == [expected + expected, {expected: "a"}]
+    for harmless in ("ke\u0301y AB12 \uff11\u200b", "k\u00e9y\u200b\n-AB12", WIDE[:5]):
+        assert track_run.safe(harmless, patterns) == harmless
+
+
+@pytest.mark.parametrize("pattern, written", [
+    ("k\u00e9\u00e8", "ke\u0301\u200be\u0300"), ("\uac00\\d", "\u1100\u1161\uff11"),
+    ("f\u0438\u0439", "f\u0438\u00ad\u0438\u0306")])
+def test_a_secret_of_letters_with_marks_is_redacted_with_its_marks(pattern, written):
+    patterns = [track_run.regular_expression(pattern)]
+    assert track_run.safe(f"a {written} e\u0301", patterns) == "a [redacted] e\u0301"
+
+
+def test_a_secret_in_a_call_and_patterns_that_overlap_are_redacted_once(episodes_run):
+    calls = [{"function": {"name": "f", "arguments": {"a": 'to\0ken-"\\7', "token-1": "b"}}}]
+    first, second = map(track_run.regular_expression, (r'token-"\\\d', r"n-\d|b"))
+    told = track_run.row(episode(0, dict(role="user", content="token-12b"), dict(
+        role="assistant", content="", tool_calls=calls)), [first, second, track_run.regular_expression("x*")])
+    assert told[0] == "toke[redacted]2[redacted]"
+    (called,) = json.loads(told[1])
+    assert called["function"]["arguments"] == {"a": "[redacted]", "toke[redacted]": "[redacted]"}
+
+
 @pytest.mark.parametrize("words, says", [
     (["--redact", "("], "--redact: (: expected a regular expression"),
     (["--artifacts", "best"], "--artifacts best: grpo keeps none, as sft does"),

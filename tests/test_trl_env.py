@@ -66,6 +66,16 @@ class Wordy(Restless):
     def reset(self, **row):
         return 5
 
+class Leaving(Restless):
+    def reset(self, **row):
+        raise SystemExit("closed")
+
+class Vast(Restless):
+    def reset(self, **row):
+        self.row = row
+    def get_reward(self):
+        return 10**400 if int(self.row["hint"]) % 2 else float("nan")
+
 class Late(Restless):
     def reset(self, **row):
         return None
@@ -206,9 +216,13 @@ def test_classes_that_break_their_word_are_named(shop):
         env.start(task, 1)
     with pytest.raises(envs.BadInput, match="reset, row train-.*: expected a text or None, got 5"):
         shop("Wordy").task("train", 0)
-    env = shop("Late")
-    with pytest.raises(envs.BadInput, match="get_reward: expected a number, got 'good'"):
-        env.start(env.task("train", 0), 1).step("x")
+    with pytest.raises(envs.BadInput, match=r"reset, row train-\d+ \(closed\)$"):
+        shop("Leaving").task("train", 0)
+    for name, says in (("Late", "'good'"), ("Vast", "(10000|nan)")):
+        env = shop(name)
+        for number in range(4):
+            with pytest.raises(envs.BadInput, match=f"get_reward: expected a number, got {says}"):
+                env.start(env.task("train", number), 1).step("x")
 
 
 @pytest.mark.slow

@@ -36,6 +36,53 @@ PRIVATE = dict(console="off", disable_git=True, disable_code=True, x_disable_met
                x_disable_machine_info=True, x_save_requirements=False)
 
 
+# That a reader does not see, beside those of category Cf (zero width, soft hyphens, marks of direction,
+# tags): what joins or varies letters, fillers, and what stands for half of a character.
+UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufffd"
+                    "\U000e0100-\U000e01ef]")
+
+
+JOINED = re.compile("[\u0300-\u036f\u1161-\u11ff\u3099\u309a]")  # accents, and letters of a Korean syllable
+
+
+def as_read(text: str, marks: bool) -> tuple[str, list[tuple[int, int]]]:
+    """A text as a reader sees it: letters in their plain form (NFKC, so that those in full width, bold or
+    superscript are letters), without what does not show; marks: with accents on letters, or without them.
+    -> the text, and where each of its characters stood
+    """
+    seen, places, start = [], [], 0
+    while start < len(text):
+        end = start + 1
+        while marks and end < len(text) and JOINED.match(text[end]):
+            end += 1  # e and an accent are one letter
+        for letter in unicodedata.normalize("NFKC" if marks else "NFKD", text[start:end]):
+            kind = unicodedata.category(letter)
+            if kind != "Cf" and not UNSEEN.match(letter) and (marks or kind[0] != "M"):
+                seen.append(letter)
+                places.append((start, end))
+        start = end
+    return "".join(seen), places
+
+
+def redacted(text: str, patterns: list[re.Pattern]) -> str:
+    """A text without what a pattern matches, as it stands or as it is read."""
+    forms = [(text, [(place, place + 1) for place in range(len(text))])]
+    if not text.isascii():
+        forms += [as_read(text, True), as_read(text, False)]
+    spans = []
+    for pattern in patterns:
+        for seen, places in forms:
+            for match in pattern.finditer(seen):
+                if match[0]:
+                    spans.append((places[match.start()][0], places[match.end() - 1][1]))
+    kept, place = [], 0
+    for start, end in sorted(spans):
+        if start >= place:
+            kept += [text[place:start], "[redacted]"]
+        place = max(place, end)
+    return "".join([*kept, text[place:]])
+
+
 def safe(value, patterns):
     """A JSON value whose texts have no control characters and lone surrogates, nor what a pattern matches."""
     if isinstance(value, dict):
@@ -52,9 +99,7 @@ def safe(value, patterns):
         elif kind != "Cc" or letter in "\n\t":
             kept.append(letter)
     text = "".join(kept)
-    for pattern in patterns:
-        text = pattern.sub("[redacted]", text)
-    return text
+    return redacted(text, patterns) if patterns else text
 
 
 # Episodes as rows
@@ -69,7 +114,7 @@ def episodes_of(folder: Path, kind: str, iteration: int) -> list[dict]:
     return sorted(found, key=lambda episode: episode.get("number") or 0)
 
 
-def spoken(messages: list[dict]) -> str:
+def spoken(messages: list[dict], patterns) -> str:
     """A conversation as one text; who says what, where there are several messages."""
     parts = []
     for message in messages:
@@ -78,7 +123,7 @@ def spoken(messages: list[dict]) -> str:
             content = "\n".join(str(block.get("text", "")) for block in content)
         calls = message.get("tool_calls")
         if calls:
-            content = f"{content}\n{json.dumps(calls, ensure_ascii=False)}".strip()
+            content = f"{content}\n{json.dumps(safe(calls, patterns), ensure_ascii=False)}".strip()
         parts.append(content if len(messages) == 1 else f"{message.get('role')}: {content}")
     return "\n\n".join(parts)
 
@@ -91,7 +136,8 @@ def row(episode: dict, patterns) -> list:
     start = replies[0] if replies else len(messages)
     metrics = dict(episode.get("info") or {}, termination=episode.get("termination"))
     correct = episode.get("correct")
-    return [cell(spoken(messages[:start]), patterns), cell(spoken(messages[start:]), patterns),
+    prompt, response = spoken(messages[:start], patterns), spoken(messages[start:], patterns)
+    return [cell(prompt, patterns), cell(response, patterns),
             episode.get("reward"), None if correct is None else correct == 1,
             cell(str(episode.get("source") or ""), patterns),
             json.dumps(safe(metrics, patterns), ensure_ascii=False)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
-from envs import BadInput, Episode, Step, Task, as_bad_input, check_option, is_number, load_object, rows
+from envs import BadInput, Episode, Step, Task, as_bad_input, check_option, load_object, rows, shown
 from envs.adapters import in_a_loop, seeded
 
 
@@ -62,12 +62,12 @@ class Trl(rows.Rows):
 
     def begin(self, task: Task):
         """-> an object of the class, and what its reset says"""
-        with seeded(task.id):
+        where = f"environment trl: {self.config.file}: reset, row {task.id}"
+        with seeded(task.id), as_bad_input(where):
             made = self.make()
             said = awaited(made.reset(**task.data["row"]))
         if not isinstance(said, str | None):
-            raise BadInput(f"environment trl: {self.config.file}: reset, row {task.id}: expected a text or "
-                           f"None, got {said!r:.80}")
+            raise BadInput(f"{where}: expected a text or None, got {shown(said)}")
         return made, said or ""
 
     def start(self, task: Task, seed: int) -> Episode:
@@ -105,9 +105,9 @@ class Play(Episode):
         info = step.info | {"failed_calls": self.failed}
         if self.env.has_reward:
             reward = awaited(self.made.get_reward())
-            if not is_number(reward):
+            if reward is None or not rows.is_reward(reward):
                 raise BadInput(f"environment trl: {self.env.config.file}: get_reward: expected a number, got "
-                               f"{reward!r:.80}")
+                               f"{shown(reward)}")
             info["get_reward"] = float(reward)
             step.reward += info["get_reward"]
             if not self.env.check:

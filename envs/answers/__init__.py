@@ -12,14 +12,17 @@ from __future__ import annotations
 import os
 import re
 
+from envs import MAX_REPLY
 from envs.answers import choices, final_number, numbers, programs
 from envs.answers.cues import CUE
 from envs.answers.plain_text import CHINESE, KOREAN, composed, plain, without_markdown
 from envs.workers import shared_pool
 
-MATH_SECONDS = 2.0  # that sympy may take for a reply [s]
-MOST_MATH = 2000  # characters that it reads, from the end of a reply
-REGEX_SECONDS = 0.08  # that a search may take [s]
+WORKER_SECONDS = 2.0  # that sympy, or a regular expression, may take for a reply in a process of its own [s]
+MOST_MATH = 2000  # characters that sympy reads, from the end of a reply
+REGEX_SECONDS = 0.08  # that a search may take by itself; its preparation is not in it [s]
+PATTERN_SECONDS = 1.0  # that a regular expression may take at the start of a run [s]
+MOST_ANSWER = MAX_REPLY  # characters; no reply could have a longer answer in it
 
 # Where an answer stands
 
@@ -108,6 +111,12 @@ def gold_of(answer) -> str:
 
 class Check:
     """Compares replies with answers. The methods are total on replies."""
+
+    most = MOST_ANSWER
+
+    def size(self, answers: list[str]) -> int:
+        """Characters, of which there may be `most`."""
+        return max(map(len, answers))
 
     def check_answers(self, answers: list, row: dict) -> None:
         """ValueError where an answer cannot be compared with anything."""
@@ -202,12 +211,18 @@ class Math(Check):
         return self.right(found, {"answers": [answer]})
 
     def right(self, found, data):
-        pool = shared_pool(min(os.cpu_count() or 1, 16), "math_verify", "sympy")
         golds = [gold_of(answer) for answer in data["answers"]]
         try:
-            return pool.submit(math_equal, found, golds, seconds=MATH_SECONDS).result()
-        except RuntimeError:  # it took too long, or too much memory
+            return in_worker("math_verify", WORKER_SECONDS, math_equal, found, golds)
+        except (RuntimeError, ValueError):  # too long, too much memory, a number of too many digits
             return False
+
+
+def in_worker(module: str, seconds: float, function, *given):
+    """What a function that uses a module gives, in a process with limits of time and memory. RuntimeError: it
+    went beyond them"""
+    pool = shared_pool(min(os.cpu_count() or 1, 16), "envs.answers", module)
+    return pool.submit(function, *given, seconds=seconds).result()
 
 
 def math_equal(reply: str, golds: list[str]) -> bool:
@@ -279,26 +294,47 @@ class Regex(Check):
     """The answer is a regular expression that is found in the reply."""
 
     def check_answers(self, answers, row):
-        import regex  # searches within a time limit; transformers needs it too
-
-        for answer in answers:
+        for answer in map(str, answers):
             try:
-                regex.compile(str(answer))
-            except regex.error as error:
+                in_worker("regex", PATTERN_SECONDS, regex_found, answer, [answer])
+            except ValueError as error:
                 raise ValueError(f"answer {answer!r:.80}: expected a regular expression ({error})") from error
+            except RuntimeError as error:  # its limits
+                raise ValueError(f"answer {answer!r:.80}: expected a smaller regular expression "
+                                 f"({error})") from error
 
     def equal(self, found, answer, data):
-        import regex
-
         try:  # as it stands, and without what sets it
-            return any(regex.search(composed(str(answer)), text, timeout=REGEX_SECONDS / 2)
-                       for text in dict.fromkeys((composed(found), plain(found))))
-        except TimeoutError:
+            return in_worker("regex", WORKER_SECONDS, regex_found, composed(str(answer)),
+                             [composed(found), plain(found)])
+        except (RuntimeError, ValueError):
             return False
+
+
+def regex_found(pattern: str, texts: list[str]) -> bool:
+    """Whether a regular expression is found in one of the texts. ValueError: it is none
+
+    In a process of its own: (a{65535}){65535} takes all memory before it searches, and a long word with
+    repetitions minutes, which the time limit of a search does not see.
+    """
+    import regex  # searches within a time limit; transformers needs it too
+
+    try:
+        compiled = regex.compile(pattern, cache_pattern=False)  # or many large ones would stay
+        return any(compiled.search(text, timeout=REGEX_SECONDS / 2) for text in dict.fromkeys(texts))
+    except regex.error as error:
+        raise ValueError(str(error)) from error
+    except TimeoutError:
+        return False
 
 
 class Python(Check):
     """Tests run without an error after the reply's code: the answer is their text, or a list of texts."""
+
+    most = programs.MOST_TESTS
+
+    def size(self, answers):
+        return sum(map(len, answers))
 
     def check_answers(self, answers, row):
         programs.test_module(answers, row)

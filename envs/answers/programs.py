@@ -22,7 +22,9 @@ from envs.code import testing
 SET_UP = ("test_setup_code", "test_setup", "test_imports", "setup_code", "setup", "imports")
 PROMPTS = ("prompt", "code_prompt", "starter_code")  # columns that may hold the function's head
 MOST_CODE = 20_000  # characters of a reply's program
+MOST_TESTS = 1_000_000  # characters of a row's tests
 MOST_BLOCKS = 50
+NO_CODE = (SyntaxError, ValueError, RecursionError, MemoryError)  # of a text; the last two: nested too deeply
 _FENCES = (
     re.compile(r"^(?P<indent>[ \t>]{0,40})(?P<mark>`{3,9}|~{3,9})(?![`~])"
                r"(?!\w{0,9}[ \t]+(?:def|class|import|from)\b)[^\n`]{0,80}\n(?P<code>.*?)"
@@ -81,7 +83,7 @@ def tested_names(tests: tuple[str, ...], entry_point: str) -> set[str]:
     entry = {re.split(r"\W", entry_point)[0]} - {""}
     try:
         nodes = [*ast.walk(ast.parse("\n".join(tests)))]
-    except (SyntaxError, ValueError):
+    except NO_CODE:
         return entry
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -100,7 +102,7 @@ def tested_names(tests: tuple[str, ...], entry_point: str) -> set[str]:
 def parsed(code: str) -> ast.Module | None:
     try:
         return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NO_CODE:
         return None
 
 
@@ -149,7 +151,10 @@ def without_words(tree: ast.Module | None, name: str = "") -> str:
         is_word = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)
         if not is_word and (not name or getattr(node, "name", "") != name):
             kept.append(node)
-    return ast.unparse(ast.Module(kept, []))
+    try:
+        return ast.unparse(ast.Module(kept, []))
+    except RecursionError:
+        return ""
 
 
 def completed(head: str, body: str) -> str:
@@ -160,7 +165,7 @@ def completed(head: str, body: str) -> str:
         try:
             compile(whole := f"{head}\n{indented}", "solution", "exec")
             return whole
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except NO_CODE:
             pass
     return f"{head}\n{body}"
 

@@ -13,6 +13,27 @@ from envs.code.sandbox import Result, SandboxError
 PATIENCE = 30  # beyond the time that the command may take [s]
 
 
+def check_trust(name: str, config, split: str) -> None:
+    """BadInput where training would be on rewards that the code under test can forge: the local judge (values
+    compared outside, a pipe that runs none of the code) is not there."""
+    if split == "train" and config.executor_url and not config.trust_executor:
+        raise BadInput(f"environment {name}: option executor_url: the code that is tested there can forge "
+                       "its reward (docs/sandbox.md); it is for evaluations, or trust_executor=true")
+
+
+def marks(config) -> dict[str, float]:
+    """What the info of an episode says of its reward besides."""
+    return {"unjudged": 1.0} if config.executor_url else {}
+
+
+def warning(name: str, config) -> str:
+    """A line for the start of a run. "": the sandbox judges"""
+    if not config.executor_url:
+        return ""
+    return (f"warning: environment {name}: the tests run at executor_url, where the code that is tested can "
+            "forge its reward (docs/sandbox.md)")
+
+
 class HttpExecutor:
     """A service that runs a test command over a container image with some files laid over it.
 

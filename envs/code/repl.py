@@ -51,7 +51,7 @@ from envs import (
     read_text,
 )
 from envs.code import sandbox, testing, trees
-from envs.code.executor import HttpExecutor
+from envs.code.executor import HttpExecutor, check_trust, marks, warning
 from envs.code.swe import apply
 from envs.code.testing import LAUNCHER, decides, run_tests, shadows
 
@@ -173,6 +173,8 @@ class Config:
     """processes and threads in it"""
     executor_url: str = ""
     """service that runs the final tests in the instance's container image, in place of the sandbox"""
+    trust_executor: bool = False
+    """train on its rewards, which the code that is tested can forge"""
 
     def __post_init__(self):
         check = functools.partial(envs.check_option, "repl", self)
@@ -269,15 +271,17 @@ class Repl(Env):
         self._ids = hold_out(list(self._rows), lambda name: split_of(name) == "test",
                              "environment repl: instance")
         self._load = functools.lru_cache(32)(lambda name: load_scenario(self._rows[name]))
+
     @property
     def about(self) -> str:
-        """Which instances are left out."""
-        return testing.about_guessed("repl", self.guessed)
+        """What cannot be told from right code, and which instances are left out."""
+        lines = [warning("repl", self.config), testing.about_guessed("repl", self.guessed)]
+        return "\n".join(line for line in lines if line)
 
     @functools.cached_property
     def guessed(self) -> list[str]:
         """The instances that are not trained on."""
-        if self.config.guessable or self._ids is None:
+        if self.config.guessable or self._ids is None or self.executor:
             return []
         return [name for name in self._ids["train"] if not held_out_of(self._rows[name]["folder"])
                 or self.guess(self._load(name)) > testing.MOST_GUESSED]
@@ -301,7 +305,7 @@ class Repl(Env):
         if self._ids is None:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
         if split == "train" and self.guessed and not self.names["train"]:
-            raise BadInput(f"environment repl: {self.about}; none is left")
+            raise BadInput(f"environment repl: {testing.about_guessed('repl', self.guessed)}; none is left")
         if split == "test" and not self._ids[split]:
             raise BadInput("environment repl: the one instance is for training, which leaves none to be held "
                            "out; expected at least two")
@@ -309,6 +313,7 @@ class Repl(Env):
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
+        check_trust("repl", self.config, split)
         if self._ids is None:
             name, seed = f"repl-tiny-{split}-{index}", tiny_parts(split, index)
             scenario = tiny_scenario(seed)
@@ -630,14 +635,14 @@ class ReplEpisode(Episode):
         parts = NOTHING if files is None else self.env.score(self.scenario, files)
         reward = parts["partial" if self.config.reward_mode == "partial" else "correct"]
         info = {**parts, "repl_turns": float(self.turns), "no_block": float(self.without_block),
-                "sub_queries": float(self.queries)}
+                "sub_queries": float(self.queries), **marks(self.config)}
         return Step([], reward, not truncated, truncated, info)
 
     def _gone(self) -> Step:
         """The code has ended even the process that keeps its files: there is nothing to judge."""
         if self.closed:
             raise sandbox.SandboxError(f"task {self.task.id}: the episode was closed")
-        return Step([], 0.0, False, True, NOTHING | dict(repl_turns=float(self.turns)))
+        return Step([], 0.0, False, True, NOTHING | marks(self.config) | dict(repl_turns=float(self.turns)))
 
     # The worker in the sandbox
 

@@ -33,7 +33,7 @@ from typing import Literal
 
 from envs import BadInput, Env, Episode, Step, Task, check_option, final_part, hold_out, read_rows
 from envs.code import sandbox, testing, trees
-from envs.code.executor import HttpExecutor
+from envs.code.executor import HttpExecutor, check_trust, marks, warning
 
 BUNDLED = Path(__file__).with_name("swe_instances")
 RANGE = re.compile(r"\[?\s*(?P<first>\d{1,9})\s*[-,]\s*(?P<last>\d{1,9})\s*\]?")
@@ -101,6 +101,8 @@ class Config:
     """folder with a folder for each instance_id: the repository at base_commit"""
     executor_url: str = ""
     """service that runs the tests in the instance's container image, in place of the sandbox"""
+    trust_executor: bool = False
+    """train on its rewards, which the code that is tested can forge"""
     image: str = "swebench/sweb.eval.x86_64.{id}:latest"
     """name of that image; {id}: the instance_id in lower case with _1776_ for __; also {instance_id}, {repo},
     {version}"""
@@ -167,10 +169,12 @@ class Swe(Env):
             sandbox.check()
             if not shutil.which("git"):
                 raise BadInput("environment swe: git is not installed; it applies the diffs")
+
     @property
     def about(self) -> str:
-        """Which instances are left out."""
-        return testing.about_guessed("swe", self.guessed)
+        """What cannot be told from right code, and which instances are left out."""
+        lines = [warning("swe", self.config), testing.about_guessed("swe", self.guessed)]
+        return "\n".join(line for line in lines if line)
 
     @functools.cached_property
     def guessed(self) -> list[str]:
@@ -188,7 +192,7 @@ class Swe(Env):
     def num_tasks(self, split: str) -> int:
         self.check_split(split)
         if split == "train" and self.guessed and not self.names["train"]:
-            raise BadInput(f"environment swe: {self.about}; none is left")
+            raise BadInput(f"environment swe: {testing.about_guessed('swe', self.guessed)}; none is left")
         if split == "train" and not self._split["train"]:
             raise BadInput("environment swe: every instance belongs to the test split; name more, or choose "
                            "with test_share (test_share=0: all train)")
@@ -199,6 +203,7 @@ class Swe(Env):
 
     def task(self, split: str, index: int) -> Task:
         self.check_index(split, index)
+        check_trust("swe", self.config, split)
         return self.task_of(self.names[split][index])
 
     def task_of(self, name: str) -> Task:
@@ -282,7 +287,8 @@ class Attempt(Episode):
     def step(self, reply: str) -> Step:
         row, config = self.env.rows[self.name], self.env.config
         info = dict(correct=0.0, format=0.0, allowed=0.0, applied=0.0, fail_to_pass=0.0, pass_to_pass=0.0,
-                    partial=0.0, error=0.0, suspicious=0.0, guessable=self.env.guess(self.name))
+                    partial=0.0, error=0.0, suspicious=0.0, guessable=self.env.guess(self.name),
+                    **marks(config))
         patch = find_patch(final_part(reply))
         if self.over or patch is None:
             return self._end(info)
