@@ -224,3 +224,5 @@ def test_of_tests_that_fail_the_easiest_check_may_be_the_one():
     assert taken.bits(["test_a", "test_b", "test_d"]) == 11
     assert taken.bits(["test_b", "test_c"], "expected:\n  f( 1 ) == 'mnopqr'") == 10
     assert taken.bits(["test_b", "test_c"], "the answer is ghijkl") == 10
+    small = taken_out("def test_a():\n    assert f(1) == 5\n    assert f(2) == 6")
+    assert 0 < small.bits(shown="f(1) == 5") < small.bits(shown="5") == small.bits()

@@ -916,6 +916,7 @@ def test_rewards_of_an_executor_are_said_to_be_forgeable_and_trained_on_only_by_
         name, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "check", lambda: None)
     monkeypatch.setattr(executor.HttpExecutor, "check", lambda self: None)
+    monkeypatch.setattr("envs.code.swe.Swe.guess", lambda *args: 0.0)
     options = {}
     if name == "repl":
         row = test_repl.ROW | dict(docker_image="shop")

@@ -414,6 +414,33 @@ def test_exit(): raise SystemExit
     assert run_tests(code, tests, names=names) == {names[0]: "ERROR", names[1]: "PASSED"}
 
 
+MONEY = """
+class Money:
+    def __init__(self, cents): self.cents = cents
+    def __eq__(self, other): return self.cents == getattr(other, "cents", other)
+def total(*cents): return Money(sum(cents){})
+def count(*cents): return len(cents){}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_is_no_plain_value_is_compared_where_it_is_if_the_solution_says_so(plain):
+    tests = {"test_f.py": b"import f\ndef test_a():\n    assert f.total(3, 4) == 7\n"
+                          b"def test_b():\n    assert f.count(3, 4) == 2\n"}
+    files = {wrong: {"f.py": MONEY.format(*wrong).encode()} for wrong in (("", ""), ("+ 1", ""), ("", "+ 1"))}
+    right = files["", ""]
+    outcomes = {wrong: [*testing.run_tests(tree, tests, plain=plain, solved=right).values()]
+                for wrong, tree in files.items()}
+    assert outcomes == {("", ""): ["PASSED", "PASSED"], ("+ 1", ""): ["FAILED", "PASSED"],
+                        ("", "+ 1"): ["PASSED", "FAILED"]}
+    found = testing.run_tests(right, tests, plain=plain, solved=right)
+    assert [*found.kept] == ["test_f.py"] and len(found.kept["test_f.py"]) == 1 and not found.skipped
+    assert [*testing.run_tests(right, tests, plain=plain).values()] == ["FAILED", "PASSED"]
+    names = ["test_f.py::test_a", "test_f.py::test_b"]
+    assert testing.guess(tests, names[1:], "", found.kept) == testing.guess(tests, names, "", found.kept) < 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False])
 def test_code_without_end_takes_no_more_than_its_time(plain):

@@ -170,14 +170,14 @@ def bits_of(value) -> float:
     if isinstance(value, float) and math.isfinite(value) and not value % 1:
         value = int(value)
     if isinstance(value, int):
-        return min(MOST_BITS, 2 + 2.3 * math.log10(1 + abs(value)) if abs(value) < 10**9 else MOST_BITS)
+        return min(MOST_BITS, math.log2(4 + 0.6 * min(abs(value), 10**9)))  # of a digit below log2(10)
     if isinstance(value, str | bytes):
         return min(MOST_BITS, 2 + 2.5 * len(value))
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
         return min(MOST_BITS, 2 + sum({repr(item): bits_of(item) for item in value}.values()))
-    return 7.0
+    return 6.0
 
 
 def read(text: str) -> tuple[int, int | None, object]:
