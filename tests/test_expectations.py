@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from envs.code import expectations, testing_worker
@@ -191,6 +192,12 @@ def test_values_come_back_as_they_were(value):
     assert (test, phase) == ("t", "told") and expectations.read(said) == (5, 2, value)
     kind = {set: frozenset}.get(type(value), type(value))
     assert type(expectations.read(said)[2]) is kind
+
+
+def test_numbers_of_numpy_are_numbers():
+    for value in (np.float32(0.5), np.int64(7), np.bool_(True), np.str_("x")):
+        assert expectations.rebuilt(testing_worker.closed(value)) == value.item()
+    assert testing_worker.closed(np.ones(2)) == ["?"]
 
 
 @pytest.mark.parametrize("said", [

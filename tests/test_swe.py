@@ -453,6 +453,17 @@ def test_code_without_end_takes_no_more_than_its_time(plain):
 
 
 @pytest.mark.slow
+def test_values_without_end_are_not_read_without_end():
+    """Sets of numbers with one hash take a time that grows with their square."""
+    for count in (499, 2500):
+        code = f"def f():\n    for _ in range(300): __told__(1, {{n * (2**61 - 1) for n in range({count})}})\n"
+        start = time.monotonic()
+        found = run_tests(f"{code}    return 1", {"test_f.py": "import f\ndef test_a(): assert f.f() == 1"},
+                          plain=True)
+        assert found == {"test_f.py::test_a": "FAILED"} and time.monotonic() - start < 20
+
+
+@pytest.mark.slow
 def test_many_tests_are_all_reported():
     tests = "".join(f"def test_{number:0400}(): pass\n" for number in range(5_000))
     found = run_tests("", {"test_f.py": tests}, plain=True)

@@ -48,6 +48,7 @@ MAKERS = {  # what may be called in a value that is written down
     "date": datetime.date, "datetime": datetime.datetime, "time": datetime.time,
     "timedelta": datetime.timedelta}
 MOST_TEXT = 20_000  # characters of a value that is written down
+MOST_HASHED = 500  # items of a set or dict that is reported: code may choose some with one hash
 MOST_BITS = 10.0  # of one value, however long
 BITS_OF_A_PLACE = 4.0  # of one that stands in the test for something else, too
 
@@ -210,6 +211,8 @@ READERS = {
 def rebuilt(said):
     if not isinstance(said, list):
         return said
+    if said[0] in ("set", "dict") and len(said[1]) > MOST_HASHED:
+        raise ValueError("too many items")
     return READERS[said[0]](*said[1:])
 
 

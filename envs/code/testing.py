@@ -48,6 +48,7 @@ DECIDING = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.
 # Top-level names that the tests' process imports: a new one in the tree would run in place of the real one.
 SHADOWS = {"pytest", "_pytest", "pluggy", "iniconfig", "unittest", "site", "sitecustomize", "usercustomize"}
 MOST_CACHED = 4096  # results kept
+MOST_TOLD = 2**20  # characters of reported values of a module that are read; what is beyond counts as missing
 MOST_GUESSED = 1e-3  # instances that are guessed oftener are not trained on unless one asks for it
 
 CANARIES = '''
@@ -263,9 +264,11 @@ def _once(tree, names, plain, timeout, memory, path: str, module: expectations.T
     if begun != nonce:
         raise sandbox.SandboxError(f"the tests did not start: {done.output[-300:].strip() or done.exit_code}")
     reports = _reports(rest, nonce)
-    told = collections.defaultdict(list)
-    for name, _, said in [report for report in reports if report[1] == "told"]:
-        told[name].append(expectations.read(said))
+    told, left = collections.defaultdict(list), MOST_TOLD
+    for name, phase, said in reports:
+        left -= len(said)
+        if phase == "told" and left >= 0:
+            told[name].append(expectations.read(said))
     found = counted(outcomes(report for report in reports if report[1] != "told"), must, names)
     for name, outcome in found.items():
         if outcome != "PASSED" or name in must:

@@ -135,6 +135,8 @@ class Raises:
 
 def closed(value):
     """A value in JSON, of the kinds that can be written down; subclasses as what they are equal to."""
+    if "generic" in [kind.__name__ for kind in type(value).__mro__]:  # NumPy's, of one number
+        value = value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
