@@ -456,7 +456,8 @@ def test_code_without_end_takes_no_more_than_its_time(plain):
 def test_values_without_end_are_not_read_without_end():
     """Sets of numbers with one hash take a time that grows with their square."""
     for count in (499, 2500):
-        code = f"def f():\n    for _ in range(300): __told__(1, {{n * (2**61 - 1) for n in range({count})}})\n"
+        code = (f"def f():\n    found = {{n * (2**61 - 1) for n in range({count})}}\n"
+                "    for _ in range(300): __told__(1, found)\n")
         start = time.monotonic()
         found = run_tests(f"{code}    return 1", {"test_f.py": "import f\ndef test_a(): assert f.f() == 1"},
                           plain=True)
