@@ -395,9 +395,11 @@ CASES = {
                              reward_scale=0.1), parts_of_a_game, screen_of, solved=False)},
     "repl": {"": Case(given(), given_up),
              "tiny": Case(given(scenarios="tiny", prompt="short", test_tasks=60), tiny_blocks, tasks=60)},
-    "swe": {"": Case(given(), one_of_many_diffs), "half": Case(given(test_share=0.5), one_of_many_diffs)},
+    "swe": {"": Case(given(guessable=True), one_of_many_diffs),  # to see what can be guessed takes a sandbox
+            "half": Case(given(test_share=0.5, guessable=True), one_of_many_diffs)},
     "rows": {
-        **{check: Case(lambda folder, check=check: dict(data=f"{folder}/{check}.jsonl", check=check),
+        **{check: Case(lambda folder, check=check: dict(data=f"{folder}/{check}.jsonl", check=check,
+                                                        guessable=True),
                        functools.partial(checked, check), solved=check not in ("regex", "python"))
            for check in CHECKED},
         "functions": Case(functools.partial(two_functions, "words"), rewarded, solved=False),

@@ -161,7 +161,7 @@ def test_reward_functions_and_checks_are_added(shop):
     first, second = env.score_group(task, conversations, steps)
     assert (first.reward, second.reward) == (2.0, 1.0) and first.terminated
     assert first.info == dict(correct=1.0, get_reward=1.0, failed_calls=0.0, polite=0.5)
-    assert shop("Plain", check="python", answer="code").blocking  # as --env rows
+    assert shop("Plain", check="python", answer="code", guessable=True).blocking  # as --env rows
     assert shop(blocking=True, check="number").blocking and not shop(check="number").blocking
     env = shop("Plain", check="number")
     task = env.task("train", 0)
