@@ -54,7 +54,7 @@ def judge(tmp_path):
     def judge(check, answer, reply, **options):
         rows = [dict(question=f"q{n}", answer=answer) for n in range(2)]
         data = write(tmp_path / "judge.jsonl", rows)
-        env = envs.make("rows", data=data, prompt="question", check=check, **options)
+        env = envs.make("rows", data=data, prompt="question", check=check, guessable=True, **options)
         step = env.start(env.task("train", 0), 1).step(reply)
         assert step.terminated and not step.messages and step.reward == step.info["correct"]
         return bool(step.info["correct"])

@@ -57,7 +57,8 @@ def write_files(tmp_path):
     write(tmp_path / "math.jsonl",
           [dict(problem=f"Half of {n}?", answer=rf"\frac{{{n}}}{{2}}") for n in range(30)])
     write(tmp_path / "HumanEval.jsonl", [
-        dict(prompt=f"Write f{n}.", test=f"def check(f):\n    assert f() == {n}", entry_point=f"f{n}")
+        dict(prompt=f"Write f{n}.", test=f"def check(f):\n    assert f() == 'the {n}th'",
+             entry_point=f"f{n}")
         for n in range(30)])
     asked = [[dict(role="user", content=f"How much is {n}?")] for n in range(30)]
     write(tmp_path / "verl.parquet", [
