@@ -406,6 +406,29 @@ def test_held_out_tests_are_in_nothing_that_is_shown():
                 assert task.source == "repl/tiny" or len([name for name in names if name in shown]) < 4
 
 
+@pytest.mark.parametrize("held_out, kept", [
+    ("def test_a():\n    assert f() == 'hidden'", True), ("def test_a():\n    assert f() == 3", False),
+    ("", False)])
+def test_instances_whose_tests_can_be_guessed_are_not_trained_on(tmp_path, held_out, kept):
+    rows = {f"shop-{n}": ROW | dict(fail_to_pass=["test_a"]) for n in range(9)}
+    folder = write_cache(tmp_path, rows, SHOP)
+    (tmp_path / "held_out").mkdir()
+    every = make(cache_dir=folder)
+    names = [every.task("train", n).data["instance_id"] for n in range(every.num_tasks("train"))]
+    for name in names[1:] if held_out else []:
+        (tmp_path / "held_out" / f"{name}.py").write_text(held_out)
+    (tmp_path / "held_out" / f"{names[0]}.py").write_text("def test_a():\n    assert f() == 'another'")
+    env = make(cache_dir=folder, guessable=False)
+    assert env.num_tasks("test") == every.num_tasks("test") > 0
+    ids = [env.task("train", n).data["instance_id"] for n in range(env.num_tasks("train"))]
+    assert ids == (names if kept else names[:1])
+    assert ("such as shop-" in env.about and "guessable=true" in env.about) == (not kept) and not every.about
+    others = make(cache_dir=folder, guessable=False, instance_ids=",".join(names[1:]))
+    if not kept:
+        with pytest.raises(envs.BadInput, match="guessable=true keeps them.; none is left"):
+            others.num_tasks("train")
+
+
 @pytest.mark.parametrize("source, says", [
     ("def test_a(: pass", "a module of tests"), ("x = 1", "functions test_*, got none")])
 def test_a_held_out_module_that_cannot_be_is_named(tmp_path, source, says):

@@ -502,6 +502,30 @@ def test_the_census_of_many_rows_is_quick_and_of_a_spread_sample(tmp_path):
     assert time.perf_counter() - start < 2
 
 
+@pytest.mark.parametrize("test, kept", [
+    ("assert f() == 'hidden'", True), ("assert f(1) == 17\nassert f(2) == 23\nassert f(3) == 31", True),
+    ("assert f() == 17", False), ("\n".join(f"assert f({n}) is True" for n in range(30)), False),
+    ("assert f() == g()", False), ("assert f() == 'shown'", False),  # which the prompt shows
+    ("def check(candidate):\n    assert candidate(5) == 'hidden'", True)])
+def test_rows_whose_tests_can_be_guessed_are_not_trained_on(tmp_path, monkeypatch, test, kept):
+    monkeypatch.setattr("envs.code.sandbox.check", lambda: None)
+    rows = [dict(prompt=f"{n}: write f, which gives 'shown'", answer=test, entry_point="f") for n in range(9)]
+    held_out = [dict(prompt="h", answer=test, entry_point="f")]
+    options = dict(check="python", test=write(tmp_path / "h.jsonl", held_out))
+    strong = dict(prompt="s", answer="assert f() == 'another'")
+    env = make(write(tmp_path / "a.jsonl", [*rows, strong]), **options)
+    assert env.num_tasks("train") == (10 if kept else 1) and env.num_tasks("test") == 1
+    said = "left out: 9 whose tests can be passed by guessing (guessable=true keeps them)"
+    assert (said in env.about.split("\n")[0]) == (not kept)
+    found = env.task("test", 0).data["guessable"]
+    assert (found <= 1e-3) == kept or "shown" in test
+    every = make(write(tmp_path / "a.jsonl", [*rows, strong]), guessable=True, **options)
+    assert every.num_tasks("train") == 10
+    if not kept:
+        with pytest.raises(envs.BadInput, match="all 9 can be passed by guessing .*guessable=true"):
+            make(write(tmp_path / "b.jsonl", rows), **options)
+
+
 @pytest.mark.slow
 def test_solutions_of_code_are_judged(tmp_path):
     needs_sandbox()

@@ -305,7 +305,7 @@ class Repl(Env):
         if self._ids is None:
             return {"train": self.config.train_tasks, "test": self.config.test_tasks}[split]
         if split == "train" and self.guessed and not self.names["train"]:
-            raise BadInput(f"environment repl: {testing.about_guessed('repl', self.guessed)}; none is left")
+            raise BadInput(f"{testing.about_guessed('repl', self.guessed)}; none is left")
         if split == "test" and not self._ids[split]:
             raise BadInput("environment repl: the one instance is for training, which leaves none to be held "
                            "out; expected at least two")

@@ -192,7 +192,7 @@ class Swe(Env):
     def num_tasks(self, split: str) -> int:
         self.check_split(split)
         if split == "train" and self.guessed and not self.names["train"]:
-            raise BadInput(f"environment swe: {testing.about_guessed('swe', self.guessed)}; none is left")
+            raise BadInput(f"{testing.about_guessed('swe', self.guessed)}; none is left")
         if split == "train" and not self._split["train"]:
             raise BadInput("environment swe: every instance belongs to the test split; name more, or choose "
                            "with test_share (test_share=0: all train)")

@@ -154,8 +154,8 @@ def guess(test_files: dict[str, bytes], names: list[str] | None, shown: str, kee
 def about_guessed(env: str, names: list[str]) -> str:
     if not names:
         return ""
-    return (f"{env}: left out of training: {len(names):,} instances such as {names[0]}, whose tests can be "
-            f"passed by guessing oftener than once in 1,000 (guessable=true keeps them)")
+    return (f"environment {env}: left out of training: {len(names):,} instances such as {names[0]}, whose "
+            f"tests can be passed by guessing oftener than once in 1,000 (guessable=true keeps them)")
 
 
 def _cached(files, test_files, names, plain, timeout, memory, keep: dict[str, set[int]] | None) -> Outcomes:
